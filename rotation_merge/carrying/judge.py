@@ -85,11 +85,11 @@ def read_parts(
         raise DataError(f"holds {data.examples} samples", where=where, remedy=f"give at least {2 * AT_ONCE}")
     solved, held_out = parted(data)
     choice, judge = halves(held_out)
-    base, own = load(new), list[Data | None]([None, None])
+    base, own_halves = load(new), list[Data | None]([None, None])
     if writes_text(base):
         few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
-        own = [*halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))]
-    return TransferSamples(solved, *map(HeldOutSamples, (choice, judge), own))
+        own_halves = [*halves(read_samples(new, SELF, **few.reading(AT_ONCE), module=base))]
+    return TransferSamples(solved, *map(HeldOutSamples, (choice, judge), own_halves))
 
 
 def parted(data: Data) -> tuple[Data, Data]:

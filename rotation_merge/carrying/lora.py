@@ -69,8 +69,8 @@ def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAd
                 cuts[place], rests[place] = (info, cut), float((whole - dense(cut, info)).square().sum())
     if _biases(cuts):
         cuts = {place: cut for place, cut in cuts.items() if not (isinstance(cut[1], LowRank) and cut[1].embedding)}
-    kept = sum(norms[place] - rests[place] for place in cuts)
-    share = kept / sum(norms.values()) if any(norms.values()) else 1.0
+    kept_norm = sum(norms[place] - rests[place] for place in cuts)
+    share = kept_norm / sum(norms.values()) if any(norms.values()) else 1.0
     return NewAdapter(_written(delta.base, places, cuts, rank), _of_cuts(delta.base, cuts), share)
 
 

@@ -57,9 +57,9 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
     known = primal, dual, sign * p, sign * q
     log_scale = _of_degree_one(middle, known) if degree == 1 else _of_degree(middle, known, degree)
     scale = sign * log_scale.clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE).exp()
-    one = torch.ones_like(scale)
-    gained = cost(one, primal, dual, p, q, degree) - cost(scale, primal, dual, p, q, degree)
-    return torch.where(usable & (gained > TIE * (primal + dual)), scale, one)
+    unscaled = torch.ones_like(scale)
+    gained = cost(unscaled, primal, dual, p, q, degree) - cost(scale, primal, dual, p, q, degree)
+    return torch.where(usable & (gained > TIE * (primal + dual)), scale, unscaled)
 
 
 def _of_degree_one(middle: Tensor, known: tuple[Tensor, ...]) -> Tensor:

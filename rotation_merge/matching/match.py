@@ -341,13 +341,13 @@ class Passes:
     def packed(self) -> dict[str, Any]:
         """The state without the sums of plain blocks, which every part computes anew."""
         sums = {number: vars(part) for number, part in self.sums.items()}
-        kept = {"start": self.start, "objectives": self.objectives, "history": self.history}
-        return {**kept, "maps": packed(self.transforms), "sums": sums}
+        facts = {"start": self.start, "objectives": self.objectives, "history": self.history}
+        return {**facts, "maps": packed(self.transforms), "sums": sums}
 
     @classmethod
     def unpacked(cls, part: Mapping[str, Any]) -> Passes:
         """The state again."""
-        sums = {number: StreamSums(**kept) for number, kept in part["sums"].items()}
+        sums = {number: StreamSums(**fields) for number, fields in part["sums"].items()}
         return cls(unpacked(*part["maps"]), part["start"], part["objectives"], sums, history=part["history"])
 
 

@@ -317,10 +317,10 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
         matched = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
         keys = [key for key, space in anchor_block.spaces.items() if space in matched]
         sides = (donor, donor_block), (anchor, anchor_block)
-        for (holder, block), (lacking, other) in (sides, sides[::-1]):
+        for (holder, block), (lacking, counterpart) in (sides, sides[::-1]):
             moved = {*pair.streams, *(block.spaces[key].name for key in keys if key in block.spaces)}
             for info in block.tensors:
-                if other.tensor(info.key) is not None or info.name in copies or excluded(info.name):
+                if counterpart.tensor(info.key) is not None or info.name in copies or excluded(info.name):
                     continue
                 needed = fold.streams if fold.touches(block, info) else ()
                 if moving := moved.intersection(space.name for space in info.spaces()).union(needed):

@@ -105,7 +105,7 @@ class StreamMeasurement:
             norm=self.norm + other.norm,
             donor_norm=self.donor_norm + other.donor_norm,
             apart=self.apart + other.apart,
-            products=tuple(replace(one, matrix=one.matrix + two.matrix) for one, two in pairs),
+            products=tuple(replace(a, matrix=a.matrix + b.matrix) for a, b in pairs),
         )
 
     def to(self, device: torch.device) -> StreamMeasurement:
@@ -247,14 +247,14 @@ def measured(
     pieces: Sequence[Piece], transforms: Mapping[str, Transform], precise: bool = False
 ) -> list[StreamMeasurement]:
     """What tensors say of the streams, rows of heads and routers centred; arguments as of `StreamMeasurement.of`."""
-    means, found = _mean_logits(pieces), dict[str, StreamMeasurement]()
+    means, by_key = _mean_logits(pieces), dict[str, StreamMeasurement]()
     for part, read in pieces:
         for info, a, b in _compared(part, *read()):
             if info.key in means:
                 a, b = (at_least_float32(x) - mean for x, mean in zip((a, b), means[info.key], strict=True))
             measurement = StreamMeasurement.of(info, a, b, transforms, precise)
-            found[info.key] = found[info.key].plus(measurement) if info.key in found else measurement
-    return list(found.values())
+            by_key[info.key] = by_key[info.key].plus(measurement) if info.key in by_key else measurement
+    return list(by_key.values())
 
 
 def _mean_logits(pieces: Sequence[Piece]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -99,8 +99,8 @@ def check_adapter(model: View, origin: View | None = None) -> None:
     Raises:
         CheckpointError: names the bases.
     """
-    others, remedy = ([], OWN_BASE) if origin is None else ([origin], "name its own base ('finetuned_from')")
-    check_own_base(model, others, f"{remedy}, or run mergekit with --allow-crimes")
+    bases, remedy = ([], OWN_BASE) if origin is None else ([origin], "name its own base ('finetuned_from')")
+    check_own_base(model, bases, f"{remedy}, or run mergekit with --allow-crimes")
 
 
 def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, origin: View) -> tuple[bool, str]:

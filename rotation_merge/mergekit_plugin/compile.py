@@ -140,8 +140,8 @@ def compiled(session: Session) -> CompiledRecipe:
     prepare: Callable[[], object] = donors.match_wholes
     if whole:
         served[recipe.base], prepare = refitted_view(views)
-        base, others = InputModelDefinition(model=recipe.base), dict.fromkeys(("slices", "modules", "parameters"))
-        alone = recipe.config.model_copy(update={**others, "models": [base]})
+        base, cleared = InputModelDefinition(model=recipe.base), dict.fromkeys(("slices", "modules", "parameters"))
+        alone = recipe.config.model_copy(update={**cleared, "models": [base]})
         config = normalised(session, alone, architecture, name)
     stock = stock_recipe(config, name, placed, recipe.base, cache)
     if own_method is not None and not whole:

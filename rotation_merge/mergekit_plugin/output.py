@@ -43,7 +43,7 @@ class OutputBlock:
     def names_in(self, model: ModelReference) -> dict[str, str]:
         """By the output's names of its tensors those in one model."""
         pairs = ((info, self.sources[model].tensor(info.key) or info) for info in self.block.tensors)
-        return {new: old for info, own in pairs for new, old in zip(info.names, own.names, strict=True)}
+        return {new: old for info, stored in pairs for new, old in zip(info.names, stored.names, strict=True)}
 
 
 def output_blocks(config: MergeConfiguration, recipe: Recipe, models: Models) -> list[OutputBlock]:

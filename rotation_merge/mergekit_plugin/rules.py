@@ -73,8 +73,10 @@ def scopes(config: MergeConfiguration) -> Iterator[tuple[Path, Any]]:
 
 def leaves(setting: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The scalars of a setting: itself, the entries of a per-layer list, the values behind filters."""
-    found = walk(setting, path)
-    return ((p, value) for p, value in found if isinstance(value, bool | int | float | str) and p[-1:] != ("filter",))
+    settings = walk(setting, path)
+    return (
+        (p, value) for p, value in settings if isinstance(value, bool | int | float | str) and p[-1:] != ("filter",)
+    )
 
 
 @dataclass(frozen=True)

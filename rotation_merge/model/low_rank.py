@@ -87,13 +87,6 @@ def factor_infos(info: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
     return replace(info, axes=(*lead, rank, reads)), replace(info, axes=(*lead, gives, rank))
 
 
-def output_axis(info: TensorInfo) -> tuple[int, Axis]:
-    """The dimension of a weight's outputs, and its axis."""
-    lead = stacks(info)
-    dim = lead + 1 if transposed(info) else lead
-    return dim, info.axes[dim]
-
-
 def dense(change: LowRank | Tensor, info: TensorInfo) -> Tensor:
     """The dense change of a weight."""
     if isinstance(change, Tensor):

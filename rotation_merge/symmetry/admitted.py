@@ -232,8 +232,8 @@ def _turns(space: Space, options: GroupOptions, scaled: bool = True) -> Group:
     maps = Rotations(scaled and options.scaling is not False, options.scaling == "sequential")
     if not space.rotary:
         return maps
-    rest = maps if space.rotary < space.sizes["head_dim"] else None
-    return Planar(maps.scaled, maps.sequential, pairs=rotary_pairs(space), unturned=rest)
+    unturned = maps if space.rotary < space.sizes["head_dim"] else None
+    return Planar(maps.scaled, maps.sequential, pairs=rotary_pairs(space), unturned=unturned)
 
 
 Choose = Callable[[Space, GroupOptions], Group]

@@ -278,31 +278,31 @@ class Planar(Rotations):
         flat = size - products.real <= 1e-12 * size
         return torch.where(flat, 1.0, products / torch.where(size == 0, 1.0, size))
 
-    def _joined(self, maps: Tensor, size: int, rest: Tensor | None) -> Tensor:
+    def _joined(self, maps: Tensor, size: int, unturned: Tensor | None) -> Tensor:
         """Complex factors of the pairs, (N, p, 1, 1), beside a matrix of the rest, as matrices."""
         z = maps[..., 0, 0]
         i, j = (torch.tensor(x, device=z.device) for x in self.pairs)
         whole = torch.zeros(len(z), size, size, dtype=z.real.dtype, device=z.device)
         whole[:, i, i], whole[:, j, j], whole[:, j, i], whole[:, i, j] = z.real, z.real, z.imag, -z.imag
-        if rest is not None:
-            whole[:, self._rest, self._rest] = rest
+        if unturned is not None:
+            whole[:, self._rest, self._rest] = unturned
         return whole
 
     def _whole(self, maps: Tensor, stats: Stats) -> Linear:
-        rest = self.unturned.solve(stats.part(self._rest)).matrix if self.unturned else None
-        return Linear(self._joined(maps, stats.primal.shape[-1], rest))
+        unturned = self.unturned.solve(stats.part(self._rest)).matrix if self.unturned else None
+        return Linear(self._joined(maps, stats.primal.shape[-1], unturned))
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Linear:
         angle = (torch.rand(batch, len(self.pairs[0]), dtype=torch.float64, generator=generator) * 2 - 1) * math.pi
         scale = random_factors(batch, angle.shape[1], generator) if self.scaled else torch.ones_like(angle)
-        rest = self.unturned.random(batch, size - self._rest.start, generator).matrix if self.unturned else None
-        return Linear(self._joined(torch.polar(scale, angle)[..., None, None], size, rest))
+        unturned = self.unturned.random(batch, size - self._rest.start, generator).matrix if self.unturned else None
+        return Linear(self._joined(torch.polar(scale, angle)[..., None, None], size, unturned))
 
     def project(self, element: Linear | Monomial) -> Linear:
         matrix = element.matrices()
         z = self._inside(matrix) / 2
-        rest = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
-        return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], rest))
+        unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
+        return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned))
 
     value = Group.value
 
