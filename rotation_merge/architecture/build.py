@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from keyword import iskeyword
 from typing import Any
 
@@ -174,7 +175,7 @@ def _block(
 def _chosen(scope: Scope, entries: Mapping[str, list[Spec]]) -> Iterator[tuple[str, Spec]]:
     """By name the first of the entries whose `when` holds, where one does."""
     for path, specs in entries.items():
-        yield from [(path, spec) for spec in specs if holds(scope, spec.when)][:1]
+        yield from islice(((path, spec) for spec in specs if holds(scope, spec.when)), 1)
 
 
 def _linear(scope: Scope, path: str, spec: TensorSpec, conv1d: bool) -> list[TensorInfo]:
@@ -185,18 +186,17 @@ def _linear(scope: Scope, path: str, spec: TensorSpec, conv1d: bool) -> list[Ten
 
 
 def _norm(scope: Scope, path: str, norm: NormSpec, tensors: list[TensorInfo]) -> tuple[list[TensorInfo], Norm]:
-    """A norm's gain and shift, and the norm without those of its readers that read something else in this model.
-
-    Args:
-        tensors: of the section.
-    """
+    """A norm's gain and shift, and the norm without the readers that, by the section's tensors, read something else."""
     weight, bias = f"{path}.{norm.gain}" if norm.gain else path, f"{path}.bias"
     gain = _tensor(scope, weight, TensorSpec(axes=[f"{norm.stream}.gain"], optional=norm.optional))
     shift = _tensor(scope, bias, TensorSpec(axes=[f"{norm.stream}.shift"], optional=True))
-    stream, layer = scope.spaces[norm.stream].name, word(scope, norm.kind, ("rms", "layer")) == "layer"
+    stream, kind = scope.spaces[norm.stream].name, word(scope, norm.kind, ("rms", "layer"))
+    if kind is None:
+        raise scope.error(f"norm '{path}' has no kind in this config", "write rms or layer")
     wrong = {t.key for t in tensors if not any(p.space.name == stream for axis in t.axes for p in axis.parts)}
     named = (read if read.startswith("{base}") else scope.prefix + read for read in norm.reads)
     reads = tuple(read for read in named if read not in wrong and f"{read}.weight" not in wrong)
+    layer = kind == "layer"
     return [*gain, *shift], Norm(stream, scope.prefix + weight, scope.prefix + bias, reads, layer, norm.offset)
 
 
@@ -384,7 +384,7 @@ def word(scope: Scope, expression: Expression, words: tuple[str, ...]) -> str | 
 
 
 def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
-    """Build a local space; None if the config lacks its sizes."""
+    """Build a local space; its sizes are 0 where the config lacks them."""
     if isinstance(spec, AttentionSpec):
         return _attention(scope, name, spec)
     expressions = {key: getattr(spec, key) for key in _SIZES if hasattr(spec, key)}

@@ -127,7 +127,7 @@ def _entries(value: Any) -> Any:
     if not isinstance(value, list):
         return [value]
     axes = all(not isinstance(item, dict) or item.keys() & {"split", "interleave"} for item in value)
-    return [{"axes": value}] if axes and not any(isinstance(item, BaseModel) for item in value) else value
+    return [{"axes": value}] if axes else value
 
 
 Spec = TypeVar("Spec", TensorSpec, NormSpec, ScaleSpec)

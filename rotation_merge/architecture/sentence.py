@@ -15,7 +15,7 @@ from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.errors import ArchitectureError
 
 KEY = "sentence_modules"
-"""Entry of a config that lists the modules, as `checkpoints.sentence` reads them."""
+"""Entry of a config that lists the modules, as `model.sentence` reads them."""
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """Ways of pooling, in the order in which sentence-transformers puts their results side by side."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError
 from rotation_merge.symmetry.element import Linear, in_order, is_order
-from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations, belongs
+from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations, nearest_member
 from rotation_merge.symmetry.space import Space
 from rotation_merge.symmetry.transform import Transform
 
@@ -154,14 +154,19 @@ class SpaceGroup:
             and transform.elements.keys() == self.groups.keys()
             and self._admits_orders(transform.orders)
             and self._admits_shift(transform.shift)
-            and all(belongs(group, transform.elements[name], (n, d)) for name, (group, n, d) in self.groups.items())
+            and all(
+                nearest_member(group, transform.elements[name], (batch, size)) is not None
+                for name, (group, batch, size) in self.groups.items()
+            )
         )
 
     def _admits_orders(self, orders: tuple[Tensor, ...]) -> bool:
         if [order.shape for order in orders] != [order.shape for order in self.orders]:
             return False
-        if not self.reorders or not all(map(is_order, orders)):
+        if not self.reorders:
             return all(map(in_order, orders))
+        if not all(map(is_order, orders)):
+            return False
         if self.kind == "experts" and self.heads is not None:  # those that the router picks together stay together
             groups = orders[0].reshape(self.heads) // self.heads[1]
             return bool((groups == groups[:, :1]).all())
@@ -177,8 +182,8 @@ class SpaceGroup:
         elements = dict(transform.elements)
         for name, (group, batch, size) in self.groups.items():
             element = elements.get(name)
-            if isinstance(element, Linear) and belongs(group, element, (batch, size), ROUNDED):
-                elements[name] = group.project(element)
+            if isinstance(element, Linear):
+                elements[name] = nearest_member(group, element, (batch, size), ROUNDED) or element
         return replace(transform, elements=elements)
 
     @property
@@ -201,14 +206,14 @@ SIDES = {"qk": "query/key", "vo": "value/output", "gains": "gains"}
 """The elements of attention spaces, in words."""
 
 
-def stream_group(kind: str, size: int, fixes_ones: bool, name: str = "stream") -> SpaceGroup:
-    """The group of a residual stream (or of a latent) that is called `kind` in recipes.
+def stream_group(word: str, size: int, fixes_ones: bool, kind: str = "stream") -> SpaceGroup:
+    """The group of a residual stream (or of a latent) by its word in recipes.
 
     Args:
         fixes_ones: whether rotations have to fix the all-ones vector: LayerNorm takes off the mean.
     """
-    group = Rotations(fixes_ones=fixes_ones) if kind == "rotation" else STREAM_GROUPS[kind]
-    return SpaceGroup(name, {"map": (group, 1, size)})
+    group = Rotations(fixes_ones=fixes_ones) if word == "rotation" else STREAM_GROUPS[word]
+    return SpaceGroup(kind, {"map": (group, 1, size)})
 
 
 def rotary_pairs(space: Space) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -227,9 +232,14 @@ def _ties(space: Space) -> tuple[int, ...] | None:
     return tuple((pairs + (places - space.rotary).clamp_min(0)).tolist())
 
 
+def _maps(space: Space, options: GroupOptions, scaled: bool = True) -> Rotations:
+    """Maps that nothing restricts."""
+    return Rotations(scaled and options.scaling is not False, options.scaling == "sequential")
+
+
 def _turns(space: Space, options: GroupOptions, scaled: bool = True) -> Group:
     """Maps that commute with rotary embedding."""
-    maps = Rotations(scaled and options.scaling is not False, options.scaling == "sequential")
+    maps = _maps(space, options, scaled)
     if not space.rotary:
         return maps
     unturned = maps if space.rotary < space.sizes["head_dim"] else None
@@ -238,8 +248,14 @@ def _turns(space: Space, options: GroupOptions, scaled: bool = True) -> Group:
 
 Choose = Callable[[Space, GroupOptions], Group]
 
-_gained: Choose = lambda space, options: Monomials(signed=True, ties=_ties(space))  # noqa: E731
-_fixed: Choose = lambda space, options: Monomials()  # noqa: E731
+
+def _gained(space: Space, options: GroupOptions) -> Group:
+    return Monomials(signed=True, ties=_ties(space))
+
+
+def _fixed(space: Space, options: GroupOptions) -> Group:
+    return Monomials()
+
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
@@ -272,7 +288,7 @@ others for each head. Of a norm over all heads, each KV group exchanges its own;
 coordinate."""
 
 VALUES: dict[str, Choose] = {
-    "free": lambda space, options: Rotations(options.scaling is not False, options.scaling == "sequential"),
+    "free": _maps,
     "normed": lambda space, options: Rotations(),
     "gated": lambda space, options: Monomials(0, signed=bool(options.scaling), scaled=bool(options.scaling)),
     "fixed": _fixed,
@@ -337,7 +353,7 @@ def admitted(space: Space, options: GroupOptions = WIDEST) -> SpaceGroup:
     if space.kind == "latent":
         kind = "rotation" if options.residual == "rotation" else "signed_permutation"
         kind = {"none": "none", "permutation": "permutation"}.get(options.attention, kind)
-        return stream_group(kind, space.sizes["size"], fixes_ones=False, name="latent")
+        return stream_group(kind, space.sizes["size"], fixes_ones=False, kind="latent")
     if space.kind == "translation":
         free = options.shift_head if space.head else options.ffn != "none"
         return SpaceGroup("translation", {}, shift=space.sizes["size"] if free else 0)

@@ -7,6 +7,7 @@ outputs against values) is moved by the inverse transpose, so that the pairing k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -60,7 +61,7 @@ class Monomial:
     """Permutations with a factor for each coordinate: ``aligned[g, i] = factor[g, i] * donor[g, index[g, i]]``.
 
     Attributes:
-        index: int64, (G, d), on the CPU.
+        index: int64, (G, d).
         factor: float64, (G, d), not zero.
         degree: k of an activation f(c x) = c^k f(x) between both sides; the factors are those of the first (`powered`).
         soft: while the order is learned, a differentiable matrix that stands for it, (1, d, d), float32.
@@ -140,6 +141,10 @@ class Monomial:
         """The element of the side behind the activation."""
         return self if self.degree == 1 else replace(self, factor=self.factor**self.degree, degree=1)
 
+    def deviation(self) -> float:
+        """The largest deviation of an entry from the identity; infinite where coordinates change places."""
+        return math.inf if self._reorders else float((self.factor - 1).abs().max())
+
     def distances(self) -> dict[str, float]:
         """The share of coordinates that move; of factors the share below zero and the root mean square logarithm."""
         signs = float((self.factor < 0).double().mean())
@@ -201,6 +206,9 @@ class Linear:
 
     def powered(self) -> Linear:
         return self
+
+    def deviation(self) -> float:
+        return float((self.matrix - torch.eye(self.shape[1]).to(self.matrix)).abs().max())
 
     def distances(self) -> dict[str, float]:
         """Of the rows' directions the Frobenius distance from the identity over 2 sqrt(d), of their lengths the log."""

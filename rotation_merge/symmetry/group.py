@@ -24,7 +24,7 @@ from rotation_merge.symmetry.stats import Stats, summed
 SETTLED = 1e-9
 """Change of a logarithm of a scale at which the turns end."""
 NEAR = 1e-6
-"""Largest distance of a map from the group that it belongs to."""
+"""Largest deviation of an entry of a map from the group that it belongs to."""
 
 Steps = Mapping[str, Tensor]
 """What is learned of an element, float32: a `step`, and `scores` of its order; zero, and the identity, at the start."""
@@ -307,14 +307,14 @@ class Planar(Rotations):
     value = Group.value
 
 
-def belongs(group: Group, element: Element, shape: tuple[int, int], distance: float = NEAR) -> bool:
-    """Whether an element of any origin is one of a group's, up to a distance."""
-    form = group.identity(*shape)
+def nearest_member(group: Group, element: Element, shape: tuple[int, int], deviation: float = NEAR) -> Element | None:
+    """The nearest of a group's elements to one of any origin; None if some entry between them deviates by more."""
+    form = group.identity(1, 1)
     kinds = (Linear, Monomial) if isinstance(form, Linear) else type(form)
     if not (isinstance(element, kinds) and element.degree == form.degree and element.fits(shape)):
-        return False
-    apart = group.project(element).inverse().compose(element)
-    return sum(apart.distances().values()) <= distance
+        return None
+    member = group.project(element)
+    return member if member.inverse().compose(element).deviation() <= deviation else None
 
 
 def learnable(group: Group, element: Element, scales: bool, orders: bool) -> dict[str, Tensor]:

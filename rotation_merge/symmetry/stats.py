@@ -95,5 +95,6 @@ class Stats:
 
 
 def summed(x: Tensor, groups: Tensor) -> Tensor:
-    """Sums of (N, d) over the coordinates of each group, (N, k)."""
-    return x.new_zeros(*x.shape[:-1], int(groups.max()) + 1).index_add_(-1, groups.to(x.device), x)
+    """Sums of (N, d) over the coordinates of each group, (N, k); on the CPU, as a GPU adds in any order."""
+    sums = torch.zeros(*x.shape[:-1], int(groups.max()) + 1, dtype=x.dtype)
+    return sums.index_add_(-1, groups.cpu(), x.cpu()).to(x.device)

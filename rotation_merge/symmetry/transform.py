@@ -27,8 +27,6 @@ from rotation_merge.symmetry.space import ROLES
 
 SEEN = 1e-9
 """Distances from the identity below it are rounding."""
-ORDERS = ("heads", "experts", "shift")
-"""Parts of a transform that are no elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,14 +140,19 @@ class Transform:
             return None
         return (self.orders[0][:, None] * self.orders[1].shape[1] + self.orders[1]).flatten()
 
-    def distances(self) -> dict[str, float]:
-        """How far the transform is from the identity, by part."""
+    def _order_distances(self) -> dict[str, float]:
+        """How far it is from the identity in the parts that are no elements."""
         heads = self.head_order()
         result = {"heads": moved_share(heads)} if heads is not None else {}
         if len(self.orders) == 1:
             result["experts"] = moved_share(self.orders[0])
         if self.shift is not None:
             result["shift"] = float(self.shift.norm()) / max(len(self.shift), 1) ** 0.5
+        return result
+
+    def distances(self) -> dict[str, float]:
+        """How far the transform is from the identity, by part."""
+        result = self._order_distances()
         for name, element in self.elements.items():
             parts = element.distances()
             if name == "neurons":
@@ -161,7 +164,7 @@ class Transform:
     @property
     def words(self) -> str:
         """What the transform consists of, for reports: `heads, qk: rotation, vo: rotation and scales`."""
-        words = [part for part, moved in self.distances().items() if part in ORDERS and moved > SEEN]
+        words = [part for part, moved in self._order_distances().items() if moved > SEEN]
         for name, element in self.elements.items():
             kinds = " and ".join(kind for kind, moved in element.distances().items() if moved > SEEN)
             words += [kinds if name in ("map", "neurons") else f"{name}: {kinds}"] if kinds else []

@@ -37,7 +37,7 @@ ORDER = (
 ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1181),
     ("linalg",): (350, 350),
-    ("symmetry",): (1200, 1417),
+    ("symmetry",): (1200, 1437),
     ("architecture",): (1800, 1800),
     ("record",): (250, 240),
     ("model",): (4000, 6155),

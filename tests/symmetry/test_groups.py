@@ -346,7 +346,20 @@ def check_membership(group: Group) -> None:
     off = Linear(g.matrices() @ (torch.eye(D, dtype=torch.float64) + 0.2 * normal(N, D, D, seed=4)))
     for bad in (off, Linear(off.matrix[:2]), *broken(g)):
         assert not space.admits(member(bad))
+    for bad in nearly(g):
+        assert not space.admits(member(bad))
     assert group.words
+
+
+def nearly(element: Element) -> list[Element]:
+    """One wrong entry of one map or of one factor, which no mean over all of them shows."""
+    if isinstance(element, Linear):
+        x = element.matrix.repeat(1, 1, 1)
+        x[0, 0] += 1e-3 * x[0, 1]
+        return [Linear(x)]
+    f = element.factor.clone()
+    f[0, 0] *= -1.001
+    return [] if bool((element.factor.abs() != 1).any()) else [replace(element, factor=f)]
 
 
 def broken(element: Element) -> list[Element]:
