@@ -45,7 +45,7 @@ def match_pair(
 def reported(pair: Pair, alignment: Alignment) -> tuple[Alignment, MergeReport]:
     """The alignment of a pair with its report, with what applying it needs of both models, and what its file keeps."""
     run, name = Run(), str(pair.donor.reference)
-    if alignment.transforms and not alignment.records:
+    if alignment.transforms and not alignment.rows:
         alignment = recorded(pair.architecture, *pair.sources, alignment)
     run.aligned(name, alignment)
     report = pair_report(pair, run, yaml.safe_dump(asdict(pair.options), sort_keys=False))

@@ -19,7 +19,6 @@ from rotation_merge.errors import AlignmentError, RotationMergeError, Statistics
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.basis import Basis, Identity
-from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
@@ -36,7 +35,7 @@ from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View, check_storage
-from rotation_merge.record import MergeReport, read_as
+from rotation_merge.record import MergeReport, SpaceRow, read_as
 from rotation_merge.run.statistics import Statistics, has_format
 
 FORMAT = "rotation_merge.alignment.6"
@@ -66,7 +65,7 @@ class Alignment:
         transforms: by space name.
         folded: streams whose norm gains were folded into the readers first (anchor and donor alike), which a
             rotation of the stream needs.
-        records: what matching did to each space, block by block.
+        rows: what matching did to each space, for the report.
         summary: iterations, objective and the like, for the report.
         notes: what the user should know.
         samples: where it was matched on samples: what they are called, and how many.
@@ -77,7 +76,7 @@ class Alignment:
 
     transforms: Transforms
     folded: tuple[str, ...] = ()
-    records: list[tuple[Block, list[SpaceMatch]]] = field(default_factory=list)
+    rows: list[SpaceRow] = field(default_factory=list)
     summary: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     samples: tuple[str, int] | None = None

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import Transforms
+from rotation_merge.model.apply import at_least_float32
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fold import folded_tensors
@@ -51,7 +52,7 @@ class Mixture:
         keeps: bool,
     ) -> None:
         def converted(_: str, tensor: Tensor) -> Tensor:
-            return tensor.to(device, torch.promote_types(tensor.dtype, torch.float32))
+            return at_least_float32(tensor.to(device))
 
         def prepared(parent: TensorSource) -> Tensors:
             tensors = as_tensors(folded_tensors(architecture, with_tied(architecture, parent), folded)).map(converted)

@@ -22,6 +22,7 @@ from rotation_merge.matching.neurons import match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
+from rotation_merge.record import SpaceRow
 from rotation_merge.symmetry import Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import admitted, asks
 
@@ -38,53 +39,46 @@ def rounding_error(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps ** 2 / 28
 
 
-@dataclass(frozen=True)
-class SpaceMatch:
-    """The match of one space.
+def row_of(
+    block: Block,
+    space: Space,
+    transform: Transform,
+    squares: Sequence[float],
+    seconds: float = 0.0,
+    notes: Sequence[str] = (),
+) -> SpaceRow:
+    """A report's row on the match of one space, without the donor's name.
 
-    Attributes:
-        space, kind: the space's name and kind.
-        group: the group its transform comes from.
-        before, after: squared Frobenius distance donor - anchor over the axes that live in the space.
-        anchor: squared norm of the anchor's tensors there.
-        distances: how far the transform is from the identity, by part.
+    Args:
+        squares: squared Frobenius distance donor - anchor over the tensors that live in the space, before and after,
+            and the anchor's squared norm there.
         seconds: wall time.
-        head_order: the donor head that each aligned head came from, where heads may move.
         notes: what a reader should know.
     """
-
-    space: str
-    kind: str
-    group: str
-    before: float
-    after: float
-    anchor: float
-    distances: dict[str, float]
-    seconds: float
-    head_order: list[int] | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-def described(match: SpaceMatch, transform: Transform) -> SpaceMatch:
-    """The record of a space under another transform; the caller supplies its distances."""
-    return replace(match, group=transform.words, distances=transform.distances(), head_order=_head_order(transform))
-
-
-def _head_order(transform: Transform) -> list[int] | None:
+    before, after, anchor = (math.sqrt(max(square, 0.0)) for square in squares)
     order = transform.head_order()
-    return None if order is None else order.tolist()
+    return SpaceRow(
+        *("", block.name, block.index, space.name, space.kind, transform.words),
+        distance_before=before,
+        distance_after=after,
+        anchor_norm=anchor,
+        from_identity=dict(transform.distances()),
+        seconds=seconds,
+        head_order=None if order is None else order.tolist(),
+        notes=list(notes),
+    )
 
 
 @dataclass(frozen=True)
 class BlockMatch:
-    """Transforms of a block's local spaces by space name, and the record of each."""
+    """Transforms of a block's local spaces by space name, and what the report says of each."""
 
     transforms: dict[str, Transform]
-    records: list[SpaceMatch]
+    rows: list[SpaceRow]
 
     def to(self, device: torch.device) -> BlockMatch:
         """The same, its transforms on a device."""
-        return BlockMatch({name: transform.to(device) for name, transform in self.transforms.items()}, self.records)
+        return BlockMatch({name: transform.to(device) for name, transform in self.transforms.items()}, self.rows)
 
 
 class NotFiniteError(AlignmentError):
@@ -117,6 +111,7 @@ def match_block(
     donor: Tensors,
     options: AlignConfig,
     streams: Mapping[str, Transform] | None = None,
+    told: bool = True,
 ) -> BlockMatch:
     """Best transform of every local space of one block.
 
@@ -124,17 +119,17 @@ def match_block(
         block: the anchor's block (the donor's has the same spaces).
         anchor, donor: tensors of the block by key, all of them finite (`check_finite`).
         options: which groups to use.
-        streams: transforms of the residual streams, under which the donor is looked at in a pass: then nothing is
-            recorded.
+        streams: transforms of the residual streams, under which the donor is looked at.
+        told: whether the report's rows are given, too; with them a move that rounding would undo is left out.
     """
     spaces = wanted_spaces(block, options)
     names = {space.name for space in spaces}
     anchor, donor = without_hidden_biases(block, anchor, names), without_hidden_biases(block, donor, names)
-    matching = _Matching(block, anchor, donor, options, streams or {})
+    matching = _Matching(block, anchor, donor, options, streams or {}, told)
     for place, space in enumerate(spaces):
         matching.match(space, {later.name for later in spaces[place + 1 :]})
     matching.settle(linked(block, spaces))
-    return BlockMatch(matching.local, list(matching.records.values()))
+    return BlockMatch(matching.local, list(matching.rows.values()))
 
 
 def _at_the_limit(transform: Transform) -> list[str]:
@@ -164,8 +159,9 @@ class _Matching:
 
     Attributes:
         streams: transforms of the residual streams.
+        told: whether rows are wanted.
         local: transforms of the block's own spaces.
-        records: what the report says of each, by space name.
+        rows: what the report says of each, by space name.
     """
 
     block: Block
@@ -173,15 +169,16 @@ class _Matching:
     donor: Tensors
     options: AlignConfig
     streams: Mapping[str, Transform]
+    told: bool
     local: dict[str, Transform] = field(default_factory=dict)
-    records: dict[str, SpaceMatch] = field(default_factory=dict)
+    rows: dict[str, SpaceRow] = field(default_factory=dict)
 
     def match(self, space: Space, unknown: Collection[str] = ()) -> None:
         """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
         begin = time.perf_counter()
         best = self._best(space, unknown)
         self.local[space.name] = transform = best.transform
-        if self.streams:
+        if not self.told:
             return
         before, anchor = best.distances or self._distance([space], {})
         gained, notes = best.gained, best.notes
@@ -190,18 +187,9 @@ class _Matching:
         if self._blurred(space, gained, anchor):
             transform, gained, notes = admitted(space, self.options).identity(), 0.0, [STILL]
         self.local[space.name] = transform
-        self.records[space.name] = SpaceMatch(
-            space=space.name,
-            kind=space.kind,
-            group=transform.words,
-            before=before,
-            after=max(before - gained, 0.0),
-            anchor=anchor,
-            distances=transform.distances(),
-            seconds=time.perf_counter() - begin,
-            head_order=_head_order(transform),
-            notes=[*notes, *_at_the_limit(transform)],
-        )
+        notes, seconds = [*notes, *_at_the_limit(transform)], time.perf_counter() - begin
+        squares = before, before - gained, anchor
+        self.rows[space.name] = row_of(self.block, space, transform, squares, seconds, notes)
 
     def _blurred(self, space: Space, gained: float, anchor: float) -> bool:
         """Whether a move gains less than rounding its tensors to storage costs.
@@ -212,7 +200,7 @@ class _Matching:
         local = {local_space.name for local_space in self.block.spaces.values()}
         names = {info.key: local & {space.name for space in info.spaces()} for info in self.block.tensors}
         touched = [key for key in self.donor if space.name in names.get(key, ())]
-        if any(len(names[key]) > 1 for key in touched):
+        if self.streams or any(len(names[key]) > 1 for key in touched):
             return False
         least = min((rounding_error(self.donor[key].dtype) for key in touched), default=0.0)
         return gained < least * anchor
@@ -223,7 +211,7 @@ class _Matching:
             return
         before, _ = self._distance(spaces, {})
         distance = self._rounds(spaces)
-        best = dict(self.local), dict(self.records), distance
+        best = dict(self.local), dict(self.rows), distance
         if before and distance > _SETTLED * before:
             for space in spaces:
                 self.local[space.name] = admitted(space, self.options).identity()
@@ -231,24 +219,25 @@ class _Matching:
                 self.match(space)
             distance = self._rounds(spaces)
             if distance < best[2]:
-                best = dict(self.local), dict(self.records), distance
-        self.local, self.records = best[0], best[1]
-        for space in spaces if self.records else ():
+                best = dict(self.local), dict(self.rows), distance
+        self.local, self.rows = best[0], best[1]
+        for space in spaces if self.told else ():
             (apart, norm), (after, _) = self._distance([space], {}), self._distance([space], self.local)
-            self.records[space.name] = replace(self.records[space.name], before=apart, after=after, anchor=norm)
+            row = self.rows[space.name]
+            squares = apart, after, norm
+            self.rows[space.name] = row_of(self.block, space, self.local[space.name], squares, row.seconds, row.notes)
 
     def _rounds(self, spaces: list[Space]) -> float:
         """Repeat rounds until the squared distance stops falling; return it."""
         distance, _ = self._distance(spaces, self.local)
         for _ in range(MOST_ROUNDS):
-            previous = dict(self.local), dict(self.records), distance
+            previous = dict(self.local), dict(self.rows), distance
             for space in spaces:
                 self.match(space)
             distance, _ = self._distance(spaces, self.local)
             if distance >= previous[2] * (1 - _SETTLED):
-                self.local, self.records, distance = (
-                    previous if distance > previous[2] else (self.local, self.records, distance)
-                )
+                if distance > previous[2]:
+                    self.local, self.rows, distance = previous
                 break
         return distance
 

@@ -74,7 +74,7 @@ class _Layer:
         """The neurons of the anchor's expert i against those of the donor's j: element and squared distances."""
         if (i, j) not in self.matched:
             roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
-            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options), self.space.degree or 1)
+            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options), self.space)
         return self.matched[i, j]
 
     def order(self) -> Tensor:
@@ -97,7 +97,8 @@ class _Layer:
         for a, b in self.router:
             routing += _squares(a.double().cpu(), b.double().cpu())
         anchor, donor = (_sketch(self.stacks, which) for which in (0, 1))
-        norm = sum(float(a.double().square().sum()) for pairs in self.stacks.values() for a, _ in pairs) / count
+        experts = (x for pairs in self.stacks.values() for stack, _ in pairs for x in stack)
+        norm = sum(float(x.double().square().sum()) for x in experts) / count
         scale = float(anchor.square().sum(1).mean())
         if scale:
             likeness = _squares(anchor, donor) * norm / scale

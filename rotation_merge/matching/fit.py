@@ -353,17 +353,17 @@ class _Fit:
         report.seconds = time.perf_counter() - began
         final = [cast(LearnedTransforms, module).final_transforms() for module in learned]
         alignments = [
-            Alignment(transforms, self.folded, summary={"learned": report.to_dict()}, basis=self._basis(number))
-            for number, transforms in enumerate(final, start=1)
+            Alignment(transforms, self.folded, summary={"learned": report.to_dict()}, basis=basis)
+            for transforms, basis in zip(final, self._bases(), strict=True)
         ]
         return FitResult(self.architecture, alignments, report, self.match)
 
-    def _basis(self, number: int) -> Basis:
-        """The facts on one donor and the anchor for the alignment."""
+    def _bases(self) -> list[Basis]:
+        """The facts on every donor and the anchor for its alignment."""
         untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
-        names = ((0, "anchor"), (number, f"donor {number}"))
-        anchor, donor = (open_model(self.models[i], name, untie=untie) for i, name in names)
-        return check_pair(anchor, donor, self.match, untie=untie).basis(self.folded)
+        names = ["anchor", *(f"donor {number}" for number in range(1, len(self.models)))]
+        anchor, *donors = (open_model(*pair, untie=untie) for pair in zip(self.models, names, strict=True))
+        return [check_pair(anchor, donor, self.match, untie=untie).basis(self.folded) for donor in donors]
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
         """Take the steps and return the parameters with the lowest held-out loss."""

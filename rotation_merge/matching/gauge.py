@@ -6,23 +6,24 @@ import torch
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.stream import residual_groups
 from rotation_merge.symmetry import Transform
-from rotation_merge.symmetry.admitted import SpaceGroup, admitted, by_stream
+from rotation_merge.symmetry.admitted import SpaceGroup, admitted
 
 
 def space_groups(architecture: Architecture, options: AlignConfig) -> dict[str, SpaceGroup]:
-    """The group of every space that `options` match, by space name."""
+    """The group of every space that `options` match, by space name.
+
+    Raises:
+        RecipeError: the architecture does not admit the residual group asked for.
+    """
     result: dict[str, SpaceGroup] = {}
     for block in architecture.blocks:
         if options.matches_layer(block.index):
             for space in block.spaces.values():
                 result[space.name] = admitted(space, options)
-    groups = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
-    for name, choice in groups.items():
-        admits = architecture.stream_groups[name]
-        group = admits[-1] if choice == "largest" else choice
-        if group != "none" and group in admits:
-            result[name] = architecture.stream_group(name, group)
+    for name, group in residual_groups(architecture, options.residual).items():
+        result[name] = architecture.stream_group(name, group)
     return result
 
 

@@ -25,6 +25,7 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE, nuclear_norm
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.matching.matrix_pairs import Side
+from rotation_merge.model.apply import at_least_float32
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
 from rotation_merge.symmetry.element import in_order
@@ -148,7 +149,7 @@ class HeadPart:
         total = torch.zeros(groups, size, dtype=torch.float64, device=self.device)
         for pair in pairs:
             for g, x in enumerate(pair[which]):
-                total[g] += _wide(x, self.device).square().sum(-1).sum(0, dtype=torch.float64)
+                total[g] += at_least_float32(x.to(self.device)).square().sum(-1).sum(0, dtype=torch.float64)
         return total
 
     def stats(self, pairing: Pairing) -> Stats:
@@ -159,15 +160,14 @@ class HeadPart:
         stats = Stats(primal, dual, donor, anchor, rounding=self.rounding)
         if not self.follow:
             return stats
-        norms = self.follow_norms[pairing.donor.to(self.device)]
-        return replace(stats, follow=self._products(self.follow, pairing), follow_norms=norms)
+        return replace(stats, follow=self._products(self.follow, pairing), follow_norms=self.follow_norms[j])
 
     def _products(self, pairs: Pairs, pairing: Pairing) -> Tensor:
         """A B^T of the paired heads, summed over those of a group, (N, d, d)."""
         size = self.shape[2]
         total = torch.zeros(len(pairing.anchor), size, size, dtype=torch.float64, device=self.device)
         for n, x, y in _met(pairs, pairing):
-            x, y = _wide(x, self.device), _wide(y, self.device)
+            x, y = at_least_float32(x.to(self.device)), at_least_float32(y.to(self.device))
             total[n] += torch.bmm(*_alike(x, y)).sum(0, dtype=torch.float64)
         return total
 
@@ -217,7 +217,7 @@ class HeadPart:
     def _rows(x: Tensor, index: Tensor) -> Tensor:
         """Some rows of (b, n, m), (b k, rows, m), widened; without a copy where these are all of them in order."""
         whole = index.numel() == x.shape[1] and len(index) == 1
-        return _wide(x if whole else x[:, index].flatten(0, 1), x.device)
+        return at_least_float32(x if whole else x[:, index].flatten(0, 1))
 
     def _summed(self, pairs: Pairs, pairing: Pairing) -> Tensor:
         """A B^T of pairs of groups, summed over their heads, (N, d, d), zero outside of blocks."""
@@ -286,10 +286,6 @@ def _met(pairs: Pairs, pairing: Pairing) -> Iterator[tuple[int, Tensor, Tensor]]
     for a, b in pairs:
         for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
             yield n, a[i], b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
-
-
-def _wide(x: Tensor, device: torch.device) -> Tensor:
-    return x.to(device, torch.promote_types(x.dtype, torch.float32))
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

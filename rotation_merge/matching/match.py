@@ -19,12 +19,13 @@ from typing import Any, Protocol
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.matching.block import row_of
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import match_of, packed, part_of, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
 from rotation_merge.matching.visit import FINAL, MEASURE, PASS, FinalMatch, Step, Visits
 from rotation_merge.model.tensors import TensorSource
+from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress, Spread, in_threads
 
@@ -97,8 +98,8 @@ def match_model(
     visits = Visits(architecture, anchor, donor, options, folded if fold else (), cached=bool(streams))
     matching = ModelMatching(visits, progress or (lambda *_: None), streams, over, ledger)
     transforms, summary = matching.streams_matched(starts) if streams else ({}, {})
-    records = matching.final(transforms)
-    return Alignment(transforms, folded, records, summary)
+    rows = matching.final(transforms)
+    return Alignment(transforms, folded, rows, summary)
 
 
 @dataclass
@@ -265,31 +266,21 @@ class ModelMatching:
 
     # The local spaces.
 
-    def final(self, transforms: Transforms) -> list[tuple[Block, list[SpaceMatch]]]:
-        """Match the local spaces once more without weights into `transforms`, and record every space."""
-        records, streams, began = [], dict(transforms), time.perf_counter()
+    def final(self, transforms: Transforms) -> list[SpaceRow]:
+        """Match the local spaces once more without weights into `transforms`; the report's rows on every space."""
+        rows, streams, began = list[SpaceRow](), dict(transforms), time.perf_counter()
         sums = [0.0, 0.0, 0.0]
-        for block, match in self._final_matches(streams):
+        for match in self._final_matches(streams):
             if match is not None:
                 transforms.update(match.match.transforms)
-                records.append((block, match.match.records))
+                rows += match.match.rows
                 sums = [a + b for a, b in zip(sums, (match.before, match.after, match.norm), strict=True)]
-        for name, transform in streams.items():
-            record = SpaceMatch(
-                space=name,
-                kind="stream",
-                group=transform.words,
-                before=sums[0],
-                after=sums[1],
-                anchor=sums[2],
-                distances=transform.distances(),
-                seconds=time.perf_counter() - began,
-                notes=["distances of all tensors of the model"],
-            )
-            records.append((self.blocks[0], [record]))
-        return records
+        seconds, notes = time.perf_counter() - began, ["distances of all tensors of the model"]
+        spaces = self.visits.architecture.streams
+        rows += [row_of(self.blocks[0], spaces[name], t, sums, seconds, notes) for name, t in streams.items()]
+        return rows
 
-    def _final_matches(self, streams: Transforms) -> Iterator[tuple[Block, FinalMatch | None]]:
+    def _final_matches(self, streams: Transforms) -> Iterator[FinalMatch | None]:
         """The last match of every block, from an earlier run if it is known."""
         known = {number: self._known(block) for number, block in enumerate(self.blocks)}
         pending = [number for number, match in known.items() if match is None]
@@ -299,7 +290,7 @@ class ModelMatching:
             if match is None:
                 match = next(fresh)[1]
                 self._keep(block, match)
-            yield block, match
+            yield match
 
     def _keep(self, block: Block, match: FinalMatch | None) -> None:
         if match is not None:

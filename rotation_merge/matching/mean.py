@@ -106,10 +106,10 @@ def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
     """Sum over models of the squared distance from their mean."""
     moved = [in_coordinates(architecture, source, frames[name]) for name, source in sources.items()]
-    mean = weighted_mean(moved)
     total = 0.0
     for name in architecture.named():
         if all(name in source for source in moved):
-            middle = mean[name]
-            total += sum(float((source[name].float() - middle).square().sum()) for source in moved)
+            tensors = [{name: source[name]} for source in moved]
+            middle = weighted_mean(tensors)[name]
+            total += sum(float((tensor[name].float() - middle).square().sum()) for tensor in tensors)
     return total

@@ -206,17 +206,17 @@ class Matched:
 def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> Matched:
     """Order and rescaling of one FFN's neurons."""
     by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ("in", "gate", "out")}
-    return match_neurons(Neurons.of(space, by_role, options), space.degree or 1)
+    return match_neurons(Neurons.of(space, by_role, options), space)
 
 
-def match_neurons(neurons: Neurons, degree: int) -> Matched:
+def match_neurons(neurons: Neurons, space: Space) -> Matched:
     """Order and scales, G = 1; never farther than the identity order."""
     index, best = torch.arange(neurons.size), neurons
     if neurons.permute and neurons.before != 0:
         order, moved = nearest_order(neurons) or assigned(neurons)
         if float(moved.distances.sum()) < float(neurons.distances.sum()):
             index, best = order, moved
-    element = Monomial(index[None], best.factor[None].cpu(), degree)
+    element = Monomial(index[None], best.factor[None].cpu(), space.degree or 1)
     after = float(best.distances.clamp_min(0).sum())
     return Matched(element, neurons.before, after, float(sum(row.anchor.sum() for row in neurons.rows)))
 

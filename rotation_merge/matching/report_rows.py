@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from rotation_merge.architecture.model import Architecture, Space
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import AlignmentError, short
-from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.matching.block import SpaceMatch, described, squared_distances
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.block import row_of, squared_distances
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
@@ -20,32 +20,25 @@ from rotation_merge.record import MergeReport, SpaceRow, read_as
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
-    """Add records to an alignment that was not matched, for example a learned one.
+    """Add a report's rows to an alignment that was not matched, for example a learned one.
 
-    Each record has the distance over the space before and after, with the other transforms applied.
+    Each has the distance over the space before and after, with the other transforms applied.
     """
     anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
     transforms = alignment.transforms
     moved = [space for name, space in architecture.streams.items() if name in transforms]
-    records, whole = [], [0.0, 0.0, 0.0]
+    rows, whole = [], [0.0, 0.0, 0.0]
     for block in architecture.blocks:
         a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
-        matches = []
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}
             before, after = (squared_distances(block, space, a, b, maps) for maps in (without, transforms))
-            matches.append(_record(space, transforms, before[0], *after))
-        records.append((block, matches))
+            rows.append(row_of(block, space, transforms[space.name], (before[0], *after)))
         if moved:
             before, after = (squared_distances(block, None, a, b, maps) for maps in ({}, transforms))
             whole = [total + part for total, part in zip(whole, (before[0], *after), strict=True)]
-    if moved:
-        records.append((architecture.blocks[0], [_record(space, transforms, *whole) for space in moved]))
-    return replace(alignment, records=records)
-
-
-def _record(space: Space, transforms: Transforms, before: float, after: float, norm: float) -> SpaceMatch:
-    return described(SpaceMatch(space.name, space.kind, "", before, after, norm, {}, 0.0), transforms[space.name])
+    rows += [row_of(architecture.blocks[0], space, transforms[space.name], whole) for space in moved]
+    return replace(alignment, rows=rows)
 
 
 def file_metadata(report: MergeReport, donor: str, name: str | None = None) -> dict[str, Any]:

@@ -6,15 +6,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block
 from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.record import MergeReport, SpaceRow, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -50,7 +49,7 @@ class Run:
         ledger: where what matching finds is kept, so that another run can go on.
     """
 
-    records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
+    matched: list[SpaceRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
     alignment_files: dict[str, AppliedAlignment] = field(default_factory=dict)
@@ -68,16 +67,15 @@ class Run:
     later: list[Callable[[], list[str]]] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
-        """Record the matches of one block."""
-        _log(donor, block, matches)
+    def record(self, donor: str, rows: Sequence[SpaceRow]) -> None:
+        """Record matches of a donor's spaces."""
+        _log(donor, rows)
         with self._lock:
-            self.records += [(donor, block.name, block.index, match) for match in matches]
+            self.matched += [replace(row, donor=donor) for row in rows]
 
     def aligned(self, donor: str, alignment: Alignment) -> None:
         """Record the alignment of one donor as a whole."""
-        for block, matches in alignment.records:
-            self.record(donor, block, matches)
+        self.record(donor, alignment.rows)
         self.keep(donor, alignment.transforms)
         self.transforms[donor] = alignment.transforms
         for note in alignment.notes:
@@ -160,19 +158,7 @@ class Run:
 
     def rows(self) -> list[SpaceRow]:
         """Report rows for each space of each donor: from matching, or from its alignment file."""
-        rows = [
-            SpaceRow(
-                *(donor, block, layer, match.space, match.kind, match.group),
-                distance_before=math.sqrt(max(match.before, 0.0)),
-                distance_after=math.sqrt(max(match.after, 0.0)),
-                anchor_norm=math.sqrt(max(match.anchor, 0.0)),
-                from_identity=match.distances,
-                seconds=match.seconds,
-                head_order=match.head_order,
-                notes=match.notes,
-            )
-            for donor, block, layer, match in sorted(self.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
-        ]
+        rows = sorted(self.matched, key=lambda row: (row.donor, row.layer is None, row.layer or 0, row.block))
         for donor, file in sorted(self.alignment_files.items()):
             rows += [replace(row, donor=donor) for row in figures_in(file.metadata, file.file)[0]]
         return rows
@@ -194,14 +180,14 @@ def change_note(subject: str, change: float, origin: float) -> str | None:
     )
 
 
-def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:
-    """Log the decision for a donor's block: one line, and one per space at debug level."""
-    if not LOG.isEnabledFor(logging.INFO):
-        return
-    words = []
-    for m in matches:
-        before, after = (math.sqrt(max(x, 0.0) / m.anchor) if m.anchor > 0 else 0.0 for x in (m.before, m.after))
-        words.append(f"{m.space.split('.')[-1]} by {m.group}: {before:.3g} -> {after:.3g}")
-        parts = [f"{name} {value:.3g} from the identity" for name, value in m.distances.items()]
-        LOG.debug("%s, %s: %s", donor, m.space, ", ".join([*parts, f"{m.seconds:.2f} s", *m.notes]))
-    LOG.info("%s, %s: %s", donor, block.name, "; ".join(words) or "nothing to match")
+def _log(donor: str, rows: Sequence[SpaceRow]) -> None:
+    """Log the decision for each block of a donor: one line, and one per space at debug level."""
+    for block, of_block in groupby(rows if LOG.isEnabledFor(logging.INFO) else (), key=lambda row: row.block):
+        words = []
+        for row in of_block:
+            norm = row.anchor_norm or math.inf
+            before, after = row.distance_before / norm, row.distance_after / norm
+            words.append(f"{row.space.split('.')[-1]} by {row.group}: {before:.3g} -> {after:.3g}")
+            parts = [f"{name} {value:.3g} from the identity" for name, value in row.from_identity.items()]
+            LOG.debug("%s, %s: %s", donor, row.space, ", ".join([*parts, f"{row.seconds:.2f} s", *row.notes]))
+        LOG.info("%s, %s: %s", donor, block, "; ".join(words))

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.matching.block import BlockMatch, SpaceMatch
+from rotation_merge.matching.block import BlockMatch
+from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Transform
 
@@ -36,12 +37,12 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
 
 def part_of(match: BlockMatch) -> dict[str, Any]:
     """The result of matching a block, to be kept (`files.write_part`)."""
-    return {"maps": packed(match.transforms), "records": [asdict(record) for record in match.records]}
+    return {"maps": packed(match.transforms), "rows": [asdict(row) for row in match.rows]}
 
 
 def match_of(part: Mapping[str, Any]) -> BlockMatch:
     """Restore the result of matching a block."""
-    return BlockMatch(unpacked(*part["maps"]), [SpaceMatch(**record) for record in part["records"]])
+    return BlockMatch(unpacked(*part["maps"]), [SpaceRow(**row) for row in part["rows"]])
 
 
 def match_once(ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:

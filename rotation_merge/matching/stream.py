@@ -19,6 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -196,8 +198,10 @@ class StreamSums:
         for product, value in overlaps:
             self.overlap += weight * value
             sums = self.gains if product.role == "gain" else self.products
-            nothing = torch.zeros_like(product.matrix)
-            sums[product.stream] = sums.get(product.stream, nothing).add(product.matrix, alpha=weight)
+            if product.stream in sums:
+                sums[product.stream].add_(product.matrix, alpha=weight)
+            else:
+                sums[product.stream] = product.matrix * weight
 
     def solve(self, architecture: Architecture, groups: Mapping[str, str], current: Transforms) -> Transforms:
         """The best element of each stream's group; the current one of a stream of which nothing is known."""
@@ -245,16 +249,24 @@ def piece(block: Block, anchor: Tensors, donor: Tensors) -> Piece:
 
 def measured(
     pieces: Sequence[Piece], transforms: Mapping[str, Transform], precise: bool = False
-) -> list[StreamMeasurement]:
-    """What tensors say of the streams, rows of heads and routers centred; arguments as of `StreamMeasurement.of`."""
-    means, by_key = _mean_logits(pieces), dict[str, StreamMeasurement]()
+) -> Iterator[StreamMeasurement]:
+    """What each tensor says of the streams; arguments as of `StreamMeasurement.of`.
+
+    Rows of heads and routers are centred. Slices of one tensor follow each other.
+    """
+    for _, slices in groupby(_slices_measured(pieces, transforms, precise), key=lambda measurement: measurement.name):
+        yield reduce(StreamMeasurement.plus, slices)
+
+
+def _slices_measured(
+    pieces: Sequence[Piece], transforms: Mapping[str, Transform], precise: bool
+) -> Iterator[StreamMeasurement]:
+    means = _mean_logits(pieces)
     for part, read in pieces:
         for info, a, b in _compared(part, *read()):
             if info.key in means:
                 a, b = (at_least_float32(x) - mean for x, mean in zip((a, b), means[info.key], strict=True))
-            measurement = StreamMeasurement.of(info, a, b, transforms, precise)
-            by_key[info.key] = by_key[info.key].plus(measurement) if info.key in by_key else measurement
-    return list(by_key.values())
+            yield StreamMeasurement.of(info, a, b, transforms, precise)
 
 
 def _mean_logits(pieces: Sequence[Piece]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -109,12 +109,13 @@ class Visits:
     @cached_property
     def _ready(self) -> dict[str, dict[str, Tensor]]:
         """The anchor's block that was read for its size, kept for its turn."""
-        inner = [block for block in self.architecture.blocks if block.index is not None]
-        return {block.name: read_block(block, self._sources[0]) for block in inner[:1]}
+        return {}
 
     @cached_property
     def _weights(self) -> tuple[int, bool]:
         """The number of weights in a block, and whether they are on an accelerator."""
+        for block in [block for block in self.architecture.blocks if block.index is not None][:1]:
+            self._ready[block.name] = read_block(block, self._sources[0])
         tensors = [tensor for block in self._ready.values() for tensor in block.values()]
         return sum(t.numel() for t in tensors), any(t.device.type != "cpu" for t in tensors)
 
@@ -131,11 +132,12 @@ class Visits:
     @property
     def at_once(self) -> int:
         """The number of blocks matched at once; 0 on an accelerator, which one block keeps busy."""
-        return 0 if self._weights[1] else workers_for(max(self.size // BYTES_A_WEIGHT, 1))
-
-    @property
-    def size(self) -> int:
-        return (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) * self._weights[0]
+        weights, accelerated = self._weights
+        return (
+            0
+            if accelerated
+            else workers_for(weights * (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) // BYTES_A_WEIGHT)
+        )
 
     def on(self, device: str, home: str) -> Visits:
         return replace(self, device=device, home=home)
@@ -173,7 +175,7 @@ class Visits:
         maps, sums = dict(step.streams), StreamSums()
         if wanted_spaces(block, options):
             exact = [_weigh(block, tensors, step.weights) for tensors in (anchor, donor)]
-            maps |= match_block(block, anchor, donor, options, step.streams).transforms
+            maps |= match_block(block, anchor, donor, options, step.streams, told=False).transforms
             anchor.update(exact[0])
             donor.update(exact[1])
         for tensor in measured([piece(block, anchor, donor)], maps, step.precise):
@@ -187,11 +189,6 @@ class Visits:
         """A step on a block outside of layers without matched local spaces, long vocabularies in slices."""
         if step.kind == MEASURE:
             return tuple(measured(self._pieces(block), step.streams, step.precise))
-        if step.kind == PASS:
-            sums = StreamSums()
-            for tensor in measured(self._pieces(block), step.streams, step.precise):
-                sums.count(tensor, step.streams)
-            return sums
         if not step.streams:
             return None
         before = after = norm = 0.0

@@ -109,7 +109,7 @@ class BlockMatches:
         with self._locks["" if self.pooled else job.key]:
             while job.key not in self._found:
                 found, match = next(self._ahead) if self.pooled else (job, job.matched(device))
-                found.run.record(found.names[1], found.out.anchor, match.records)
+                found.run.record(found.names[1], match.rows)
                 found.run.keep(found.names[1], match.transforms)
                 self._found[found.key] = match.transforms
             if len(self._found) == len(self.jobs):

@@ -133,7 +133,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path.unlink()
     still = rm.align(model.path, model.path, attention="none", ffn="none", scaling=False)
     still.save(path)
-    assert rm.Alignment.load(path) == replace(still, records=[])
+    assert rm.Alignment.load(path) == replace(still, rows=[])
     other = checkpoint("vit", "classifier", tmp_path / "vit")
     with pytest.raises(rm.RotationMergeError, match=r"architecture is vit, that of .* is llama"):
         rm.Alignment.load(path).apply(other.path)

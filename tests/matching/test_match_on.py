@@ -51,7 +51,7 @@ def match(case: Case, how: str, batches: int = 6) -> tuple[Any, Any, rm.Alignmen
 
 def left(alignment: rm.Alignment) -> float:
     """The largest share of a space's squared distance that is left."""
-    return max(m.after / m.before for _, found in alignment.records for m in found if m.before > 0)
+    return max((m.distance_after / m.distance_before) ** 2 for m in alignment.rows if m.distance_before > 0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,15 +271,15 @@ def test_records_say_what_applying_gives(heads: str, attention: str, family: str
     (block, anchor), (_, donor) = [bert_block(s) if family == "bert" else llama_block(seed=s)[1:] for s in (0, 1)]
     before = [{key: x.clone() for key, x in model.items()} for model in (anchor, donor)]
     match = match_block(block, anchor, donor, AlignConfig(heads=heads, attention=attention))
-    assert [r.kind for r in match.records] == ["attention"] * ((attention, heads) != ("none", "none")) + ["ffn"]
-    for record in match.records:
-        space = next(s for s in block.spaces.values() if s.name == record.space)
+    assert [row.kind for row in match.rows] == ["attention"] * ((attention, heads) != ("none", "none")) + ["ffn"]
+    for row in match.rows:
+        space = next(s for s in block.spaces.values() if s.name == row.space)
         hidden = {bias.info.key for bias in block_hidden_biases(block) if bias.space == space}
         seen = [{key: x for key, x in model.items() if key not in hidden} for model in (anchor, donor)]
-        for transforms, value in (({}, record.before), (match.transforms, record.after)):
+        for transforms, value in (({}, row.distance_before), (match.transforms, row.distance_after)):
             apart, norm = squared_distances(block, space, *seen, transforms)
-            assert (apart, norm) == pytest.approx((value, record.anchor), rel=1e-6)
-        assert record.after <= record.before or heads == "spectral"
+            assert (apart**0.5, norm**0.5) == pytest.approx((value, row.anchor_norm), rel=1e-6)
+        assert row.distance_after <= row.distance_before or heads == "spectral"
     for model, copy in zip((anchor, donor), before, strict=True):
         assert all(torch.equal(model[key], copy[key]) for key in model)
 
@@ -304,9 +305,23 @@ def test_what_a_move_gains_is_more_than_what_storing_it_costs(dtype: torch.dtype
     _, block, anchor = llama_block(dtype)
     draw = gen(0)
     donor = {k: (x + noise * x.std() * torch.randn(x.shape, generator=draw)).to(dtype) for k, x in anchor.items()}
-    for record in match_block(block, anchor, donor, AlignConfig()).records:
-        assert (record.after < record.before) == moves
-        assert (STILL in record.notes) == (not moves)
+    for row in match_block(block, anchor, donor, AlignConfig()).rows:
+        assert (row.distance_after < row.distance_before) == moves
+        assert (STILL in row.notes) == (not moves)
+
+
+def test_blocks_under_turned_streams_are_told_of_too() -> None:
+    """Rows of a block that is matched under its streams' maps, as in slices, are those of a donor that was turned."""
+    (architecture, block, anchor), (_, _, donor) = (llama_block(seed=seed) for seed in (0, 1))
+    streams = {"residual": architecture.stream_group("residual", "signed_permutation").random(gen(2))}
+    turned = {info.key: transform_tensor(donor[info.key], info, streams) for info in block.tensors if info.key in donor}
+    told = [
+        [replace(row, seconds=0.0) for row in match_block(block, anchor, tensors, AlignConfig(), maps).rows]
+        for tensors, maps in ((donor, streams), (turned, {}))
+    ]
+    assert told[0] == told[1]
+    assert [row.kind for row in told[0]] == ["attention", "ffn"]
+    assert match_block(block, anchor, donor, AlignConfig(), streams, told=False).rows == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -314,8 +329,8 @@ def test_planted_blocks_in_storage_dtypes(dtype: torch.dtype) -> None:
     architecture, block, anchor = llama_block(dtype)
     gauge = random_gauge(architecture, AlignConfig(heads="permutation"), gen(4))
     donor = {t.key: transform_tensor(anchor[t.key], t, gauge) for t in block.tensors if t.key in anchor}
-    for record in match_block(block, anchor, donor, AlignConfig(heads="permutation")).records:
-        assert record.after < (1e-7 if dtype == torch.float32 else 1e-4) * record.anchor
+    for row in match_block(block, anchor, donor, AlignConfig(heads="permutation")).rows:
+        assert row.distance_after < (1e-7 if dtype == torch.float32 else 1e-4) ** 0.5 * row.anchor_norm
 
 
 @pytest.mark.parametrize(("bad", "whose"), itertools.product([torch.nan, torch.inf], ["anchor", "donor"]))

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 def after(name, **options):
     """Squared distances left in every space, by space name."""
     alignment = rm.align(*(CHECKPOINTS / f"{name}-{seed}" for seed in (0, 1)), **options)
-    return {record.space: record.after for _, records in alignment.records for record in records}
+    return {row.space: row.distance_after**2 for row in alignment.rows}
 
 
 def attention(distances):
@@ -51,4 +51,4 @@ def test_equal_models_are_left_alone():
     for name in ("vit", "llama"):
         found = rm.align(*[CHECKPOINTS / f"{name}-0"] * 2, heads="permutation")
         assert all(transform.is_identity() for transform in found.transforms.values())
-        assert all(record.before == record.after == 0 for _, records in found.records for record in records)
+        assert all(row.distance_before == row.distance_after == 0 for row in found.rows)

@@ -165,9 +165,9 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     for part in (visit, block_match):
         stock = part.match_block
 
-        def watched(*given: Any, stock: Any = stock, part: Any = part) -> Any:
+        def watched(*given: Any, stock: Any = stock, part: Any = part, **named: Any) -> Any:
             used.add((part.__name__.rpartition(".")[2], threading.current_thread().name))
-            return stock(*given)
+            return stock(*given, **named)
 
         monkeypatch.setattr(part, "match_block", watched)
     together = merged(recipe, tmp_path / "together", "--multi-gpu")
@@ -270,7 +270,7 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     def match() -> Any:
         if failing:
             raise AlignmentError("no")
-        return SimpleNamespace(records=[], transforms={"threads": torch.get_num_threads()})
+        return SimpleNamespace(rows=[], transforms={"threads": torch.get_num_threads()})
 
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
