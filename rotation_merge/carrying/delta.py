@@ -179,8 +179,7 @@ class Delta:
             assert before is not None
             return before.to(torch.promote_types(before.dtype, change.dtype)) + change
 
-        rounded = dtype or stored.dtype
-        return in_slices(block, info, sliced, rounded, changed).to(rounded).contiguous()
+        return in_slices(block, info, sliced, dtype or stored.dtype, changed)
 
     def change(self, block: Block, info: TensorInfo) -> Change:
         """The change of one tensor in the base's storage form, unrounded; of low rank where it is known by factors.

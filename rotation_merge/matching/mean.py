@@ -21,7 +21,7 @@ from rotation_merge.matching.report_rows import recorded
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import in_coordinates, without_biases
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.tensors import TensorSource, weighted_mean
+from rotation_merge.model.tensors import TensorSource, mean_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress, Spread, in_threads
 
@@ -71,7 +71,7 @@ def match_to_mean(
             streams = {stream: t for stream, t in proposed[name].items() if stream in architecture.streams}
             starts = {"where it stands": streams} if streams else None
             within = ledger.under(f"round {turn}/{name}")
-            match = matching(weighted_mean(others), source, starts=starts, fold=False, ledger=within)
+            match = matching(mean_of(others), source, starts=starts, fold=False, ledger=within)
             proposed[name] = match.transforms
         now = _spread(architecture, stored, proposed)
         if now < spread[-1]:
@@ -110,6 +110,6 @@ def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], fra
     for name in architecture.named():
         if all(name in source for source in moved):
             tensors = [{name: source[name]} for source in moved]
-            middle = weighted_mean(tensors)[name]
+            middle = mean_of(tensors)[name]
             total += sum(float((tensor[name].float() - middle).square().sum()) for tensor in tensors)
     return total

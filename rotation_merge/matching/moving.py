@@ -69,7 +69,7 @@ class Mover:
             assert tensor is not None
             return tensor
 
-        return in_slices(block, info, [source], rounded, moved).to(rounded).contiguous()
+        return in_slices(block, info, [source], rounded, moved)
 
     def _moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
         stored = reader(block, source)

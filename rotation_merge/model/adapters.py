@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from safetensors import safe_open
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
+from rotation_merge.model.folder import ShardReader
 from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, header, opened_file, read_json, tensor_files
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 
@@ -187,7 +187,7 @@ class Adapter:
         Raises:
             CheckpointError: it holds NaN or infinity.
         """
-        tensor: Tensor = self._loader.get_tensor(key)
+        tensor = self._reader(key)
         if not all_finite([tensor]):
             raise self._damaged(f"'{key}' holds NaN or infinity")
         return tensor
@@ -203,8 +203,9 @@ class Adapter:
         return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
 
     @cached_property
-    def _loader(self) -> LazyTensorLoader:
-        return LazyTensorLoader(ShardedTensorIndex.from_file(self._file), lazy_unpickle=False)
+    def _reader(self) -> ShardReader:
+        folder, file = os.path.split(self._file)
+        return ShardReader(folder, {key: (file, key) for key in self.shapes}, lazy_unpickle=False)
 
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
@@ -223,7 +224,8 @@ class Adapter:
             stem = key.removeprefix(PREFIX) if self.form == PEFT else key
             if match := FACTOR.fullmatch(stem):
                 module, embedding, part, leaf = match.group("module", "embedding", "part", "leaf")
-                change = parts.setdefault(f"{module}.{leaf or 'weight'}", {"embedding": bool(embedding)})
+                change = parts.setdefault(f"{module}.{leaf or 'weight'}", {})
+                change["embedding"] = change.get("embedding", False) or bool(embedding)
                 change["shift" if leaf == "bias" else PARTS[part]] = key
             elif self.form == PEFT and "lora_" not in stem and ".token_adapter." not in stem:
                 parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key

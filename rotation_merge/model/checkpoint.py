@@ -24,7 +24,7 @@ Check = Callable[[str], tuple[bool, str]]
 def write_checkpoint(
     view: View,
     report: MergeReport,
-    text: str | Callable[[], str],
+    text: str,
     out: str,
     storage: StorageOptions,
     progress: Progress | None = None,
@@ -33,7 +33,7 @@ def write_checkpoint(
     """A model as a normal checkpoint, whole or not at all.
 
     Args:
-        text: the model card, or a function that returns it once all tensors are written.
+        text: the model card.
         check: checks the written files before they take their place.
 
     Raises:
@@ -50,7 +50,6 @@ def write_checkpoint(
     with staged(out) as staging:
         with unchanged([view]):
             view.write(staging, tensors(), storage)
-        text = text if isinstance(text, str) else text()
         passed, words = check(staging) if check is not None else (True, "")
         write_notes(staging, report, f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
         if not passed:

@@ -21,7 +21,8 @@ from rotation_merge.model.gguf import refuse_bare_repository
 from rotation_merge.model.headers import INDEX, WEIGHT_FILES, weight_map
 from rotation_merge.model.hub import is_gguf_file, reachable
 
-SMALL = ("config.json", "generation_config.json", "adapter_config.json", WEIGHT_FILES[0] + INDEX)
+SHARDS = WEIGHT_FILES[0] + INDEX
+SMALL = ("config.json", "generation_config.json", "adapter_config.json", SHARDS)
 SINGLE = (WEIGHT_FILES[0], "adapter_model.safetensors")
 DOWNLOADED = (".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken")
 """Endings of the files that a merge downloads."""
@@ -97,7 +98,6 @@ def remote_headers(names: Sequence[str], offline: bool) -> Iterator[RemoteHeader
 def _in_place_of_cache(folder: str) -> Iterator[None]:
     """Make the libraries use `folder` as an offline hub cache, with links to the real cache's contents."""
     from huggingface_hub import constants
-    from mergekit.io.tasks import LoaderCache
 
     cache, offline = constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE
     present = set(os.listdir(folder))
@@ -109,9 +109,6 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, offline
-        for reference, loader in list(LoaderCache.loaders.items()):
-            if str(loader.index.base_path).startswith(folder):
-                del LoaderCache.loaders[reference]
 
 
 def _fetched(name: str, cache: str) -> RemoteModel:
@@ -123,7 +120,7 @@ def _fetched(name: str, cache: str) -> RemoteModel:
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
     snapshot = snapshot_download(repo, revision=revision or None, cache_dir=cache, allow_patterns=list(SMALL))
     os.makedirs(snapshot, exist_ok=True)
-    shards = set(weight_map(os.path.join(snapshot, SMALL[-1])).values()) if SMALL[-1] in sizes else SINGLE
+    shards = set(weight_map(os.path.join(snapshot, SHARDS)).values()) if SHARDS in sizes else SINGLE
     files = [file for file in shards if file in sizes]
     if not files:
         refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))

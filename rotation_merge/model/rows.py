@@ -114,13 +114,13 @@ def in_slices(
 
     Args:
         sources: that it is computed from; none: in one piece.
-        dtype: that the slices are rounded to.
+        dtype: of the result.
         make: gets the sources with a slice of the vocabulary; None: the whole tensor is wanted.
     """
     stored = [tensor for source in sources if (tensor := read_tensor(info, source)) is not None]
     slices = vocabulary_slices(info, stored)
     if not slices:
-        return make(None)
+        return make(None).to(dtype).contiguous()
     axes, parts = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
     result = torch.empty(stored[0].shape, dtype=dtype, device=stored[0].device)
     for rows in slices:

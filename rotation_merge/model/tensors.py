@@ -158,14 +158,9 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
     return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, by_name(read))
 
 
-def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[float] = ()) -> Tensors:
-    """The mean of tensors that all sources have, in float32 at least; equal sources give the same, bit for bit.
-
-    Args:
-        shares: of the sources, their sum one; below zero, too, so that 1 - t and t lead from the first one past the
-            second. None: equal ones.
-    """
-    every, weights = [as_tensors(source) for source in sources], shares or [1 / len(sources)] * len(sources)
+def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
+    """The mean of tensors that all sources have, in float32 at least; equal sources give the same, bit for bit."""
+    every = [as_tensors(source) for source in sources]
 
     def read(names: Names) -> Tensor:
         first = every[0].read(names)
@@ -173,8 +168,8 @@ def weighted_mean(sources: Sequence[Mapping[str, Tensor]], shares: Sequence[floa
             return first
         start = first.to(torch.promote_types(first.dtype, torch.float32))
         total, apart = start.clone(), torch.empty_like(start)
-        for tensors, share in zip(every[1:], weights[1:], strict=True):
-            total.add_(torch.sub(tensors.read(names).to(start), start, out=apart), alpha=share)
+        for tensors in every[1:]:
+            total.add_(torch.sub(tensors.read(names).to(start), start, out=apart), alpha=1 / len(every))
         return total
 
     common = every[0].only(name for name in every[0] if all(name in tensors for tensors in every))

@@ -37,6 +37,8 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     sizes = [size for model in models if (size := vocabulary_size(model)) is not None]
     if len(sizes) < len(models):
         return None
+    if len(set(sizes)) == 1 and _same_files(models):
+        return None
     known = [tokens_of(model) for model in models]
     tokens = [tokens for tokens in known if tokens is not None]
     if len(tokens) < len(models):
@@ -120,7 +122,7 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
         return 0, 0
     if not both and vocabulary_size(anchor) != vocabulary_size(donor):
         return 0, 0
-    if _contents(anchor.folder) == _contents(donor.folder):
+    if _same_files([anchor, donor]):
         return 0, 0
     known, ids = tokens_of(anchor), tokens_of(donor)
     if known is None or ids is None:
@@ -147,6 +149,11 @@ def tokens_of(model: View) -> Mapping[str, int] | None:
 def tokenizer_in(folder: str, trust_remote_code: bool = False) -> Any | None:
     """The tokenizer in a folder, read-only; None if it has none."""
     return _loaded(folder, _contents(folder), trust_remote_code)
+
+
+def _same_files(models: Sequence[View]) -> bool:
+    """Whether all models have equal files of a tokenizer, so that none has to be loaded."""
+    return all(model.files is not None for model in models) and len({_contents(m.folder) for m in models}) == 1
 
 
 def _contents(folder: str) -> str:

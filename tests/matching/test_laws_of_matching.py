@@ -23,7 +23,7 @@ from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
 from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.tensors import weighted_mean
+from rotation_merge.model.tensors import mean_of
 
 torch.set_num_threads(1)
 
@@ -48,7 +48,7 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
 def test_sources_of_sources() -> None:
     architecture = table.sample(shipped()["llama"])
     state, name = weights(architecture, 3), "lm_head.weight"
-    middle = weighted_mean([state, {name: 3 * state[name]}])
+    middle = mean_of([state, {name: 3 * state[name]}])
     torch.testing.assert_close(middle[name], 2 * state[name])
     assert name in middle
     assert "model.norm.weight" not in middle

@@ -311,15 +311,18 @@ def test_scales_in_the_header_of_a_file_of_diffusers_count(tmp_path: Path) -> No
 
 def test_the_base_weight_that_peft_stores_beside_factors_of_an_embedding(tmp_path: Path) -> None:
     """It is no change: equal ones are written again, others belong to other bases."""
-    key = "base_model.model.layers.0.q_proj.base_layer.weight"
-    weight = torch.randn(MAPS["q_proj"])
+    module = "base_model.model.embed_tokens"
+    weight, factors = torch.randn(12, 10), {"A": (2, 12), "B": (10, 2)}
     for seed, values in enumerate((weight, weight, None, weight + 1)):
         file = write_peft(tmp_path / str(seed), seed) / "adapter_model.safetensors"
-        if values is not None:
-            save_file({**load_file(file), key: values}, file)
+        stored = {f"{module}.lora_embedding_{part}": torch.randn(shape) for part, shape in factors.items()}
+        stored |= {} if values is None else {f"{module}.base_layer.weight": values}
+        save_file({**load_file(file), **stored}, file)
     paths = [str(tmp_path / str(seed)) for seed in range(4)]
     merge_adapters(paths[:3]).save(str(tmp_path / "out"))
-    assert torch.equal(load_file(tmp_path / "out" / "adapter_model.safetensors")[key], weight)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert torch.equal(written[f"{module}.base_layer.weight"], weight)
+    assert all(f"{module}.lora_embedding_{part}" in written for part in factors)
     with pytest.raises(RotationMergeError, match="holds another"):
         merge_adapters(paths)
 
