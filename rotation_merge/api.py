@@ -568,8 +568,7 @@ def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferCon
     if isinstance(alignment, os.PathLike):
         return replace(config, alignment=os.fspath(alignment))
     if isinstance(alignment, Alignment) and alignment.basis is not None:
-        for _ in alignment.opened_donor(old, strict=True).values():
-            pass  # every tensor is compared with its checksum when it is read
+        alignment.check_donor(old)
     elif alignment is not None and not isinstance(alignment, Alignment | str):
         problem = f"option 'alignment' is {short(repr(alignment))}"
         raise RecipeError(problem, remedy="it must be an Alignment of old to new, or its file")

@@ -407,17 +407,13 @@ class Store:
         path = self._file(name)
         try:
             return read_part(path, device) if path.exists() else None
-        except UNREADABLE as error:
+        except ValueError as error:
             LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
             return None
 
     def _file(self, name: str) -> Path:
         words = re.sub(r"[^\w.]+", "-", name)[-80:]
         return self.file(f"{words}-{zlib.crc32(name.encode()):08x}{PART}")
-
-
-UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
-"""Exceptions of a damaged part."""
 
 
 def write_part(path: Path, part: Any) -> None:
@@ -442,7 +438,7 @@ def read_part(path: Path, device: str = "cpu", mapped: bool = False) -> Any:
         mapped: tensors are read from the file when they are used.
 
     Raises:
-        UNREADABLE: the file is damaged.
+        ValueError: the file cannot be read, or is damaged.
     """
     import torch
 

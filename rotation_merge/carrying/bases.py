@@ -159,7 +159,7 @@ class Bases:
         options = config.match
         if known is not None:
             options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
-        options = check_pair(self.pair.view(self.new), self.old_as_new, options, untie=self.pair.untie).options
+        options = check_pair(self.pair.anchor_view, self.old_as_new, options, untie=self.pair.untie).options
         pair, (anchor, donor) = replace(self.pair, options=options), self.sources
         if self.rows is not None:
             subsets = zip((anchor, donor), self.rows, strict=True)

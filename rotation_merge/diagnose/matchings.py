@@ -157,7 +157,7 @@ def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, led
     else:
         alignment = read_alignment(pair, donor.file)
     if alignment.folded:
-        anchor = loaded(pair.anchor, alignment.apply_anchor(pair.view(pair.anchor), strict=False))
+        anchor = loaded(pair.anchor, alignment.apply_anchor(pair.anchor_view, strict=False))
     return anchor, loaded(pair.donor, aligned_view(pair, alignment))
 
 

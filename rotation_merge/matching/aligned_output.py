@@ -74,13 +74,13 @@ def read_alignment(pair: Pair, path: str, donor: View | None = None) -> Alignmen
     """
     alignment = load_for(path, pair.anchor, pair.donor, pair.architecture)
     options = NOTHING.with_residual(residual_of(alignment.transforms, alignment.folded))
-    check_pair(pair.view(pair.anchor), donor or pair.donor.as_filed, options, untie=pair.untie)
+    check_pair(pair.anchor_view, donor or pair.donor.as_filed, options, untie=pair.untie)
     return alignment
 
 
 def aligned_view(pair: Pair, alignment: Alignment, dtype: torch.dtype | None = None) -> View:
-    """The donor in the anchor's coordinates, on the pair's device; see `Alignment.apply`."""
-    return alignment.apply(pair.view(pair.donor.as_filed), dtype, strict=False)
+    """The donor in the anchor's coordinates, under its own names, on the pair's device; see `Alignment.apply`."""
+    return alignment.apply(pair.placed(pair.donor.as_filed), dtype, strict=False)
 
 
 def write_aligned(

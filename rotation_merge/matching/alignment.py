@@ -165,6 +165,12 @@ class Alignment:
         biases = translated(basis.biases, basis.architecture, opened.architecture) if basis.biases else None
         return self.view_of(opened, biases, dtype, basis.donor if strict else None)
 
+    def check_donor(self, donor: ModelLike) -> None:
+        """Refuse another donor than that the alignment was made for. Errors as for `apply`."""
+        opened, identity = self.opened_donor(donor, strict=True), self.known_basis.donor
+        for _ in () if identity.any_model or identity.is_view(opened.as_filed) else opened.values():
+            pass  # every tensor is compared with its checksum when it is read
+
     def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
         basis = self.known_basis
@@ -399,9 +405,8 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
     try:
         header = read_as(_Header, meta)
         basis = _basis(header, tensors)
-        if architecture is None:  # nothing but the file says what its models are
-            architecture = basis.architecture
-            _check_basis(basis)
+        _check_basis(basis)
+        architecture = architecture or basis.architecture
         if header.family != architecture.family:
             problem = f"was made for {header.family} models, not for {architecture.family}"
             raise AlignmentError(problem, where=name, remedy="use another file")

@@ -41,6 +41,9 @@ class Identity:
         self._marks = (fingerprint, tensors or {}) if view is None else None
         self._stamps = None if view is None else stamps_of(view)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_view": None, "_marks": self._taken(), "_stamps": None}
+
     @staticmethod
     def of(model: View) -> Identity:
         """A model's identity; one that is not as it is stored is read once."""

@@ -122,14 +122,17 @@ class Pair:
 
     def _source(self, model: View) -> Tensors:
         read = watched(model, model.as_filed.mark.add) if self.watched else model.tensors
-        return with_tied(self.architecture, translated(self._placed(read), model.architecture, self.architecture))
+        tensors = self.placed(replace(model, tensors=read)).tensors
+        return with_tied(self.architecture, translated(tensors, model.architecture, self.architecture))
 
-    def _placed(self, tensors: Tensors) -> Tensors:
-        return tensors if self.device == "cpu" else tensors.on(self.device)
+    def placed(self, model: View) -> View:
+        """A model, its tensors on the device."""
+        return model if self.device == "cpu" else replace(model, tensors=model.tensors.on(self.device))
 
-    def view(self, model: View) -> View:
-        """One of the models as it is compared: with heads of its own where they are untied, on the device."""
-        return replace(model, tensors=self._placed(model.tensors), architecture=self.architecture, untie=self.untie)
+    @property
+    def anchor_view(self) -> View:
+        """The anchor as it is compared: with heads of its own where they are untied, on the device."""
+        return replace(self.placed(self.anchor), architecture=self.architecture, untie=self.untie)
 
     @property
     def matched(self) -> tuple[Tensors, Tensors]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
-from rotation_merge.files import UNREADABLE, Output, check_output, read_part, write_part
+from rotation_merge.files import Output, check_output, read_part, write_part
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.fingerprint import Fingerprint
@@ -92,7 +92,7 @@ class TrainingState:
             self.generator.set_state(state["random"])
             vars(report).update(state["report"])
             return state["step"], state["best"]
-        except UNREADABLE as error:
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise AlignmentError(
                 "the state of an earlier fit cannot be used here",
                 where=str(self.path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_support import run
 from plugin_support import reads_of_files
 from residual_support import Checkpoint, checkpoint, twin
 from safetensors import safe_open
@@ -18,6 +20,7 @@ from tiny_models import difference, inputs, outputs
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError
+from rotation_merge.matching.alignment import load_file as read_alignment_file
 
 CASES = [
     ("llama", "llama", "rotation"),
@@ -444,8 +447,35 @@ def test_what_a_file_says_of_its_models_is_not_believed(change: Any, words: str,
     path = tmp_path / "map.safetensors"
     rm.align(anchor.path, donor.path, heads="permutation").save(path)
     rewritten(path, change)
-    with pytest.raises(RotationMergeError, match=words):
-        rm.Alignment.load(path)
+    for architecture in (None, anchor.architecture):
+        with pytest.raises(RotationMergeError, match=words):
+            read_alignment_file(path, architecture)
+
+
+def test_an_alignment_is_pickled_with_what_it_knows_of_its_models(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path)
+    again = pickle.loads(pickle.dumps(alignment))
+    assert again.basis.donor.fingerprint == alignment.basis.donor.fingerprint
+    assert all(
+        torch.equal(tensor, alignment.apply(donor.path)[name]) for name, tensor in again.apply(donor.path).items()
+    )
+
+
+@pytest.mark.parametrize("side", ["anchor", "donor"])
+def test_a_model_without_its_task_is_moved_under_its_own_names(side: str, tmp_path: Path) -> None:
+    """By the value and by the command: as many of its tensors change, to what they are under the task's names."""
+    models = {s: checkpoint("llama", "llama", tmp_path / s, seed=seed) for seed, s in enumerate(("anchor", "donor"))}
+    moved = rm.align(models["anchor"].path, models["donor"].path, heads="permutation").apply(models["donor"].path)
+    body = models[side].case.model_class.from_pretrained(models[side].path, dtype=torch.float32).model
+    body.save_pretrained(tmp_path / "body")
+    paths = {**{s: str(model.path) for s, model in models.items()}, side: str(tmp_path / "body")}
+    written = run("align", paths["anchor"], paths["donor"], tmp_path / "out", "--heads", "permutation")
+    assert written.exit_code == 0, written.output
+    views = [rm.align(paths["anchor"], paths["donor"], heads="permutation").apply(paths["donor"])]
+    for tensors in (*views, load_file(tmp_path / "out" / "model.safetensors")):
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, moved[name if name in moved else f"model.{name}"], atol=1e-6, rtol=0)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
