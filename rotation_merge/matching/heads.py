@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE, nuclear_norm
+from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.model.apply import at_least_float32
@@ -377,13 +377,17 @@ class Ordering:
 
 
 def _chosen(parts: list[HeadPart], orders: list[Ordering]) -> Ordering:
-    """The first of the orders that gains most under the best maps, where their gains are close."""
-    best = orders[0]
-    for order in orders[1:]:
-        if torch.equal(order.groups, best.groups) and torch.equal(order.queries, best.queries):
-            continue
-        if order.gain < CLEARLY * max(best.gain, 0.0):
-            best, order = _exact(parts, best), _exact(parts, order)
+    """The first of the orders that gains most; where several gain nearly as much, under the best maps."""
+    most = max(order.gain for order in orders)
+    close: list[Ordering] = []
+    for order in orders:
+        known = any(torch.equal(order.groups, o.groups) and torch.equal(order.queries, o.queries) for o in close)
+        if not known and CLEARLY * max(order.gain, 0.0) >= most:
+            close.append(order)
+    if len(close) > 1:
+        close = [_exact(parts, order) for order in close]
+    best = close[0]
+    for order in close[1:]:
         best = order if order.gain > best.gain + GAINED * abs(best.gain) else best
     return best
 
@@ -399,20 +403,21 @@ def _exact(parts: list[HeadPart], order: Ordering) -> Ordering:
 def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """What N pairs of groups gain, (N,), and the best orders of the query heads inside them, (N, r)."""
     per_group = parts[0].shape[1]
-    orders = torch.arange(per_group).repeat(len(i), 1)
-    gains = _gains(parts, Pairing(i, j, orders))
+    unmoved = torch.arange(per_group).repeat(len(i), 1)
     if per_group == 1:
-        return gains, orders
-    for start in (orders, _assigned(_alone(parts, i, j))):
-        queries = start
+        return _gains(parts, Pairing(i, j, unmoved)), unmoved
+    gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
+    for queries in (unmoved, _assigned(_alone(parts, i, j))):
+        rows = torch.arange(len(i))  # of the pairs that still change
         for _ in range(TURNS):
-            reached = _gains(parts, Pairing(i, j, queries))
-            better = reached > gains + GAINED * gains.abs()
-            orders, gains = torch.where(better[:, None], queries, orders), torch.where(better, reached, gains)
-            following = _assigned(_agreement(parts, Pairing(i, j, queries)))
-            if torch.equal(following, queries):
+            reached, agreement = _turned(parts, Pairing(i[rows], j[rows], queries))
+            better = reached - gains[rows] > GAINED * reached.abs()
+            orders[rows[better]], gains[rows[better]] = queries[better], reached[better]
+            following = _assigned(agreement)
+            changes = (following != queries).any(1)
+            if not changes.any():
                 break
-            queries = following
+            rows, queries = rows[changes], following[changes]
     return gains, orders
 
 
@@ -434,27 +439,30 @@ def _picked(pairing: Pairing, chunk: Tensor) -> Pairing:
 
 
 def _alone(parts: list[HeadPart], i: Tensor, j: Tensor) -> Tensor:
-    """What every pair of query heads would gain alone, (N, r, r)."""
+    """The norms of the products of every pair of query heads, (N, r, r): those of heads that go together are larger."""
     total = torch.zeros(len(i), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
         for chunk in part.chunks(len(i)):
-            total[chunk] += sum(nuclear_norm(table).sum(-1).cpu() for table in part.inner(i[chunk], j[chunk]))
+            total[chunk] += sum(torch.linalg.matrix_norm(t).sum(-1).cpu() for t in part.inner(i[chunk], j[chunk]))
     return total
 
 
-def _agreement(parts: list[HeadPart], pairing: Pairing) -> Tensor:
-    """<A, g^-T B> of every pair of query heads, under the best maps of each pair of groups, (N, r, r)."""
-    total = torch.zeros(len(pairing.anchor), *[parts[0].shape[1]] * 2, dtype=torch.float64)
+def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
+    """What N pairs of groups gain under nearly the best maps, (N,), and <A, g^-T B> of their query heads, (N, r, r)."""
+    gains = torch.zeros(len(pairing.anchor), dtype=torch.float64)
+    total = torch.zeros(len(gains), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
         for chunk in part.chunks(len(total)):
             pairs = _picked(pairing, chunk)
-            element = part.group.solve(replace(part.stats(pairs), turns=1))
+            stats = replace(part.stats(pairs), turns=1)
+            element = part.group.solve(stats)
+            gains[chunk] += stats.gain(element).cpu()
             maps = element.matrices(dual=True).to(part.device)
             for blocks, table in zip(part.blocks, part.inner(pairs.anchor, pairs.donor), strict=True):
                 index = blocks.to(part.device)
                 inside = maps[:, index[:, :, None], index[:, None, :]]
                 total[chunk] += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
-    return total
+    return gains, total
 
 
 def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]:
