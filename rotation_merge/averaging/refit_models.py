@@ -26,8 +26,7 @@ from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.teachers import Teacher, read_teachers, teachers_in_memory
 from rotation_merge.errors import DataError
-from rotation_merge.model.blocks import with_tied
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors, by_name, selected
 from rotation_merge.model.view import View
@@ -92,11 +91,6 @@ def _with_tensors(base: View, read: Callable[[str], Tensor], dtype: torch.dtype 
     """A model with other tensors of the same names; `dtype` of floating ones, None: as they are read."""
     filled = replace(base, tensors=Tensors(base.shapes, base.dtypes, by_name(read)), at=None)
     return filled.blockwise(lambda *_: None, dtype)
-
-
-def _source(view: View, base: View) -> Tensors:
-    """A model's tensors by the base's names, a tied one under both of its names."""
-    return with_tied(base.architecture, translated(view.tensors, view.architecture, base.architecture))
 
 
 @dataclass(frozen=True)
@@ -181,11 +175,14 @@ class ModelRefit:
     def _begin(self, store: StateStore) -> None:
         """Settle the weights before solving; the merge runs as it is written."""
         self.notes, self.heads = list[str](), dict[str, dict[str, Tensor]]()
-        self.architecture, anchor = self.base.architecture, _source(self.base, self.base)
+        self.architecture = self.base.architecture
         self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
         self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
-        self.sources = [_source(teacher.view, self.base) for teacher in self.teachers]
+        anchor, *self.sources = (
+            named_as(self.architecture, view.tensors, view.architecture)
+            for view in (self.base, *(teacher.view for teacher in self.teachers))
+        )
         self.start = anchor
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))

@@ -126,8 +126,9 @@ class _MovingAdapter:
             self._put(key, moved if stored is None else stored.double() + moved)
             if self._constant(block, info, whole) is not None:
                 raise self._cannot_hold(info.name)
-        for entry in (entry for _, _, entries in factors for entry in entries if self.constants):
-            self._give_bias(entry)
+        if self.constants:
+            for entry in (entry for _, _, entries in factors for entry in entries):
+                self._give_bias(entry)
 
     def _refused(self, problem: str, remedy: str) -> AlignmentError:
         return AlignmentError(problem, where=self.adapter.path, remedy=remedy)

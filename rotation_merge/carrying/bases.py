@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta, Record, RowPair
 from rotation_merge.carrying.judge import parted
+from rotation_merge.carrying.lora import NewAdapter, adapter_places, new_adapter
 from rotation_merge.carrying.tokens import (
     chat_folder,
     check_adapter_tokens,
@@ -36,7 +37,7 @@ from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
 from rotation_merge.model.origin import origins
-from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
+from rotation_merge.model.rows import on_shared_rows, padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, vocabulary_size
@@ -95,7 +96,7 @@ class Bases:
         """Rows of the same tokens, the new base's first; None if the vocabularies are equal."""
         return row_pair(self.new, self.old)
 
-    @property
+    @cached_property
     def sources(self) -> tuple[Tensors, Tensors]:
         """New and old tensors under the new base's names."""
         new, old = self.pair.sources
@@ -162,8 +163,7 @@ class Bases:
         options = check_pair(self.pair.view(self.new), self.old_as_new, options, untie=self.pair.untie).options
         pair, (anchor, donor) = replace(self.pair, options=options), self.sources
         if self.rows is not None:
-            subsets = zip((anchor, donor), self.rows, strict=True)
-            anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+            anchor, donor = on_shared_rows(self.architecture, self.sources, self.rows)
             run.note(matched_on(self.new, self.old, len(self.rows[0])))
         match = execution.match or self._matcher(config, execution.device)
         alignment = match(self.architecture, anchor, donor, options, progress, ledger=execution.ledger)
@@ -297,12 +297,20 @@ class Transfer:
             return base
         return with_chat(base, self.work.chat, self.bases.old, self.work.model)
 
-    @property
+    @cached_property
     def delta(self) -> Delta:
         """The change, moved by weights; of an adapter whose factors are carried none yet."""
         old = self.bases.sources[1]
         tuned = old if self.work.model is None else self.work.model.tensors
         return Delta(self.base, old, tuned, self.alignment, self.bases.rows)
+
+    def as_adapter(self, delta: Delta, trained: Collection[str] = ()) -> NewAdapter:
+        """A change of the new base as an adapter of the work's rank; arguments as of `new_adapter`."""
+        return new_adapter(delta, self._places, self.work.rank, trained)
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        return adapter_places(self.base)
 
     def applied(self, delta: Delta, record: Record | None = None) -> View:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""

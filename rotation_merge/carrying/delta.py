@@ -26,7 +26,7 @@ from rotation_merge.model.fold import Fold, folded_tensors, weight_key
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.rows import in_slices
-from rotation_merge.model.tensors import Tensors, as_tensors
+from rotation_merge.model.tensors import EVERYTHING, Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import row_pair
 
@@ -37,9 +37,6 @@ RowPair = tuple[Tensor, Tensor]
 
 Record = Callable[[float, float], None]
 """Takes the squared norms of a tensor's change and of the old base's tensor; of a long vocabulary for each slice."""
-
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
 
 
 @dataclass(frozen=True)

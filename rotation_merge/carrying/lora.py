@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,20 +29,62 @@ Cuts = Mapping[str, tuple[TensorInfo, Change]]
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """A change as an adapter.
+    """A change as an adapter of a base.
 
     Attributes:
-        weights: as it is written.
-        delta: the change that these make, with its factors.
+        places: parameters as the class of the base names them, by tensor.
+        cuts: what it changes.
+        rank: of every factor, at most.
         share: of the whole change's squared norm that is in it.
     """
 
-    weights: AdapterWeights
-    delta: Delta
+    base: View
+    places: Mapping[str, str]
+    cuts: Cuts
+    rank: int
     share: float
 
+    @cached_property
+    def delta(self) -> Delta:
+        """The change that it makes, with its factors."""
+        tuned, low = dict[str, Tensor](), dict[str, LowRank]()
+        for info, change in self.cuts.values():
+            stored = read_tensor(info, self.base.tensors)
+            if isinstance(change, LowRank):
+                low[info.name] = change
+            elif stored is not None:
+                tuned |= unstack(info, stored.double() + change)
+        tensors = self.base.tensors
+        return Delta(self.base, tensors, tensors.replaced(tuned), low=low, precision=torch.float64)
 
-def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAdapter:
+    @property
+    def weights(self) -> AdapterWeights:
+        """The adapter as it is written."""
+        base, cuts = self.base, self.cuts
+        low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
+        maps = {place.removesuffix(".weight"): change.to(torch.float32) for place, (_, change) in low.items()}
+        norms = [place.rpartition(".")[0] for place in cuts if place not in low and not is_bias(place)]
+        tensors, biases = peft_tensors(maps), _biases(cuts)
+        for module, factors in maps.items() if biases else ():
+            tensors[f"{PREFIX}{module}.lora_B.bias"] = biases.get(module, torch.zeros(len(factors.b))).float()
+        parts = {name: place for name, place in self.places.items() if place.rpartition(".")[0] in norms}
+        changed = self.delta.tuned
+        tensors |= {f"{PREFIX}{place}": changed[name].to(base.dtypes[name]) for name, place in parts.items()}
+        classes = base.config.get("architectures") or [""]
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
+            "base_model_name_or_path": str(base.reference),
+            "modules_to_save": sorted(norms) or None,
+            "lora_bias": bool(biases),
+            "fan_in_fan_out": any(transposed(info) and not change.embedding for info, change in low.values()),
+            "lora_dropout": 0.0,
+            "bias": "none",
+        }
+        return AdapterWeights(factor_config(config, maps, self.rank), tensors)
+
+
+def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Collection[str] = ()) -> NewAdapter:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms into `modules_to_save`. Beside a
@@ -50,13 +93,11 @@ def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAd
     would change one of the two.
 
     Args:
+        places: as `adapter_places` gives them.
         rank: of every factor, at most.
         trained: names of tensors that are given factors of the whole rank in any case.
-
-    Raises:
-        CheckpointError: the class of the base cannot be built.
     """
-    places, cuts = _places(delta.base), dict[str, tuple[TensorInfo, Change]]()
+    cuts = dict[str, tuple[TensorInfo, Change]]()
     norms, rests = dict[str, float](), dict[str, float]()
     for block in delta.base.architecture.blocks:
         for info, change in _changes(delta, block, trained):
@@ -71,11 +112,15 @@ def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAd
         cuts = {place: cut for place, cut in cuts.items() if not (isinstance(cut[1], LowRank) and cut[1].embedding)}
     kept_norm = sum(norms[place] - rests[place] for place in cuts)
     share = kept_norm / sum(norms.values()) if any(norms.values()) else 1.0
-    return NewAdapter(_written(delta.base, places, cuts, rank), _of_cuts(delta.base, cuts), share)
+    return NewAdapter(delta.base, places, cuts, rank, share)
 
 
-def _places(base: View) -> dict[str, str]:
-    """Parameters as the model's class names them, by tensor; of those that an adapter may change."""
+def adapter_places(base: View) -> dict[str, str]:
+    """Parameters as the model's class names them, by tensor; of those that an adapter may change.
+
+    Raises:
+        CheckpointError: the class of the base cannot be built.
+    """
     try:
         with torch.device("meta"):
             model = base.model_class(base.transformers_config)
@@ -119,43 +164,6 @@ def _biases(cuts: Cuts) -> dict[str, Tensor]:
         for place, change in biases
         if isinstance(cuts[weight_key(place)][1], LowRank)
     }
-
-
-def _written(base: View, places: Mapping[str, str], cuts: Cuts, rank: int) -> AdapterWeights:
-    """The adapter of some changes."""
-    low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
-    maps = {place.removesuffix(".weight"): change.to(torch.float32) for place, (_, change) in low.items()}
-    norms = [place.rpartition(".")[0] for place in cuts if place not in low and not is_bias(place)]
-    tensors, biases = peft_tensors(maps), _biases(cuts)
-    for module, factors in maps.items() if biases else ():
-        tensors[f"{PREFIX}{module}.lora_B.bias"] = biases.get(module, torch.zeros(len(factors.b))).float()
-    parts = {name: place for name, place in places.items() if place.rpartition(".")[0] in norms}
-    changed = _of_cuts(base, cuts).tuned
-    tensors |= {f"{PREFIX}{place}": changed[name].to(base.dtypes[name]) for name, place in parts.items()}
-    classes = base.config.get("architectures") or [""]
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
-        "base_model_name_or_path": str(base.reference),
-        "modules_to_save": sorted(norms) or None,
-        "lora_bias": bool(biases),
-        "fan_in_fan_out": any(transposed(info) and not change.embedding for info, change in low.values()),
-        "lora_dropout": 0.0,
-        "bias": "none",
-    }
-    return AdapterWeights(factor_config(config, maps, rank), tensors)
-
-
-def _of_cuts(base: View, cuts: Cuts) -> Delta:
-    """The changes that an adapter has, with their factors."""
-    tuned, low = dict[str, Tensor](), dict[str, LowRank]()
-    for info, change in cuts.values():
-        stored = read_tensor(info, base.tensors)
-        if isinstance(change, LowRank):
-            low[info.name] = change
-        elif stored is not None:
-            tuned |= unstack(info, stored.double() + change)
-    return Delta(base, base.tensors, base.tensors.replaced(tuned), low=low, precision=torch.float64)
 
 
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:

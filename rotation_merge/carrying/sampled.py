@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +17,16 @@ from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
-from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
-from rotation_merge.carrying.lora import new_adapter
+from rotation_merge.carrying.judge import (
+    AT_ONCE,
+    HELD_OUT,
+    SCALES,
+    Both,
+    HeldOutSamples,
+    RecoveredLift,
+    TransferSamples,
+    read_parts,
+)
 from rotation_merge.carrying.refit import refit_change
 from rotation_merge.files import STATE, Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
@@ -42,7 +50,7 @@ CROSS_ENTROPY = ("next token", "masked token", "class")
 HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
-Judgement = Mapping[str, tuple[float, float]]
+Judgement = Mapping[str, Both]
 """Losses by method, see `HeldOutSamples.losses`."""
 
 
@@ -93,13 +101,18 @@ def module(view: View, device: str) -> Any:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """One transfer with its models and samples."""
+    """One transfer with its models and samples.
+
+    Attributes:
+        known: losses by samples, method and scale; without a change there is one model.
+    """
 
     transfer: Transfer
     views: Mapping[str, View]
     parts: TransferSamples
     place: str | None
     progress: Progress
+    known: dict[tuple[str, str, float], Both] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -108,9 +121,14 @@ class _Sampling:
     def module(self, view: View) -> Any:
         return module(view, self.transfer.execution.device)
 
-    def module_of(self, candidate: ChangeCandidate) -> Any:
-        """The new base with a change, rounded as a model is stored, or with the factors of an adapter."""
-        return self.module(self.transfer.applied(candidate.delta.scaled(candidate.scale)))
+    def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> Both:
+        """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
+        key = part, candidate.method if candidate.scale else NONE, candidate.scale
+        if key not in self.known:
+            changed = self.transfer.applied(candidate.delta.scaled(candidate.scale))
+            samples: HeldOutSamples = getattr(self.parts, part)
+            self.known[key] = samples.losses(self.module(changed))
+        return self.known[key]
 
     def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
         """The best change by its losses on samples held out."""
@@ -139,7 +157,7 @@ class _Sampling:
         return Delta(base, base.tensors, tuned, precision=torch.float64)
 
     def _as_written(self, delta: Delta) -> Delta:
-        return new_adapter(delta, self.rank).delta if self.rank else delta
+        return self.transfer.as_adapter(delta).delta if self.rank else delta
 
     def _merged(self, unmoved: Delta, block: Block, info: TensorInfo) -> Tensor | None:
         """A tensor of the new base with what the fine-tune adds where `wudi` merges both as fine-tunes of the old base.
@@ -160,21 +178,21 @@ class _Sampling:
     def _scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
         """A change at the given scale, or at the best one on held-out samples."""
         if (scale := self.transfer.config.factor) is None:
-            losses = dict[float, float]()
+            sums = dict[float, float]()
             for factor in SCALES:
-                self.progress(f"scales of {candidate.method}", len(losses), len(SCALES))
-                losses[factor] = sum(self.parts.choice.losses(self.module_of(replace(candidate, scale=factor))))
-            scale = min(losses, key=lambda factor: losses[factor])
+                self.progress(f"scales of {candidate.method}", len(sums), len(SCALES))
+                sums[factor] = sum(self.losses("choice", replace(candidate, scale=factor)))
+            scale = min(sums, key=lambda factor: sums[factor])
         return replace(candidate, scale=scale)
 
     def _judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
         candidates = [*tried, ChangeCandidate(NONE, tried[0].delta)]
-        judged = {each.method: self.parts.judge.losses(self.module_of(each)) for each in candidates}
+        judged = {each.method: self.losses("judge", each) for each in candidates}
         best = candidates[0]
         if self.transfer.config.factor is None:
             usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
-            choices = {each.method: self.parts.choice.losses(self.module_of(each)) for each in usable}
+            choices = {each.method: self.losses("choice", each) for each in usable}
             best = best_of(usable, choices, judged)
         old, tuned = (evaluate(self.module(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
@@ -204,7 +222,7 @@ class _Sampling:
         delta = self._between(transfer.base.tensors.replaced(tensors))
         if config.method == "distil":
             if self.rank:
-                adapter = new_adapter(delta, self.rank, tensors).weights
+                adapter = self.transfer.as_adapter(delta, tensors).weights
                 student = adapter_in_training(self.module(transfer.base), adapter)
             else:
                 student = self.module(delta.applied().to(torch.float32)).requires_grad_(True)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases, transfers
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import write_notes
+from rotation_merge.model.checkpoint import watched_blocks, write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import staged
@@ -69,11 +66,10 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
     Args:
         cut: say how much of the change it keeps.
     """
-    rank, head = transfer.work.rank, delta.base.tied_head
-    adapter, notes = new_adapter(delta, rank), [*lines]
+    adapter, notes, head = transfer.as_adapter(delta), [*lines], delta.base.tied_head
     if cut:
         more = "; a higher rank keeps more" if adapter.share < ENOUGH else ""
-        notes.append(f"Rank {rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
+        notes.append(f"Rank {adapter.rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
     if head:
         tied = f"`{head}` is tied to it, and an adapter would change only one of the two."
         notes.append(f"The embedding stays the new base's: {tied}")
@@ -184,17 +180,9 @@ def _written(
     """Write a carried model or adapter, with its report and card."""
     work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
     assert report is not None
-
-    def tensors(view: View) -> Iterator[tuple[str, Tensor]]:
-        for done, (name, tensor) in enumerate(view.blocks()):
-            if progress is not None:
-                progress("writing", done, len(view))
-            yield name, tensor
-
     with staged(out) as staging, unchanged([bases.new]):
         if isinstance(value, View):
-            dtype = None if value.dtype is None else str(value.dtype).removeprefix("torch.")
-            value.write(staging, tensors(value), StorageOptions(shard_size, dtype, value.untie))
+            value.write(staging, watched_blocks(value, progress), value.storage(shard_size))
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])

@@ -14,11 +14,8 @@ from rotation_merge.model.biases import in_coordinates, with_biases
 from rotation_merge.model.blocks import moved_reader, read_tensor, reader
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import in_slices
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import EVERYTHING, Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
-
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each is read once."""
 
 
 def moved_tensors(

@@ -40,16 +40,13 @@ def write_checkpoint(
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
     dtype = dtype_from_name(storage.dtype)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, tensor) in enumerate(view.blocks()):
-            if progress is not None:
-                progress("writing", number, len(view))
-            yield name, tensor.to(stored_dtype(tensor, dtype or view.stored_dtypes.get(name)))
-
+    tensors = (
+        (name, tensor.to(stored_dtype(tensor, dtype or view.stored_dtypes.get(name))))
+        for name, tensor in watched_blocks(view, progress)
+    )
     with staged(out) as staging:
         with unchanged([view]):
-            view.write(staging, tensors(), storage)
+            view.write(staging, tensors, storage)
         passed, words = check(staging) if check is not None else (True, "")
         write_notes(staging, report, f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
         if not passed:
@@ -57,6 +54,14 @@ def write_checkpoint(
             shutil.move(staging, rejected)
             problem = f"does not compute what {view.name} computes ({words})"
             raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
+
+
+def watched_blocks(view: View, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a model that is being written, by name; `progress` is called before each is given."""
+    for number, named in enumerate(view.blocks()):
+        if progress is not None:
+            progress("writing", number, len(view))
+        yield named
 
 
 def write_notes(folder: str, report: MergeReport, text: str) -> None:

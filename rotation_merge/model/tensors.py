@@ -12,6 +12,9 @@ from rotation_merge.errors import CheckpointError
 KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
+EVERYTHING = 1 << 62
+"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 Dtypes = Mapping[str, torch.dtype]
 """Shapes and dtypes of tensors by name."""
