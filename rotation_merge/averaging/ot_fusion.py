@@ -11,9 +11,9 @@ their inputs have been aligned) or from standardised activations, over their lar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -31,9 +31,9 @@ from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.forms import translated
-from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.model.vocabulary import row_pair
 from rotation_merge.run.functions import Batch, architecture_of, load, module_of
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
@@ -115,10 +115,9 @@ class Transport:
 
     def __init__(self, models: MergedModels) -> None:
         self.models, self.anchor = models, models.views[models.base]
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock, self._latest = threading.RLock(), threading.local()
         self._solvers: dict[tuple[Hashable, str], Solver] = {}
-        self._streams: dict[Hashable, Plans] = {}
-        self._activations: dict[Hashable, Activations] = {}
+        self._stream_plans, self._activations = cache(self._solved_streams), cache(self._run)
 
     def settle(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> None:
         """Note the parameters of an output tensor of a donor for its block and for streams, if they are the first."""
@@ -136,59 +135,55 @@ class Transport:
             return {}
         self.settle(model, name, parameters)
         block, info, _ = self.models.places[name]
-        streams = self._stream_plans(model) if parameters["stream"] == "transport" else {}
+        with self._lock:
+            streams = self._stream_plans(model) if parameters["stream"] == "transport" else {}
         if not _is_local(info, block):
             return streams
-        latest = self._thread.__dict__
+        latest = self._latest.__dict__
         if latest.get("block") is not block:
             latest.update(block=block, plans={})
         if model not in latest["plans"]:
-            solver, points = self._solvers[model, block.name], self._block_points(model, name, streams, device)
-            latest["plans"][model] = block_plans(block, points, solver)
+            points = self._block_points(model, block, streams, device)
+            latest["plans"][model] = block_plans(block, points, self._solvers[model, block.name])
         return {**streams, **latest["plans"][model]}
 
-    def _stream_plans(self, model: Hashable) -> Plans:
+    def _solved_streams(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
-        with self._lock:
-            if model not in self._streams:
-                points, solver = self._stream_points(model), self._solvers[model, ""]
-                self._streams[model] = stream_plans(self.anchor.architecture, points, solver)
-            return self._streams[model]
+        pair, architecture, plans = (self.anchor, self.models.views[model]), self.anchor.architecture, Plans()
+        first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
+        if self.models.samples is None and (rows := row_pair(*pair)) is not None:
+            first, second = on_shared_rows(architecture, (first, second), rows)
+        for stream in architecture.streams:
+            if self.models.samples is None:
+                points = stream_ends(architecture, stream, first, second)
+            else:
+                runs = (self.activations(id_) for id_ in (self.models.base, model))
+                points = _both(*(stream_points(architecture, stream, activations, {}) for activations in runs))
+            if points is not None:
+                matrix = self._solvers[model, ""].plan(*points)[None]
+                plans[stream] = TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), matrix))
+        return plans
 
-    def _stream_points(self, model: Hashable) -> Callable[[str], Points | None]:
-        donor, architecture = self.models.views[model], self.anchor.architecture
+    def _block_points(self, model: Hashable, block: Block, streams: Plans, device: torch.device) -> dict[str, Points]:
+        """Points of every plan of a block."""
+        ids = self.models.base, model
         if self.models.samples is not None:
-            pair = self.activations(self.models.base), self.activations(model)
-            return lambda stream: _both(*(stream_points(architecture, stream, activations, {}) for activations in pair))
-        sources: list[TensorSource] = [
-            translated(view.tensors, view.architecture, architecture) for view in (self.anchor, donor)
-        ]
-        if (rows := shared_rows([self.anchor, donor])) is not None:
-            sources = [vocabulary_subset(architecture, *pair) for pair in zip(sources, rows, strict=True)]
-        return lambda stream: stream_ends(architecture, stream, *sources)
-
-    def _block_points(self, model: Hashable, name: str, streams: Plans, device: torch.device) -> dict[str, Points]:
-        """Points of every plan of an output tensor's block."""
-        block, base = self.models.places[name][0], self.models.base
-        if self.models.samples is not None:
-            anchor, donor = (activation_points(block, self.activations(id_), {}) for id_ in (base, model))
+            anchor, donor = (activation_points(block, self.activations(id_), {}) for id_ in ids)
             return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
         part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
-        anchor_tensors, donor_tensors = (
-            {key: tensor.to(device) for key, tensor in read_block(part, self.models.views[id_].tensors).items()}
-            for id_ in (base, model)
-        )
-        return weight_points(block, anchor_tensors, donor_tensors, streams)
+        anchor, donor = (read_block(part, self.models.views[id_].tensors.on(device)) for id_ in ids)
+        return weight_points(block, anchor, donor, streams)
 
     def activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
         with self._lock:
-            if model not in self._activations:
-                view = self.models.views[model]
-                files = view.files if view.at is None else None
-                module = module_of(view).float() if files is None else load(str(files.reference))
-                self._activations[model] = Activations.of(module, architecture_of(module), self._batches)
-            return self._activations[model]
+            return self._activations(model)
+
+    def _run(self, model: Hashable) -> Activations:
+        view = self.models.views[model]
+        files = view.files if view.at is None else None
+        module = module_of(view).float() if files is None else load(str(files.reference))
+        return Activations.of(module, architecture_of(module), self._batches)
 
     @cached_property
     def _batches(self) -> Sequence[Batch]:
@@ -282,19 +277,6 @@ class Solver:
             coupling = ot.sinkhorn(mass, mass, scaled, self.regularisation, **options)
         moved = torch.as_tensor(coupling).T
         return (moved / moved.sum(1, keepdim=True)).to(cost.device)
-
-
-def stream_plans(architecture: Architecture, points: Callable[[str], Points | None], solver: Solver) -> Plans:
-    """The plan of each residual stream.
-
-    Args:
-        points: those of a stream; None where there are none.
-    """
-    pairs = {stream: pair for stream in architecture.streams if (pair := points(stream)) is not None}
-    return {
-        stream: TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), solver.plan(*pair)[None]))
-        for stream, pair in pairs.items()
-    }
 
 
 def block_plans(block: Block, points: Mapping[str, Points], solver: Solver) -> Plans:
