@@ -49,7 +49,13 @@ Points = tuple[Tensor, Tensor]
 
 
 class OtFusion(OwnMethod):
-    """OT fusion: donors moved by transport plans, then the mean."""
+    """OT fusion: donors moved by transport plans, then the mean.
+
+    Plans of streams are computed once, those of blocks for the block that is being merged (by each thread). All tensors
+    of a block, or of the streams, are moved by one kind of plan: as the parameters of the first of them say.
+
+    Where samples are compared, all models read the same tokens, layer by layer.
+    """
 
     maps_only = False
     negative = True
@@ -74,11 +80,13 @@ class OtFusion(OwnMethod):
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
-    transport: Transport
+    solvers: dict[tuple[Hashable, str], Solver]
 
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
-        method.transport = Transport(models)
+        method.solvers, method._lock, method._latest = {}, threading.RLock(), threading.local()
+        for name in ("_stream_plans", "_activations"):
+            setattr(method, name, cache(getattr(method, name)))
         return method
 
     def participants(
@@ -90,36 +98,10 @@ class OtFusion(OwnMethod):
         for model in models:
             if model != self.models.base:
                 self.models.log.line(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
-                self.transport.settle(model, name, parameters)
+                self._settle(model, name, parameters)
         return models
 
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        donors = [model for model in models if model != self.models.base]
-        return {model: self.transport.plans(model, name, parameters, device) for model in donors}
-
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
-        return mean(moved, [source.share for source in sources])
-
-
-class Transport:
-    """Transport plans of the donors of one merge, computed when they are asked for.
-
-    Plans of streams are computed once, those of blocks for the block that is being merged (by each thread). All tensors
-    of a block, or of the streams, are moved by one kind of plan: as the parameters of the first of them say.
-
-    Where samples are compared, all models read the same tokens, layer by layer.
-    """
-
-    def __init__(self, models: MergedModels) -> None:
-        self.models, self.anchor = models, models.views[models.base]
-        self._lock, self._latest = threading.RLock(), threading.local()
-        self._solvers: dict[tuple[Hashable, str], Solver] = {}
-        self._stream_plans, self._activations = cache(self._solved_streams), cache(self._run)
-
-    def settle(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> None:
+    def _settle(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> None:
         """Note the parameters of an output tensor of a donor for its block and for streams, if they are the first."""
         regularisation = parameters["regularisation"]
         if regularisation is None:
@@ -127,16 +109,25 @@ class Transport:
         solver = Solver(parameters["plan"] == "hard", regularisation)
         if name in self.models.places:
             for place in ("", self.models.places[name][0].name):
-                self._solvers.setdefault((model, place), solver)
+                self.solvers.setdefault((model, place), solver)
 
-    def plans(self, model: Hashable, name: str, parameters: Mapping[str, Any], device: torch.device) -> Plans:
-        """The plans, by space, that move an output tensor of a donor."""
+    def inputs(
+        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
+    ) -> Mapping[Hashable, Inputs]:
         if name not in self.models.places:
             return {}
-        self.settle(model, name, parameters)
+        donors = (model for model in models if model != self.models.base)
+        return {model: self._plans(model, name, parameters["stream"] == "transport", device) for model in donors}
+
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+        moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
+        return mean(moved, [source.share for source in sources])
+
+    def _plans(self, model: Hashable, name: str, with_streams: bool, device: torch.device) -> Plans:
+        """The plans, by space, that move an output tensor of a donor."""
         block, info, _ = self.models.places[name]
         with self._lock:
-            streams = self._stream_plans(model) if parameters["stream"] == "transport" else {}
+            streams = self._stream_plans(model) if with_streams else {}
         if not _is_local(info, block):
             return streams
         latest = self._latest.__dict__
@@ -144,12 +135,14 @@ class Transport:
             latest.update(block=block, plans={})
         if model not in latest["plans"]:
             points = self._block_points(model, block, streams, device)
-            latest["plans"][model] = block_plans(block, points, self._solvers[model, block.name])
+            latest["plans"][model] = block_plans(block, points, self.solvers[model, block.name])
         return {**streams, **latest["plans"][model]}
 
-    def _solved_streams(self, model: Hashable) -> Plans:
+    def _stream_plans(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
-        pair, architecture, plans = (self.anchor, self.models.views[model]), self.anchor.architecture, Plans()
+        ids = self.models.base, model
+        pair, plans = (self.models.views[ids[0]], self.models.views[model]), Plans()
+        architecture = pair[0].architecture
         first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
         if self.models.samples is None and (rows := row_pair(*pair)) is not None:
             first, second = on_shared_rows(architecture, (first, second), rows)
@@ -157,10 +150,9 @@ class Transport:
             if self.models.samples is None:
                 points = stream_ends(architecture, stream, first, second)
             else:
-                runs = (self.activations(id_) for id_ in (self.models.base, model))
-                points = _both(*(stream_points(architecture, stream, activations, {}) for activations in runs))
+                points = _both(*(stream_points(architecture, stream, self._activations(id_), {}) for id_ in ids))
             if points is not None:
-                matrix = self._solvers[model, ""].plan(*points)[None]
+                matrix = self.solvers[model, ""].plan(*points)[None]
                 plans[stream] = TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), matrix))
         return plans
 
@@ -168,18 +160,15 @@ class Transport:
         """Points of every plan of a block."""
         ids = self.models.base, model
         if self.models.samples is not None:
-            anchor, donor = (activation_points(block, self.activations(id_), {}) for id_ in ids)
+            with self._lock:
+                anchor, donor = (activation_points(block, self._activations(id_), {}) for id_ in ids)
             return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
         part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
         anchor, donor = (read_block(part, self.models.views[id_].tensors.on(device)) for id_ in ids)
         return weight_points(block, anchor, donor, streams)
 
-    def activations(self, model: Hashable) -> Activations:
+    def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
-        with self._lock:
-            return self._activations(model)
-
-    def _run(self, model: Hashable) -> Activations:
         view = self.models.views[model]
         files = view.files if view.at is None else None
         module = module_of(view).float() if files is None else load(str(files.reference))
