@@ -48,23 +48,6 @@ Chosen = Callable[[str], bool]
 """Says of a tensor, by its name, whether it is chosen."""
 
 
-@dataclass(frozen=True)
-class RefittedModel:
-    """A refitted merge.
-
-    Attributes:
-        view: with the base's names; its tensors are read from where the refit has left them.
-        notes: lines for a report.
-        heads: solved tensors of every teacher's own head, by the teacher's name.
-        close: removes the tensors.
-    """
-
-    view: View
-    notes: list[str]
-    heads: dict[str, dict[str, Tensor]]
-    close: Callable[[], None] = field(repr=False)
-
-
 def refitted_later(
     views: Sequence[View],
     samples: Samples,
@@ -82,7 +65,7 @@ def refitted_later(
 
     @cache
     def solved() -> View:
-        return ModelRefit(base, teachers, config, pooled, exclude).run(listener()).view
+        return ModelRefit(base, teachers, config, pooled, exclude).run(listener())
 
     return _with_tensors(base, lambda name: solved()[name], base.dtype)
 
@@ -140,6 +123,8 @@ class ModelRefit:
         exclude: tensors, by the base's names, that stay the base's.
         own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
         dtype: of the result; None: each tensor has that of the base's files.
+        notes: lines for a report.
+        heads: solved tensors of every teacher's own head, by the teacher's name.
     """
 
     base: View
@@ -150,31 +135,33 @@ class ModelRefit:
     own_heads: bool = False
     dtype: torch.dtype | None = None
     device: str = "cpu"
+    notes: list[str] = field(default_factory=list, init=False)
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
-    def run(self, progress: Progress = lambda *_: None) -> RefittedModel:
-        """The refitted merge.
+    def run(self, progress: Progress = lambda *_: None) -> View:
+        """The refitted merge, with the base's names; its tensors are read from where the refit leaves them.
 
         Raises:
             RotationMergeError: models or samples are of no use.
         """
         in_files = self.base.files is not None and self.config.spill is None
-        store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(self.config.spill)
+        self.store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(self.config.spill)
         self.states = StateStore(self.config.spill)
         try:
-            self._begin(store)
+            self._begin()
             result = self.solve(progress)
             if self.own_heads and not self.pooled:
                 self.solve_heads()
         except BaseException:
-            store.close()
+            self.store.close()
             raise
         finally:
             self.states.close()
-        return RefittedModel(self.written.view(), [*self.notes, *self.words(result)], self.heads, store.close)
+        self.notes += self.words(result)
+        return self.written.view()
 
-    def _begin(self, store: StateStore) -> None:
+    def _begin(self) -> None:
         """Settle the weights before solving; the merge runs as it is written."""
-        self.notes, self.heads = list[str](), dict[str, dict[str, Tensor]]()
         self.architecture = self.base.architecture
         self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
@@ -186,7 +173,7 @@ class ModelRefit:
         self.start = anchor
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
-        self.written = _WrittenTensors(self.base, self.start, self.dtype, store)
+        self.written = _WrittenTensors(self.base, self.start, self.dtype, self.store)
         self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
 
     def excluded(self, name: str) -> bool:
