@@ -76,43 +76,6 @@ def _with_tensors(base: View, read: Callable[[str], Tensor], dtype: torch.dtype 
     return filled.blockwise(lambda *_: None, dtype)
 
 
-@dataclass(frozen=True)
-class _WrittenTensors:
-    """The tensors of the merge: those that are done in a store, as they are stored, all others those of its start.
-
-    Attributes:
-        names: of those that are done.
-    """
-
-    base: View
-    start: Tensors
-    dtype: torch.dtype | None
-    store: StateStore
-    names: set[str] = field(default_factory=set)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        stored = self.base.stored_dtypes
-        return self.dtype or stored.get(name) or next(iter(stored.values()))
-
-    def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as it is stored."""
-        return tensor.to("cpu", self.dtype_of(name)) if tensor.is_floating_point() else tensor
-
-    def write(self, name: str, tensor: Tensor) -> Tensor:
-        """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
-        stored = self.rounded(name, tensor)
-        self.store.put(name, [check_merged(stored, name)])
-        self.names.add(name)
-        return stored.to(tensor)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.store.get(name)[0] if name in self.names else self.start[name]
-
-    def view(self) -> View:
-        """The merge; what was not solved is rounded as the others are."""
-        return _with_tensors(self.base, lambda name: self.rounded(name, self[name]), self.dtype)
-
-
 @dataclass
 class ModelRefit:
     """Averages models and solves the average's linear maps, layer by layer (`averaging.refit`).
@@ -158,7 +121,7 @@ class ModelRefit:
         finally:
             self.states.close()
         self.notes += self.words(result)
-        return self.written.view()
+        return _with_tensors(self.base, lambda name: self._rounded(name, self._present(name)), self.dtype)
 
     def _begin(self) -> None:
         """Settle the weights before solving; the merge runs as it is written."""
@@ -173,8 +136,27 @@ class ModelRefit:
         self.start = anchor
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
-        self.written = _WrittenTensors(self.base, self.start, self.dtype, self.store)
-        self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
+        self.written = set[str]()  # names of the tensors in the store
+        self.exact = torch.promote_types(self._dtype_of(self.base.names[0]), torch.float32)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        stored = self.base.stored_dtypes
+        return self.dtype or stored.get(name) or next(iter(stored.values()))
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as it is stored."""
+        return tensor.to("cpu", self._dtype_of(name)) if tensor.is_floating_point() else tensor
+
+    def _write(self, name: str, tensor: Tensor) -> Tensor:
+        """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
+        stored = self._rounded(name, tensor)
+        self.store.put(name, [check_merged(stored, name)])
+        self.written.add(name)
+        return stored.to(tensor)
+
+    def _present(self, name: str) -> Tensor:
+        """A tensor of the merge: as it was written, or that of its start."""
+        return self.store.get(name)[0] if name in self.written else self.start[name]
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
@@ -213,11 +195,11 @@ class ModelRefit:
         self.merge = self._runner("merge", self.base, self.start, [*batches, *beside], fill=self._filled)
         answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
         solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
-        result = Refit(self.merge, *solving, self.written.write, self.excluded, progress).run()
+        result = Refit(self.merge, *solving, self._write, self.excluded, progress).run()
         if judged:
             result.losses = self._losses(judged, len(batches))
             if result.losses is not None and result.losses[1] > result.losses[0]:
-                self.written.names.clear()
+                self.written.clear()
         return result
 
     def _batches(self, number: int) -> list[Batch]:
@@ -243,8 +225,8 @@ class ModelRefit:
         if not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks):
             return tensor
         if info.name in self.large and not self.excluded(info.name):
-            return self.written.write(info.name, tensor)
-        return self.written.rounded(info.name, tensor)
+            return self._write(info.name, tensor)
+        return self._rounded(info.name, tensor)
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
@@ -255,7 +237,7 @@ class ModelRefit:
             first: number of the first of their batches among the merge's.
         """
         batches = [batch for _, data in judged for batch in data.batches]
-        fill = self.written.rounded
+        fill = self._rounded
         start = self._runner("start", self.base, self.start, batches, fill=lambda info, x: fill(info.name, x))
         start.run_through()
         total, losses = sum(share for share, _ in judged), []
@@ -272,7 +254,7 @@ class ModelRefit:
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
-        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self.written.__getitem__)), 0
+        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self._present)), 0
         for teacher, source, runner in zip(self.teachers, self.sources, self.runners, strict=True):
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
@@ -294,7 +276,7 @@ class ModelRefit:
         """Solve a head, whose tensors are put into `solved`."""
 
         def write(name: str, tensor: Tensor) -> Tensor:
-            solved[name] = self.written.rounded(name, tensor).contiguous()
+            solved[name] = self._rounded(name, tensor).contiguous()
             return solved[name].to(tensor)
 
         def skip(name: str) -> bool:
