@@ -53,7 +53,7 @@ def carried(
         record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
         return _noted(transfer, transfer.applied(delta, record), lines)
     if work.adapter is not None and config.method == "weights" and method in ("weights", NONE):
-        adapter, notes = carry_adapter(work.adapter, delta, bases.old.config, bases.old.rows)
+        adapter, notes = carry_adapter(work.adapter, delta, bases.donor.config, bases.donor.rows)
         if config.rank not in (0, work.adapter.rank):
             notes.append(f"The adapter keeps its rank {work.adapter.rank}: another rank is for whole fine-tunes.")
         return _noted(transfer, adapter, [*lines, *notes])
@@ -79,7 +79,7 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
 def _noted(transfer: Transfer, value: View | AdapterWeights, lines: Sequence[str]) -> View | AdapterWeights:
     """A view or an adapter with its notes and report."""
     adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.work.chat
-    same_ids = transfer.bases.rows is None
+    same_ids = transfer.bases.shared is None
     copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
     of_chat = [f"Its chat template was {copied}."] if chat else []
     notes = dict.fromkeys([*transfer.report.notes, *lines, *of_chat])
@@ -155,7 +155,7 @@ def _usable_as_they_are(works: Iterable[Work], bases: Bases) -> bool:
 
     A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
     """
-    same = bases.nearness.shared and not bases.old.rows and bases.rows is None
+    same = bases.nearness.shared and not bases.donor.rows and bases.shared is None
     return same and not any(work.chat for work in works if work.adapter is None)
 
 
@@ -180,7 +180,7 @@ def _written(
     """Write a carried model or adapter, with its report and card."""
     work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
     assert report is not None
-    with staged(out) as staging, unchanged([bases.new]):
+    with staged(out) as staging, unchanged([bases.anchor]):
         if isinstance(value, View):
             value.write(staging, watched_blocks(value, progress), value.storage(shard_size))
         else:
@@ -192,7 +192,7 @@ def _written(
 
 def _advice(job: Transfer) -> list[str]:
     """Lines on the scale and on measuring a change that no samples judged."""
-    factor, ask = job.config.factor, ASK if job.bases.rows is None else OTHER_WORDS
+    factor, ask = job.config.factor, ASK if job.bases.shared is None else OTHER_WORDS
     if job.config.needs_samples or factor is None:
         return []
     return [ask] if factor == 1 else [f"Its change was multiplied by {factor:g}.", ask]
@@ -207,7 +207,11 @@ def verdict(bases: Bases, report: MergeReport) -> str:
 def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
     """A model card for a carried adapter or fine-tune of the new base."""
     new, old = bases.names
-    name, names, classes = os.path.basename(os.path.abspath(out)), [work, old, new], bases.new.config["architectures"]
+    name, names, classes = (
+        os.path.basename(os.path.abspath(out)),
+        [work, old, new],
+        bases.anchor.config["architectures"],
+    )
     method = "weights" if report.lift is None else report.lift["method"]
     measured = "was not measured." if report.lift is None else "is shown by the losses below."
     how = f"{MOVED} {measured}" if method == "weights" else HOW[method]
