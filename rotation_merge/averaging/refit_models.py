@@ -121,6 +121,7 @@ class ModelRefit:
         finally:
             self.states.close()
         self.notes += self.words(result)
+        del self.merge, self.runners  # the view outlives them
         return _with_tensors(self.base, lambda name: self._rounded(name, self._present(name)), self.dtype)
 
     def _begin(self) -> None:
