@@ -152,8 +152,7 @@ class OtFusion(OwnMethod):
             else:
                 points = _both(*(stream_points(architecture, stream, self._activations(id_), {}) for id_ in ids))
             if points is not None:
-                matrix = self.solvers[model, ""].plan(*points)[None]
-                plans[stream] = TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), matrix))
+                plans[stream] = stream_plan(points, self.solvers[model, ""])
         return plans
 
     def _block_points(self, model: Hashable, block: Block, streams: Plans, device: torch.device) -> dict[str, Points]:
@@ -266,6 +265,11 @@ class Solver:
             coupling = ot.sinkhorn(mass, mass, scaled, self.regularisation, **options)
         moved = torch.as_tensor(coupling).T
         return (moved / moved.sum(1, keepdim=True)).to(cost.device)
+
+
+def stream_plan(points: Points, solver: Solver) -> TransportPlan:
+    """The plan of a residual stream."""
+    return TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), solver.plan(*points)[None]))
 
 
 def block_plans(block: Block, points: Mapping[str, Points], solver: Solver) -> Plans:

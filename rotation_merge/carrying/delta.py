@@ -9,6 +9,7 @@ this is exact if the new base is the old one in other coordinates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +27,7 @@ from rotation_merge.model.fold import Fold, folded_tensors, weight_key
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.rows import in_slices
-from rotation_merge.model.tensors import EVERYTHING, Tensors, as_tensors
+from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import row_pair
 
@@ -160,7 +161,7 @@ class Delta:
         Args:
             dtype: storage type; None: that of the base.
         """
-        sources = [source.cached(EVERYTHING) for source in (self.base.tensors, self.old, self.tuned)]
+        sources = [source.cached(math.inf) for source in (self.base.tensors, self.old, self.tuned)]
         stored = read_tensor(info, sources[0])
         if stored is None or not stored.is_floating_point():
             return stored

@@ -108,7 +108,7 @@ class ChangedAnswers(Targets):
         products, changes = dict[str, Tensor](), BatchStore(self.store, "change")
         count, device = len(self.runners[0].batches), self.runners[0].device
         for batch in range(count):
-            new, old, tuned = (each.pass_on(batch, answer_keys).values for each in taps)
+            new, old, tuned = (self.values(each, batch, answer_keys) for each in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
             for key in (key for key in keys if _is_mapped(taps[0], key)):
                 x, y = rows(old[key]).double(), rows(new[key]).double()

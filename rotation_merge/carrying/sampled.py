@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -88,7 +88,7 @@ def sampled_change(
     views = {"new": transfer.base, "old": bases.old_as_new, "tuned": tuned}
     load = partial(module, device=transfer.execution.device)
     parts = read_parts(tuned, transfer.base, transfer.config, samples, load)
-    return _Sampling(transfer, views, parts, place, progress or (lambda *_: None)).chosen()
+    return _Sampling(transfer, views, parts, load, place, progress or (lambda *_: None)).chosen()
 
 
 def module(view: View, device: str) -> Any:
@@ -104,12 +104,14 @@ class _Sampling:
     """One transfer with its models and samples.
 
     Attributes:
+        load: gives the module of a model.
         known: losses by samples, method and scale; without a change there is one model.
     """
 
     transfer: Transfer
     views: Mapping[str, View]
     parts: TransferSamples
+    load: Callable[[View], Any]
     place: str | None
     progress: Progress
     known: dict[tuple[str, str, float], Both] = field(default_factory=dict)
@@ -118,16 +120,13 @@ class _Sampling:
     def rank(self) -> int:
         return self.transfer.work.rank
 
-    def module(self, view: View) -> Any:
-        return module(view, self.transfer.execution.device)
-
     def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> Both:
         """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
         key = part, candidate.method if candidate.scale else NONE, candidate.scale
         if key not in self.known:
             changed = self.transfer.applied(candidate.delta.scaled(candidate.scale))
             samples: HeldOutSamples = getattr(self.parts, part)
-            self.known[key] = samples.losses(self.module(changed))
+            self.known[key] = samples.losses(self.load(changed))
         return self.known[key]
 
     def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
@@ -194,7 +193,7 @@ class _Sampling:
             usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
             choices = {each.method: self.losses("choice", each) for each in usable}
             best = best_of(usable, choices, judged)
-        old, tuned = (evaluate(self.module(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
+        old, tuned = (evaluate(self.load(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
         writes = self.parts.judge.own is not None
@@ -223,9 +222,9 @@ class _Sampling:
         if config.method == "distil":
             if self.rank:
                 adapter = self.transfer.as_adapter(delta, tensors).weights
-                student = adapter_in_training(self.module(transfer.base), adapter)
+                student = adapter_in_training(self.load(transfer.base), adapter)
             else:
-                student = self.module(delta.applied().to(torch.float32)).requires_grad_(True)
+                student = self.load(delta.applied().to(torch.float32)).requires_grad_(True)
             lines.append(self._distilled(student, batches, base_samples))
             delta = self._trained(student)
         return delta, lines
@@ -234,7 +233,7 @@ class _Sampling:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
         config, new = self.transfer.config, self.views["new"]
         config = replace(config, seed=config.seed + 2)
-        return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.module(new)).batches
+        return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.load(new)).batches
 
     def _distilled(self, student: Any, solved: Sequence[Batch], base_samples: Sequence[Batch]) -> str:
         """Train a model for some steps, in place; returns a line on it.
@@ -250,7 +249,7 @@ class _Sampling:
         with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
             key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))
             work.begin(key)
-            loaders = {name: partial(self.module, view) for name, view in self.views.items()}
+            loaders = {name: partial(self.load, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
             training = PolishConfig(steps=config.steps, lora=self.rank, seed=config.seed)

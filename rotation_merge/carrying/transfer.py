@@ -182,7 +182,7 @@ def _written(
     assert report is not None
     with staged(out) as staging, unchanged([bases.anchor]):
         if isinstance(value, View):
-            value.write(staging, watched_blocks(value, progress), value.storage(shard_size))
+            value.write(staging, watched_blocks(value, value.dtype, progress), value.storage(shard_size))
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from rotation_merge.model.biases import in_coordinates, with_biases
 from rotation_merge.model.blocks import moved_reader, read_tensor, reader
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import in_slices
-from rotation_merge.model.tensors import EVERYTHING, Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
 
 
@@ -55,7 +56,7 @@ class Mover:
         Args:
             dtype: that it is rounded to; None: what it is stored in.
         """
-        source = as_tensors(self.source).cached(EVERYTHING)
+        source = as_tensors(self.source).cached(math.inf)
         stored = read_tensor(info, source)
         if stored is None:
             return None

@@ -135,7 +135,8 @@ class Pair:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
         if self.shared is None:
             return self.sources
-        return on_shared_rows(self.architecture, self.sources, self.shared)
+        anchor, donor = on_shared_rows(self.architecture, self.sources, self.shared)
+        return anchor, donor
 
     def basis(self, streams: Sequence[str]) -> Basis:
         """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""

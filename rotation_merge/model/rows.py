@@ -56,12 +56,9 @@ def vocabulary_subset(architecture: Architecture, source: TensorSource, rows: Te
     return with_rows(source, vocabulary_axes(architecture.tensors()), rows)
 
 
-def on_shared_rows(
-    architecture: Architecture, sources: tuple[Tensors, Tensors], rows: tuple[Tensor, Tensor]
-) -> tuple[Tensors, Tensors]:
-    """Two models under one's names, each with its rows of the tokens that both know."""
-    first, second = (vocabulary_subset(architecture, *pair) for pair in zip(sources, rows, strict=True))
-    return first, second
+def on_shared_rows(known: Architecture, sources: Sequence[TensorSource], rows: Sequence[Tensor]) -> list[Tensors]:
+    """Models under one's names, each with its rows of the tokens that all know."""
+    return [vocabulary_subset(known, *pair) for pair in zip(sources, rows, strict=True)]
 
 
 def padded_as(source: TensorSource, like: TensorSource, axes: Mapping[str, int]) -> Tensors:

@@ -12,9 +12,6 @@ from rotation_merge.errors import CheckpointError
 KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
-
 Shapes = Mapping[str, tuple[int, ...]]
 Dtypes = Mapping[str, torch.dtype]
 """Shapes and dtypes of tensors by name."""
@@ -101,7 +98,7 @@ class Tensors(Mapping[str, Tensor]):
         further = as_tensors(replacements)
         return _picked({name: (source, name) for source in (self, further) for name in source.shapes})
 
-    def cached(self, room: int = KEPT) -> Tensors:
+    def cached(self, room: float = KEPT) -> Tensors:
         """The same with the tensors that were read kept in memory, up to a limit in bytes."""
         known: dict[Names, Tensor] = {}
         free = [room]

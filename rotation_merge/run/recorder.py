@@ -257,11 +257,6 @@ class BlockActivations:
     stream: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
 
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """Outputs by key, and the stream by place."""
-        return {**self.outputs, **self.stream}
-
     def part(self, whole: frozenset[str], outputs_only: frozenset[str], mask: Tensor | None) -> BlockActivations:
         """Inputs and outputs (or only outputs) of some maps, and the stream at some places, without padding."""
         real: dict[int, Tensor] = {}
