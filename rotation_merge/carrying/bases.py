@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -197,7 +197,8 @@ def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool 
     """
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     check_same_set(pair.anchor, pair.donor)
-    return Bases(**{**vars(pair), "shared": row_pair(pair.anchor, pair.donor)})
+    facts = {each.name: getattr(pair, each.name) for each in fields(Pair)}
+    return Bases(**{**facts, "shared": row_pair(pair.anchor, pair.donor)})
 
 
 OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
