@@ -16,6 +16,7 @@ from rotation_merge.model.adapter_files import AdapterWeights, factor_config, pe
 from rotation_merge.model.adapters import PREFIX
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.fold import weight_key
+from rotation_merge.model.forms import names_in
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of
@@ -127,15 +128,12 @@ def adapter_places(base: View) -> dict[str, str]:
     except Exception as error:  # models and configs raise errors of many classes
         problem, remedy = f"its class cannot be built ({short(error)})", "carry it as a whole model, not as an adapter"
         raise CheckpointError(problem, where=base.name, remedy=remedy) from error
-    blocks = {(block.module, block.place, block.index): block for block in base.architecture.blocks}
-    places = {}
-    for block in architecture_of(model, untie=True).blocks:
-        stored = blocks.get((block.module, block.place, block.index))
-        for parameter in block.tensors if stored is not None else ():
-            info = stored.tensor(parameter.key) if stored is not None else None
-            if info is not None and not stacks(info) and not (base.tied_head and info.vocabulary_axis is not None):
-                places[info.name] = parameter.name
-    return places
+    infos = {name: info for name, (_, info, _) in base.architecture.places().items() if not stacks(info)}
+    names = names_in(base.architecture, architecture_of(model, untie=True))
+    known = {name: parameter for parameter, name in names.items() if name in infos}
+    if base.tied_head is None:
+        return known
+    return {name: parameter for name, parameter in known.items() if infos[name].vocabulary_axis is None}
 
 
 def _changes(delta: Delta, block: Block, trained: Collection[str]) -> Iterator[tuple[TensorInfo, Change]]:
