@@ -85,7 +85,7 @@ class OtFusion(OwnMethod):
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
         method.solvers, method._lock, method._latest = {}, threading.RLock(), threading.local()
-        for name in ("_stream_plans", "_activations"):
+        for name in ("_stream_plans", "_activations"):  # computed once for each donor of these models
             setattr(method, name, cache(getattr(method, name)))
         return method
 

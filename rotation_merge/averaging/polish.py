@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -257,7 +257,8 @@ class Polish:
         for name, tensor in start.items():
             fingerprint.add(name, tensor)
         facts = {"answers": [answers.mark for answers in self.answered], "last": list(self.last)}
-        return fingerprint.hexdigest({**facts, "new": self.new, "batches": self.batches, **asdict(self.config)})
+        options = asdict(replace(self.config, merge_lora=False))  # which is of writing
+        return fingerprint.hexdigest({**facts, "new": self.new, "batches": self.batches, **options})
 
     def optimiser(self, rate: float) -> Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
