@@ -172,7 +172,7 @@ class ModelRefit:
         views = [self.base, *(teacher.view for teacher in tuned)]
         for method in TASK_VECTORS:
             if method.spec.name == name:
-                models = replace(MergedModels.of(views), tied_head=self.tied_head)
+                models = MergedModels.of(views, tied_head=self.tied_head)
                 return averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
         summed = {**scale, "weight": weights, "normalize": False}
         return averaged(views, merge_methods.get("task_arithmetic"), summed)

@@ -21,8 +21,8 @@ from rotation_merge.carrying.judge import (
     AT_ONCE,
     HELD_OUT,
     SCALES,
-    Both,
     HeldOutSamples,
+    LossPair,
     RecoveredLift,
     TransferSamples,
     read_parts,
@@ -50,7 +50,7 @@ CROSS_ENTROPY = ("next token", "masked token", "class")
 HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
-Judgement = Mapping[str, Both]
+Judgement = Mapping[str, LossPair]
 """Losses by method, see `HeldOutSamples.losses`."""
 
 
@@ -114,13 +114,13 @@ class _Sampling:
     load: Callable[[View], Any]
     place: str | None
     progress: Progress
-    known: dict[tuple[str, str, float], Both] = field(default_factory=dict)
+    known: dict[tuple[str, str, float], LossPair] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
         return self.transfer.work.rank
 
-    def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> Both:
+    def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> LossPair:
         """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
         key = part, candidate.method if candidate.scale else NONE, candidate.scale
         if key not in self.known:
