@@ -81,7 +81,6 @@ class Watch:
         self.over(moved.MovedBlock, "tensor", "moving", lambda part, *_: _in_layer(part.block))
         self.over(visit, "read_block", "reading", _in_layer)
         self.over(visit, "squared_distances", "stream", _in_layer)
-        self.over(StreamSums, "add", "stream", lambda _, block, *rest: _in_layer(block))
         self.over(StreamMeasurement, "of", "stream", lambda *_: False)
         self.over(StreamSums, "count", "stream", lambda *_: False)
         self.over(StreamSums, "solve", "solving", lambda *_: False)

@@ -31,7 +31,7 @@ from rotation_merge.averaging.ot_fusion import (
     Solver,
     block_plans,
     stream_ends,
-    stream_plans,
+    stream_plan,
     transported,
     weight_points,
 )
@@ -285,7 +285,8 @@ def _moved(change: Delta) -> dict[str, tuple[Tensor, Tensor]]:
 def _plans(new: Model, old: Model) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
     solver, architecture = Solver(hard=False, regularisation=REGULARISATION["weights"]), new.architecture
-    streams = stream_plans(architecture, lambda stream: stream_ends(architecture, stream, new.state, old.state), solver)
+    ends = {stream: stream_ends(architecture, stream, new.state, old.state) for stream in architecture.streams}
+    streams = {stream: stream_plan(points, solver) for stream, points in ends.items() if points is not None}
     found = dict(streams)
     for block in architecture.blocks:
         points = weight_points(block, read_block(block, new.state), read_block(block, old.state), streams)

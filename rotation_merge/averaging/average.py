@@ -14,8 +14,7 @@ from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.blocks import with_tied
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import Names, Tensors
 from rotation_merge.model.view import View
 
@@ -51,7 +50,7 @@ def averaged(
     """
     known = views[0].architecture
     places, values = known.places(), parameters if callable(parameters) else lambda _: parameters
-    sources = [with_tied(known, translated(view.tensors, view.architecture, known)) for view in views]
+    sources = [named_as(known, view.tensors, view.architecture) for view in views]
 
     def copied(name: str) -> bool:
         return not sources[0].dtypes[name].is_floating_point or name not in places or excluded(name)

@@ -186,7 +186,8 @@ def _merged(
     count = _count(s[:most], total, config)
     root = s[:count].sqrt()
     a, b = root[:, None] * v[:count], u[:, :count] * root
-    factors = like.with_flat(a, b)
+    stored_a, stored_b = a.reshape(-1, *like.a.shape[1:]), b.reshape(*b.shape, *like.b.shape[2:])
+    factors = LowRank(stored_a.to(like.a.dtype), stored_b.to(like.b.dtype), embedding=like.embedding)
     if not all_finite([factors.a, factors.b]):
         problem = f"the merged change exceeds the range of {str(factors.a.dtype).removeprefix('torch.')}"
         raise RecipeError(problem, remedy="a smaller 'lambda' or smaller weights keep it in range")

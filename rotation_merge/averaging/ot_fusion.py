@@ -11,9 +11,9 @@ their inputs have been aligned) or from standardised activations, over their lar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -31,9 +31,9 @@ from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.forms import translated
-from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.model.vocabulary import row_pair
 from rotation_merge.run.functions import Batch, architecture_of, load, module_of
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
@@ -49,7 +49,13 @@ Points = tuple[Tensor, Tensor]
 
 
 class OtFusion(OwnMethod):
-    """OT fusion: donors moved by transport plans, then the mean."""
+    """OT fusion: donors moved by transport plans, then the mean.
+
+    Plans of streams are computed once, those of blocks for the block that is being merged (by each thread). All tensors
+    of a block, or of the streams, are moved by one kind of plan: as the parameters of the first of them say.
+
+    Where samples are compared, all models read the same tokens, layer by layer.
+    """
 
     maps_only = False
     negative = True
@@ -74,11 +80,13 @@ class OtFusion(OwnMethod):
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
-    transport: Transport
+    solvers: dict[tuple[Hashable, str], Solver]
 
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
-        method.transport = Transport(models)
+        method.solvers, method._lock, method._latest = {}, threading.RLock(), threading.local()
+        for name in ("_stream_plans", "_activations"):  # computed once for each donor of these models
+            setattr(method, name, cache(getattr(method, name)))
         return method
 
     def participants(
@@ -90,37 +98,10 @@ class OtFusion(OwnMethod):
         for model in models:
             if model != self.models.base:
                 self.models.log.line(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
-                self.transport.settle(model, name, parameters)
+                self._settle(model, name, parameters)
         return models
 
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        donors = [model for model in models if model != self.models.base]
-        return {model: self.transport.plans(model, name, parameters, device) for model in donors}
-
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
-        return mean(moved, [source.share for source in sources])
-
-
-class Transport:
-    """Transport plans of the donors of one merge, computed when they are asked for.
-
-    Plans of streams are computed once, those of blocks for the block that is being merged (by each thread). All tensors
-    of a block, or of the streams, are moved by one kind of plan: as the parameters of the first of them say.
-
-    Where samples are compared, all models read the same tokens, layer by layer.
-    """
-
-    def __init__(self, models: MergedModels) -> None:
-        self.models, self.anchor = models, models.views[models.base]
-        self._lock, self._thread = threading.RLock(), threading.local()
-        self._solvers: dict[tuple[Hashable, str], Solver] = {}
-        self._streams: dict[Hashable, Plans] = {}
-        self._activations: dict[Hashable, Activations] = {}
-
-    def settle(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> None:
+    def _settle(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> None:
         """Note the parameters of an output tensor of a donor for its block and for streams, if they are the first."""
         regularisation = parameters["regularisation"]
         if regularisation is None:
@@ -128,67 +109,69 @@ class Transport:
         solver = Solver(parameters["plan"] == "hard", regularisation)
         if name in self.models.places:
             for place in ("", self.models.places[name][0].name):
-                self._solvers.setdefault((model, place), solver)
+                self.solvers.setdefault((model, place), solver)
 
-    def plans(self, model: Hashable, name: str, parameters: Mapping[str, Any], device: torch.device) -> Plans:
-        """The plans, by space, that move an output tensor of a donor."""
+    def inputs(
+        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
+    ) -> Mapping[Hashable, Inputs]:
         if name not in self.models.places:
             return {}
-        self.settle(model, name, parameters)
+        donors = (model for model in models if model != self.models.base)
+        return {model: self._plans(model, name, parameters["stream"] == "transport", device) for model in donors}
+
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+        moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
+        return mean(moved, [source.share for source in sources])
+
+    def _plans(self, model: Hashable, name: str, with_streams: bool, device: torch.device) -> Plans:
+        """The plans, by space, that move an output tensor of a donor."""
         block, info, _ = self.models.places[name]
-        streams = self._stream_plans(model) if parameters["stream"] == "transport" else {}
+        with self._lock:
+            streams = self._stream_plans(model) if with_streams else {}
         if not _is_local(info, block):
             return streams
-        latest = self._thread.__dict__
+        latest = self._latest.__dict__
         if latest.get("block") is not block:
             latest.update(block=block, plans={})
         if model not in latest["plans"]:
-            solver, points = self._solvers[model, block.name], self._block_points(model, name, streams, device)
-            latest["plans"][model] = block_plans(block, points, solver)
+            points = self._block_points(model, block, streams, device)
+            latest["plans"][model] = block_plans(block, points, self.solvers[model, block.name])
         return {**streams, **latest["plans"][model]}
 
     def _stream_plans(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
-        with self._lock:
-            if model not in self._streams:
-                points, solver = self._stream_points(model), self._solvers[model, ""]
-                self._streams[model] = stream_plans(self.anchor.architecture, points, solver)
-            return self._streams[model]
+        ids = self.models.base, model
+        pair, plans = (self.models.views[ids[0]], self.models.views[model]), Plans()
+        architecture = pair[0].architecture
+        first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
+        if self.models.samples is None and (rows := row_pair(*pair)) is not None:
+            first, second = on_shared_rows(architecture, (first, second), rows)
+        for stream in architecture.streams:
+            if self.models.samples is None:
+                points = stream_ends(architecture, stream, first, second)
+            else:
+                points = _both(*(stream_points(architecture, stream, self._activations(id_), {}) for id_ in ids))
+            if points is not None:
+                plans[stream] = stream_plan(points, self.solvers[model, ""])
+        return plans
 
-    def _stream_points(self, model: Hashable) -> Callable[[str], Points | None]:
-        donor, architecture = self.models.views[model], self.anchor.architecture
+    def _block_points(self, model: Hashable, block: Block, streams: Plans, device: torch.device) -> dict[str, Points]:
+        """Points of every plan of a block."""
+        ids = self.models.base, model
         if self.models.samples is not None:
-            pair = self.activations(self.models.base), self.activations(model)
-            return lambda stream: _both(*(stream_points(architecture, stream, activations, {}) for activations in pair))
-        sources: list[TensorSource] = [
-            translated(view.tensors, view.architecture, architecture) for view in (self.anchor, donor)
-        ]
-        if (rows := shared_rows([self.anchor, donor])) is not None:
-            sources = [vocabulary_subset(architecture, *pair) for pair in zip(sources, rows, strict=True)]
-        return lambda stream: stream_ends(architecture, stream, *sources)
-
-    def _block_points(self, model: Hashable, name: str, streams: Plans, device: torch.device) -> dict[str, Points]:
-        """Points of every plan of an output tensor's block."""
-        block, base = self.models.places[name][0], self.models.base
-        if self.models.samples is not None:
-            anchor, donor = (activation_points(block, self.activations(id_), {}) for id_ in (base, model))
+            with self._lock:
+                anchor, donor = (activation_points(block, self._activations(id_), {}) for id_ in ids)
             return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
         part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
-        anchor_tensors, donor_tensors = (
-            {key: tensor.to(device) for key, tensor in read_block(part, self.models.views[id_].tensors).items()}
-            for id_ in (base, model)
-        )
-        return weight_points(block, anchor_tensors, donor_tensors, streams)
+        anchor, donor = (read_block(part, self.models.views[id_].tensors.on(device)) for id_ in ids)
+        return weight_points(block, anchor, donor, streams)
 
-    def activations(self, model: Hashable) -> Activations:
+    def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
-        with self._lock:
-            if model not in self._activations:
-                view = self.models.views[model]
-                files = view.files if view.at is None else None
-                module = module_of(view).float() if files is None else load(str(files.reference))
-                self._activations[model] = Activations.of(module, architecture_of(module), self._batches)
-            return self._activations[model]
+        view = self.models.views[model]
+        files = view.files if view.at is None else None
+        module = module_of(view).float() if files is None else load(str(files.reference))
+        return Activations.of(module, architecture_of(module), self._batches)
 
     @cached_property
     def _batches(self) -> Sequence[Batch]:
@@ -284,17 +267,9 @@ class Solver:
         return (moved / moved.sum(1, keepdim=True)).to(cost.device)
 
 
-def stream_plans(architecture: Architecture, points: Callable[[str], Points | None], solver: Solver) -> Plans:
-    """The plan of each residual stream.
-
-    Args:
-        points: those of a stream; None where there are none.
-    """
-    pairs = {stream: pair for stream in architecture.streams if (pair := points(stream)) is not None}
-    return {
-        stream: TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), solver.plan(*pair)[None]))
-        for stream, pair in pairs.items()
-    }
+def stream_plan(points: Points, solver: Solver) -> TransportPlan:
+    """The plan of a residual stream."""
+    return TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), solver.plan(*points)[None]))
 
 
 def block_plans(block: Block, points: Mapping[str, Points], solver: Solver) -> Plans:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -80,31 +80,6 @@ class PolishConfig(Config):
     seed: int = option(0, "seed of all random numbers")
 
 
-@dataclass(frozen=True)
-class PolishOptions:
-    """Options of one polishing run.
-
-    Attributes:
-        steps: of the optimiser.
-        lora: rank of the LoRA that is trained; 0: all weights.
-        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
-        rates: learning rates that are tried; empty: the usual ones.
-        last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
-        seed: of everything random.
-        state: file for the state of an unfinished run; found there, the run goes on from it.
-        batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
-    """
-
-    steps: int = 50
-    lora: int = 0
-    new: bool = False
-    rates: tuple[float, ...] = ()
-    last: tuple[int, ...] = ()
-    seed: int = 0
-    state: Path | None = None
-    batches: int = 0
-
-
 @dataclass
 class PolishReport:
     """The report on a polishing run.
@@ -161,46 +136,44 @@ class SharedBody(nn.ModuleList):
                     setattr(model.get_submodule(place), leaf, shared)
 
 
-def polish(
-    model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Progress | None = None
-) -> PolishReport:
-    """Train a model in place towards the teachers' outputs, and keep the best state on held-out samples.
+@dataclass
+class Polish:
+    """Training of a model towards the teachers' outputs, in place; the best state on held-out samples is kept.
 
-    Args:
+    Attributes:
         model: in evaluation mode, its trainable parameters those that require gradients; `SharedBody`: the model that
             learns from each teacher.
         answered: each teacher's samples and answers.
+        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
+        last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
+        batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
+        state: file for the state of an unfinished run; where there is one, the run goes on from it.
         watch: called at every step with a label, the steps done and the total.
 
     Raises:
         DataError: too few samples to hold some out.
     """
-    device = device_of(model)
-    with ExitStack() as attention:
-        for student, answers in zip(_students(model, answered), answered, strict=True):
-            attention.enter_context(fused_attention(student, unlabelled(answers.read(0, device)[0])))
-        return _Polish(model, answered, options, watch or (lambda *_: None)).run()
 
+    model: nn.Module
+    answered: Sequence[AnsweredSamples]
+    config: PolishConfig
+    new: bool = False
+    last: Sequence[int] = ()
+    batches: int = 0
+    state: Path | None = None
+    watch: Progress = lambda *_: None
 
-def _students(model: nn.Module, answered: Sequence[AnsweredSamples]) -> list[nn.Module]:
-    """The model that learns from each teacher."""
-    return list(model) if isinstance(model, SharedBody) else [model] * len(answered)
-
-
-class _Polish:
-    def __init__(
-        self, model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Progress
-    ) -> None:
-        torch.manual_seed(options.seed)
-        self.model, self.answered, self.options, self.watch = model, answered, options, watch
-        self.students, self.device = _students(model, answered), device_of(model)
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        draw = torch.Generator().manual_seed(options.seed)
-        parts = [self._parts(number, draw) for number in range(len(answered))]
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.config.seed)
+        self.students = list(self.model) if isinstance(self.model, SharedBody) else [self.model] * len(self.answered)
+        self.device = device_of(self.model)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        draw = torch.Generator().manual_seed(self.config.seed)
+        parts = [self._parts(number, draw) for number in range(len(self.answered))]
         self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
-        tokens = sum(answers.tokens / answers.count for answers in answered)
+        tokens = sum(answers.tokens / answers.count for answers in self.answered)
         wanted = round(STEP_TOKENS / tokens) if tokens else 1
-        self.batches = options.batches or max(1, min(wanted, *map(len, self.training)))
+        self.batches = self.batches or max(1, min(wanted, *map(len, self.training)))
 
     def _parts(self, teacher: int, draw: torch.Generator) -> tuple[list[int], list[int]]:
         """The batches of a teacher that are held out, and those that are trained on."""
@@ -209,19 +182,26 @@ class _Polish:
             problem, remedy = f"{count} batches of samples are too few to hold one out", "give more of them ('samples')"
             raise DataError(problem, where=f"teacher {teacher + 1}", remedy=remedy)
         order, size = torch.randperm(count, generator=draw).tolist(), max(1, round(count * HELD_OUT))
-        if self.options.last:
-            order, size = list(reversed(range(count))), self.options.last[teacher]
+        if self.last:
+            order, size = list(reversed(range(count))), self.last[teacher]
         return order[:size], order[size:]
 
     def run(self) -> PolishReport:
+        """Train; with the fast attention that gives each student's usual outputs."""
+        with ExitStack() as attention:
+            for student, answers in zip(self.students, self.answered, strict=True):
+                attention.enter_context(fused_attention(student, unlabelled(answers.read(0, self.device)[0])))
+            return self._trained()
+
+    def _trained(self) -> PolishReport:
         began = time.perf_counter()
         before = self.score()
         check_answers(self.model, [torch.tensor(before)])
         report = PolishReport(before, before, history=[(0, 0.0, before)])
-        if self.options.new:
+        if self.new:
             initialise_along_gradient(self.model, self.accumulate_gradients)
         start = self.kept()
-        if self.options.state is None or not self.options.state.exists():
+        if self.state is None or not self.state.exists():
             report.rate = self.chosen_rate(start, report)
         self.restore(self.train(report, began, start))
         report.seconds = time.perf_counter() - began
@@ -229,9 +209,10 @@ class _Polish:
 
     def chosen_rate(self, start: dict[str, Tensor], report: PolishReport) -> float:
         """The learning rate that trials choose, from `start`, which the model then is again."""
-        kind = "weights" if not self.options.lora else "new lora" if self.options.new else "lora"
-        rates = list(self.options.rates or RATES[kind])
-        lower = [] if self.options.rates else [rate for rate in LOWER if rate < min(rates)]
+        kind = "weights" if not self.config.lora else "new lora" if self.new else "lora"
+        given = self.config.learning_rate
+        rates = list(RATES[kind]) if given is None else [given]
+        lower = [rate for rate in LOWER if given is None and rate < min(rates)]
         for rate in rates if len(rates) > 1 else ():
             report.trials[f"{rate:g}"] = self.trial(rate, start)
         while (best := best_rate(rates, report.trials, report.before)) == min(rates) and lower:
@@ -242,8 +223,8 @@ class _Polish:
 
     def trial(self, rate: float, start: dict[str, Tensor]) -> float:
         """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
-        steps, optimiser = max(1, round(self.options.steps * TRIAL)), self.optimiser(rate)
-        schedule, generator = one_cycle(optimiser, rate, steps), torch.Generator().manual_seed(self.options.seed + 1)
+        steps, optimiser = max(1, round(self.config.steps * TRIAL)), self.optimiser(rate)
+        schedule, generator = one_cycle(optimiser, rate, steps), torch.Generator().manual_seed(self.config.seed + 1)
         for step in range(steps):
             self.step(optimiser, schedule, generator)
             self.watch(f"learning rate {rate:g}", step + 1, steps)
@@ -252,10 +233,10 @@ class _Polish:
         return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
     def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        steps, optimiser = self.options.steps, self.optimiser(report.rate or 1.0)
+        steps, optimiser = self.config.steps, self.optimiser(report.rate or 1.0)
         schedule = one_cycle(optimiser, report.rate or 1.0, steps)
-        generator = torch.Generator().manual_seed(self.options.seed + 1)
-        state = TrainingState(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
+        generator = torch.Generator().manual_seed(self.config.seed + 1)
+        state = TrainingState(self.state, self.model, optimiser, schedule, generator, self.mark(start))
         first, best = state.restore(report)
         best = best if first else start
         for step in range(first + 1, steps + 1):
@@ -275,8 +256,9 @@ class _Polish:
         fingerprint = Fingerprint()
         for name, tensor in start.items():
             fingerprint.add(name, tensor)
-        chosen = {name: value for name, value in asdict(self.options).items() if name != "state"}
-        return fingerprint.hexdigest({"answers": [answers.mark for answers in self.answered], **chosen})
+        facts = {"answers": [answers.mark for answers in self.answered], "last": list(self.last)}
+        options = asdict(replace(self.config, merge_lora=False))  # which is of writing
+        return fingerprint.hexdigest({**facts, "new": self.new, "batches": self.batches, **options})
 
     def optimiser(self, rate: float) -> Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.low_rank import with_lora
-from rotation_merge.averaging.polish import PolishConfig, PolishOptions, PolishReport, SharedBody, polish
+from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.teachers import AnsweredSamples, write_answers
@@ -137,9 +137,8 @@ def polished(
             student = with_lora(model, config.lora, config.seed)
         if any(heads):
             student = SharedBody([modules[view.name] for view in students], model, head_names(merged.architecture))
-        rates = () if config.learning_rate is None else (config.learning_rate,)
-        options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed, state=state)
-        report = polish(student, answered, options, progress)
+        watch = progress or (lambda *_: None)
+        report = Polish(student, answered, config, config.lora > 0, state=state, watch=watch).run()
     own_heads = [head for head in heads if head is not None]
     return PolishedModel(merged, own_heads, report, student, modules)
 

@@ -6,14 +6,14 @@ outputs of the donors' maps in their own run, in the anchor's coordinates. Write
 first place after them where the donors' stream is read, so that errors are fed back. A bias is one more column, hardly
 penalised. Sources: RegMean++ (Nguyen and others, 2025), PLeaS (Nasery and others, 2024).
 
-Targets are pluggable (`Targets`): the donors' answers here, a carried change elsewhere.
+The donors' answers are one kind of `Targets`; a carried change (`carrying.refit`) is another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,24 +36,46 @@ Answer = dict[str, Tensor]
 """Targets of one batch, by key of a map (its output) or name of a place (the stream there)."""
 
 
-class Targets(Protocol):
-    """The target outputs of a model's maps, block by block."""
+class Targets:
+    """The target outputs of a model's maps, block by block, from other models that run beside it.
+
+    Args:
+        runners: the other models, in the refitted one's coordinates.
+        store: where the answers to each batch wait.
+    """
+
+    def __init__(self, runners: Sequence[Runner], store: StateStore) -> None:
+        self.runners, self.store, self.kept = runners, store, BatchStore(store, "answer")
+
+    def answer(self, taps: Sequence[BlockHooks], answer_keys: frozenset[str]) -> None:
+        """Run all models through their present blocks, and put the answers to every batch into `kept`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def values(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> Answer:
+        """What one model gives in its present block: outputs by key, and the stream by place."""
+        activations = taps.pass_on(batch, answer_keys)
+        return {**activations.outputs, **activations.stream}
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Compute the targets of one block (by the merge's names) for every batch; False if there are none."""
+        opened = [(runner, runner.advance()) for runner in self.runners]
+        taps = [BlockHooks(r, partner) for r, partner in opened if partner is not None and same_place(partner, block)]
+        if len(taps) < len(opened):
+            return False
+        if answer_keys or block.index is not None:
+            self.answer(taps, answer_keys)
+        return True
 
     def __call__(self, batch: int) -> Answer:
-        """The answers to one batch."""
-
-    def keep(self, answer_keys: frozenset[str]) -> None:
-        """Discard all answers except those with the given keys."""
+        return self.kept.get(batch, self.runners[0].device)
 
 
-class Teachers:
+class Teachers(Targets):
     """The donors' outputs as targets: one donor's for each batch, or a weighted mean.
 
     Args:
-        runners: one a donor, in the anchor's coordinates.
+        runners: one a donor.
         batch_teachers: for each batch of the merge, the donors that answer: (donor, its batch, its share; shares sum
             to one).
     """
@@ -61,31 +83,19 @@ class Teachers:
     def __init__(
         self, runners: Sequence[Runner], batch_teachers: Sequence[Sequence[tuple[int, int, float]]], store: StateStore
     ) -> None:
-        self.runners, self.batch_teachers, self.kept = runners, batch_teachers, BatchStore(store, "answer")
+        super().__init__(runners, store)
+        self.batch_teachers = batch_teachers
 
-    def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
-        opened = [runner.advance() for runner in self.runners]
-        partners = [partner for partner in opened if partner is not None and same_place(partner, block)]
-        if len(partners) < len(opened):
-            return False
-        taps = [BlockHooks(runner, partner) for runner, partner in zip(self.runners, partners, strict=True)]
-        for batch, teachers in enumerate(self.batch_teachers if answer_keys or block.index is not None else ()):
+    def answer(self, taps: Sequence[BlockHooks], answer_keys: frozenset[str]) -> None:
+        for batch, teachers in enumerate(self.batch_teachers):
             total: Answer = {}
             for donor, number, share in teachers:
-                activations = taps[donor].pass_on(number, answer_keys)
-                for key, value in {**activations.outputs, **activations.stream}.items():
+                for key, value in self.values(taps[donor], number, answer_keys).items():
                     if key in total:
                         total[key].add_(value, alpha=share)
                     else:
                         total[key] = value if share == 1.0 else share * value
             self.kept.put(batch, {key: total[key] for key in sorted(answer_keys) if key in total})
-        return True
-
-    def __call__(self, batch: int) -> Answer:
-        return self.kept.get(batch, self.runners[0].device)
-
-    def keep(self, answer_keys: frozenset[str]) -> None:
-        self.kept.keep(answer_keys)
 
 
 def same_place(first: Block, second: Block) -> bool:
@@ -195,7 +205,7 @@ class Refit:
                 self.watch("refitting", round(done + number / (len(chosen) + 2), 2), total)
                 result.maps += self._solve(taps, stage, places)
                 taps.settled.settle(stage.keys)
-                self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
+                self.answers.kept.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
             self.watch("refitting", round(done + 1 - 1 / (len(chosen) + 2), 2), total)
 
     def _places(self, block: Block, taps: BlockHooks, result: RefitResult) -> dict[str, list[_SolvedTensor]]:

@@ -26,8 +26,7 @@ from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.teachers import Teacher, read_teachers, teachers_in_memory
 from rotation_merge.errors import DataError
-from rotation_merge.model.blocks import with_tied
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors, by_name, selected
 from rotation_merge.model.view import View
@@ -49,23 +48,6 @@ Chosen = Callable[[str], bool]
 """Says of a tensor, by its name, whether it is chosen."""
 
 
-@dataclass(frozen=True)
-class RefittedModel:
-    """A refitted merge.
-
-    Attributes:
-        view: with the base's names; its tensors are read from where the refit has left them.
-        notes: lines for a report.
-        heads: solved tensors of every teacher's own head, by the teacher's name.
-        close: removes the tensors.
-    """
-
-    view: View
-    notes: list[str]
-    heads: dict[str, dict[str, Tensor]]
-    close: Callable[[], None] = field(repr=False)
-
-
 def refitted_later(
     views: Sequence[View],
     samples: Samples,
@@ -83,7 +65,7 @@ def refitted_later(
 
     @cache
     def solved() -> View:
-        return ModelRefit(base, teachers, config, pooled, exclude).run(listener()).view
+        return ModelRefit(base, teachers, config, pooled, exclude).run(listener())
 
     return _with_tensors(base, lambda name: solved()[name], base.dtype)
 
@@ -92,48 +74,6 @@ def _with_tensors(base: View, read: Callable[[str], Tensor], dtype: torch.dtype 
     """A model with other tensors of the same names; `dtype` of floating ones, None: as they are read."""
     filled = replace(base, tensors=Tensors(base.shapes, base.dtypes, by_name(read)), at=None)
     return filled.blockwise(lambda *_: None, dtype)
-
-
-def _source(view: View, base: View) -> Tensors:
-    """A model's tensors by the base's names, a tied one under both of its names."""
-    return with_tied(base.architecture, translated(view.tensors, view.architecture, base.architecture))
-
-
-@dataclass(frozen=True)
-class _WrittenTensors:
-    """The tensors of the merge: those that are done in a store, as they are stored, all others those of its start.
-
-    Attributes:
-        names: of those that are done.
-    """
-
-    base: View
-    start: Tensors
-    dtype: torch.dtype | None
-    store: StateStore
-    names: set[str] = field(default_factory=set)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        stored = self.base.stored_dtypes
-        return self.dtype or stored.get(name) or next(iter(stored.values()))
-
-    def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as it is stored."""
-        return tensor.to("cpu", self.dtype_of(name)) if tensor.is_floating_point() else tensor
-
-    def write(self, name: str, tensor: Tensor) -> Tensor:
-        """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
-        stored = self.rounded(name, tensor)
-        self.store.put(name, [check_merged(stored, name)])
-        self.names.add(name)
-        return stored.to(tensor)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.store.get(name)[0] if name in self.names else self.start[name]
-
-    def view(self) -> View:
-        """The merge; what was not solved is rounded as the others are."""
-        return _with_tensors(self.base, lambda name: self.rounded(name, self[name]), self.dtype)
 
 
 @dataclass
@@ -146,6 +86,8 @@ class ModelRefit:
         exclude: tensors, by the base's names, that stay the base's.
         own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
         dtype: of the result; None: each tensor has that of the base's files.
+        notes: lines for a report.
+        heads: solved tensors of every teacher's own head, by the teacher's name.
     """
 
     base: View
@@ -156,41 +98,66 @@ class ModelRefit:
     own_heads: bool = False
     dtype: torch.dtype | None = None
     device: str = "cpu"
+    notes: list[str] = field(default_factory=list, init=False)
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
-    def run(self, progress: Progress = lambda *_: None) -> RefittedModel:
-        """The refitted merge.
+    def run(self, progress: Progress = lambda *_: None) -> View:
+        """The refitted merge, with the base's names; its tensors are read from where the refit leaves them.
 
         Raises:
             RotationMergeError: models or samples are of no use.
         """
         in_files = self.base.files is not None and self.config.spill is None
-        store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(self.config.spill)
+        self.store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(self.config.spill)
         self.states = StateStore(self.config.spill)
         try:
-            self._begin(store)
+            self._begin()
             result = self.solve(progress)
             if self.own_heads and not self.pooled:
                 self.solve_heads()
         except BaseException:
-            store.close()
+            self.store.close()
             raise
         finally:
             self.states.close()
-        return RefittedModel(self.written.view(), [*self.notes, *self.words(result)], self.heads, store.close)
+        self.notes += self.words(result)
+        del self.merge, self.runners  # the view outlives them
+        return _with_tensors(self.base, lambda name: self._rounded(name, self._present(name)), self.dtype)
 
-    def _begin(self, store: StateStore) -> None:
+    def _begin(self) -> None:
         """Settle the weights before solving; the merge runs as it is written."""
-        self.notes, self.heads = list[str](), dict[str, dict[str, Tensor]]()
-        self.architecture, anchor = self.base.architecture, _source(self.base, self.base)
+        self.architecture = self.base.architecture
         self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
         self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
-        self.sources = [_source(teacher.view, self.base) for teacher in self.teachers]
+        anchor, *self.sources = (
+            named_as(self.architecture, view.tensors, view.architecture)
+            for view in (self.base, *(teacher.view for teacher in self.teachers))
+        )
         self.start = anchor
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
-        self.written = _WrittenTensors(self.base, self.start, self.dtype, store)
-        self.exact = torch.promote_types(self.written.dtype_of(self.base.names[0]), torch.float32)
+        self.written = set[str]()  # names of the tensors in the store
+        self.exact = torch.promote_types(self._dtype_of(self.base.names[0]), torch.float32)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        stored = self.base.stored_dtypes
+        return self.dtype or stored.get(name) or next(iter(stored.values()))
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as it is stored."""
+        return tensor.to("cpu", self._dtype_of(name)) if tensor.is_floating_point() else tensor
+
+    def _write(self, name: str, tensor: Tensor) -> Tensor:
+        """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
+        stored = self._rounded(name, tensor)
+        self.store.put(name, [check_merged(stored, name)])
+        self.written.add(name)
+        return stored.to(tensor)
+
+    def _present(self, name: str) -> Tensor:
+        """A tensor of the merge: as it was written, or that of its start."""
+        return self.store.get(name)[0] if name in self.written else self.start[name]
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
@@ -205,7 +172,7 @@ class ModelRefit:
         views = [self.base, *(teacher.view for teacher in tuned)]
         for method in TASK_VECTORS:
             if method.spec.name == name:
-                models = replace(MergedModels.of(views), tied_head=self.tied_head)
+                models = MergedModels.of(views, tied_head=self.tied_head)
                 return averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
         summed = {**scale, "weight": weights, "normalize": False}
         return averaged(views, merge_methods.get("task_arithmetic"), summed)
@@ -229,11 +196,11 @@ class ModelRefit:
         self.merge = self._runner("merge", self.base, self.start, [*batches, *beside], fill=self._filled)
         answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
         solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
-        result = Refit(self.merge, *solving, self.written.write, self.excluded, progress).run()
+        result = Refit(self.merge, *solving, self._write, self.excluded, progress).run()
         if judged:
             result.losses = self._losses(judged, len(batches))
             if result.losses is not None and result.losses[1] > result.losses[0]:
-                self.written.names.clear()
+                self.written.clear()
         return result
 
     def _batches(self, number: int) -> list[Batch]:
@@ -259,8 +226,8 @@ class ModelRefit:
         if not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks):
             return tensor
         if info.name in self.large and not self.excluded(info.name):
-            return self.written.write(info.name, tensor)
-        return self.written.rounded(info.name, tensor)
+            return self._write(info.name, tensor)
+        return self._rounded(info.name, tensor)
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
@@ -271,7 +238,7 @@ class ModelRefit:
             first: number of the first of their batches among the merge's.
         """
         batches = [batch for _, data in judged for batch in data.batches]
-        fill = self.written.rounded
+        fill = self._rounded
         start = self._runner("start", self.base, self.start, batches, fill=lambda info, x: fill(info.name, x))
         start.run_through()
         total, losses = sum(share for share, _ in judged), []
@@ -288,7 +255,7 @@ class ModelRefit:
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
-        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self.written.__getitem__)), 0
+        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self._present)), 0
         for teacher, source, runner in zip(self.teachers, self.sources, self.runners, strict=True):
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
@@ -310,7 +277,7 @@ class ModelRefit:
         """Solve a head, whose tensors are put into `solved`."""
 
         def write(name: str, tensor: Tensor) -> Tensor:
-            solved[name] = self.written.rounded(name, tensor).contiguous()
+            solved[name] = self._rounded(name, tensor).contiguous()
             return solved[name].to(tensor)
 
         def skip(name: str) -> bool:

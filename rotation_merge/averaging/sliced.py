@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import EllipsisType
 
 import torch
@@ -55,7 +56,9 @@ class SlicedMatrix:
         """The matrix times a number, in place if it is held."""
         return self * factor if len(self.parts) > 1 else SlicedMatrix.of(self.whole().mul_(factor))
 
+    @cached_property
     def norm(self) -> float:
+        """The Frobenius norm; its slices are computed once."""
         return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
     def gram(self) -> Tensor:

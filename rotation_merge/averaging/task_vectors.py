@@ -14,7 +14,7 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, ParameterScope, ParameterSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import OwnMethod, Source, Target
+from rotation_merge.averaging.methods import OwnMethod, Source, Target, mean
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import Part, SlicedMatrix, combined
 from rotation_merge.model.rows import row_slices
@@ -91,7 +91,7 @@ class TaskVectorMethod(OwnMethod):
         if target.info.vocabulary_axis is not None:
             parts = [*row_slices(start, 0, SLICE)]
         changes = [change_of(start, source.weight, parts) for source in tuned_sources]
-        lengths = [change.norm() for change in changes]
+        lengths = [change.norm for change in changes]
         if not any(lengths):
             return start
         factors, ratio = shortening(lengths)
@@ -111,7 +111,7 @@ class TaskVectorMethod(OwnMethod):
         else:
             target.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
-            change = combined(changes, lambda rows: scale * mean_of(rows, weights))
+            change = combined(changes, lambda rows: scale * mean(rows, weights))
         merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
         for part in parts:
             merged[part] = start[part].double() + parameters["lambda"] * change.rows(part)
@@ -153,7 +153,7 @@ def change_of(base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> Sl
     if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
         return exact
     from_rounded = since(tuned.dtype)
-    return from_rounded if from_rounded.norm() < NEARER * exact.norm() else exact
+    return from_rounded if from_rounded.norm < NEARER * exact.norm else exact
 
 
 def rounding_error(weight: Tensor) -> float:
@@ -165,12 +165,6 @@ def rounding_error(weight: Tensor) -> float:
     share = outputs**-0.5 + inputs**-0.5
     norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))  # without a copy in float64
     return torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps * share * norm
-
-
-def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted mean."""
-    total = sum(weights)
-    return sum((weight / total * d for d, weight in zip(changes, weights, strict=True)), torch.zeros_like(changes[0]))
 
 
 def shortening(lengths: Sequence[float]) -> tuple[list[float], float]:

@@ -37,7 +37,7 @@ class Tsv(TaskVectorMethod):
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        lengths = [change.norm() for change in changes]
+        lengths = [change.norm for change in changes]
         shares = parameters.get("rounding", [0.0] * len(changes))
         counting = sum(length > 0.0 for length in lengths)
         lefts, values, rights = [], [], []
@@ -78,6 +78,6 @@ class Iso(TaskVectorMethod):
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
         left_vectors, s, v = combined(weighed, lambda rows: torch.stack(rows).sum(0)).svd()
         shares = parameters.get("rounding", [0.0] * len(weighed))
-        least = sum(share * change.norm() for share, change in zip(shares, weighed, strict=True))
+        least = sum(share * change.norm for share, change in zip(shares, weighed, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
         return (left_vectors(count) * s[:count].mean()) @ v[:count]

@@ -9,9 +9,10 @@ import torch
 from mergekit.merge_methods.base import MergeMethodSpec
 from torch import Tensor
 
+from rotation_merge.averaging.methods import mean
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import SlicedMatrix, combined
-from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod, mean_of
+from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
 from rotation_merge.config import NotNegative
 
 WUDI_RIDGE = 0.05
@@ -61,7 +62,7 @@ class Wudi(TaskVectorMethod):
         if parameters["sides"] == "both":
             return both_sides(changes, weights, parameters["ridge"])
         shares = _gram_shares([float(d.norm()) for d in changes], weights)
-        return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
+        return one_side(changes, shares, mean(changes, weights), parameters["ridge"])
 
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
@@ -77,7 +78,7 @@ class Wudi(TaskVectorMethod):
         solve = _ridge_solver(total, parameters["ridge"])
 
         def merged(rows: list[Tensor]) -> Tensor:
-            prior = mean_of(rows, weights)
+            prior = mean(rows, weights)
             right = torch.zeros_like(prior)
             for change, gram, share in zip(rows, grams, shares, strict=True):
                 right.addmm_(change - prior, gram, alpha=share)

@@ -126,8 +126,9 @@ class _MovingAdapter:
             self._put(key, moved if stored is None else stored.double() + moved)
             if self._constant(block, info, whole) is not None:
                 raise self._cannot_hold(info.name)
-        for entry in (entry for _, _, entries in factors for entry in entries if self.constants):
-            self._give_bias(entry)
+        if self.constants:
+            for entry in (entry for _, _, entries in factors for entry in entries):
+                self._give_bias(entry)
 
     def _refused(self, problem: str, remedy: str) -> AlignmentError:
         return AlignmentError(problem, where=self.adapter.path, remedy=remedy)
@@ -201,20 +202,23 @@ class _MovingAdapter:
         self, block: Block, info: TensorInfo, entries: list[PlacedChange], saved: Container[str]
     ) -> None:
         """Put a carried change back under the adapter's names."""
-        moved, first = self.delta.change(block, info), entries[0]
+        moved = self.delta.change(block, info)
         assert isinstance(moved, LowRank)
-        a, b = moved.a, self.delta.scale * moved.b
-        if first.bias in self.adapter.shapes:
-            self._put(first.bias, b[:, -1].reshape(-1))
-            a, b = a[:-1], b[:, :-1]
-        if first.expert is None and stacks(info):
-            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        scaled = self.delta.scale * moved.b
         for entry in entries:
-            self._put(entry.a, a if entry.expert is None else a[entry.expert])
-            self._put(entry.b, b if entry.expert is None else b[entry.expert])
+            a, b = moved.a, scaled
+            if entry.expert is not None:
+                a, b = a[entry.expert], b[entry.expert]
+            elif stacks(info):
+                a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+            if entry.bias in self.adapter.shapes:
+                self._put(entry.bias, b[:, -1].reshape(-1))
+                a, b = a[:-1], b[:, :-1]
+            self._put(entry.a, a)
+            self._put(entry.b, b)
         constant = self._constant(block, info, saved)
         if constant is not None:
-            self._give_bias(first, constant)
+            self._give_bias(entries[0], constant)
             self.constants += 1
 
     def _put(self, key: str, tensor: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,10 +11,10 @@ import torch
 import yaml
 from mergekit.common import dtype_from_name
 
-from rotation_merge.architecture import Architecture
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.delta import Delta, Record, RowPair
+from rotation_merge.carrying.delta import Delta, Record
 from rotation_merge.carrying.judge import parted
+from rotation_merge.carrying.lora import NewAdapter, adapter_places, new_adapter
 from rotation_merge.carrying.tokens import (
     chat_folder,
     check_adapter_tokens,
@@ -36,7 +36,7 @@ from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
 from rotation_merge.model.origin import origins
-from rotation_merge.model.rows import padded_as, vocabulary_axes, vocabulary_subset
+from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, vocabulary_size
@@ -67,44 +67,27 @@ class Execution:
     match: Match | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
-class Bases:
-    """The old base of a fine-tune or adapter, and the new base: the donor and the anchor of a pair."""
+class Bases(Pair):
+    """The old base of a fine-tune or adapter, and the new base: the donor and the anchor of a pair.
 
-    pair: Pair
-
-    @property
-    def old(self) -> View:
-        return self.pair.donor
-
-    @property
-    def new(self) -> View:
-        return self.pair.anchor
-
-    @property
-    def architecture(self) -> Architecture:
-        return self.pair.architecture
+    Rows of shared tokens are known whatever is matched; `shared` is None if the vocabularies are equal.
+    """
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the new base and of the old one."""
-        return str(self.new.reference), str(self.old.reference)
+        return str(self.anchor.reference), str(self.donor.reference)
 
     @cached_property
-    def rows(self) -> RowPair | None:
-        """Rows of the same tokens, the new base's first; None if the vocabularies are equal."""
-        return row_pair(self.new, self.old)
-
-    @property
     def sources(self) -> tuple[Tensors, Tensors]:
         """New and old tensors under the new base's names."""
-        new, old = self.pair.sources
-        return new, self._named(old, self.old)
+        new, old = super().sources
+        return new, self._named(old, self.donor)
 
     @property
     def old_as_new(self) -> View:
         """The old base in the form of the new one's files, in which their spaces meet."""
-        return replace(self.old.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=True)
+        return replace(self.donor.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=True)
 
     @cached_property
     def nearness(self) -> Nearness:
@@ -129,12 +112,12 @@ class Bases:
         Raises:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base; or it added tokens.
         """
-        base, device = self.old.as_filed, self.pair.device
-        pair = open_pair(base, model, NOTHING, True, device, words=False, any_base=True, watched=False)
+        base = self.donor.as_filed
+        pair = open_pair(base, model, NOTHING, True, self.device, words=False, any_base=True, watched=False)
         check_no_added_tokens(pair.anchor, pair.donor)
         check_token_ids(pair.anchor, pair.donor, tuned=True)
         donor = pair.donor.as_filed
-        pair = replace(pair, donor=in_class_order(donor, label_rows(self.new, donor)))
+        pair = replace(pair, donor=in_class_order(donor, label_rows(self.anchor, donor)))
         stored, source = pair.sources
         source = padded_as(source, stored, vocabulary_axes(pair.architecture.tensors()))
         length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
@@ -153,22 +136,19 @@ class Bases:
         run, (new, old), known = Run(), self.names, config.alignment
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
-            alignment = read_alignment(self.pair, known, self.old_as_new)
+            alignment = read_alignment(self, known, self.old_as_new)
             run.alignment_files[old] = AppliedAlignment(known, old, alignment.metadata)
-            return alignment, pair_report(self.pair, run, base=new)
+            return alignment, pair_report(self, run, base=new)
         options = config.match
         if known is not None:
             options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
-        options = check_pair(self.pair.anchor_view, self.old_as_new, options, untie=self.pair.untie).options
-        pair, (anchor, donor) = replace(self.pair, options=options), self.sources
-        if self.rows is not None:
-            subsets = zip((anchor, donor), self.rows, strict=True)
-            anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
-            run.note(matched_on(self.new, self.old, len(self.rows[0])))
+        options = check_pair(self.anchor_view, self.old_as_new, options, untie=self.untie).options
+        if self.shared is not None:
+            run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
         match = execution.match or self._matcher(config, execution.device)
-        alignment = match(self.architecture, anchor, donor, options, progress, ledger=execution.ledger)
+        alignment = match(self.architecture, *self.matched, options, progress, ledger=execution.ledger)
         run.aligned(old, alignment)
-        return alignment, pair_report(pair, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
+        return alignment, pair_report(self, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
     def _matcher(self, config: TransferConfig, device: str) -> Match:
         """The function that aligns the bases."""
@@ -189,8 +169,8 @@ class Bases:
         Raises:
             RecipeError: names it.
         """
-        if self.new.tied_head is not None and self.old.tied_head is None:
-            name, (new, old) = self.new.tied_head, self.names
+        if self.anchor.tied_head is not None and self.donor.tied_head is None:
+            name, (new, old) = self.anchor.tied_head, self.names
             problem = f"'{name}' is tied to the embedding, which {old} has apart: its change has no place"
             remedy = "add 'untie' (the output then stores a separate head), or carry it as an adapter"
             raise RecipeError(problem, where=new, remedy=remedy)
@@ -217,7 +197,8 @@ def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool 
     """
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     check_same_set(pair.anchor, pair.donor)
-    return Bases(pair)
+    facts = {each.name: getattr(pair, each.name) for each in fields(Pair)}
+    return Bases(**{**facts, "shared": row_pair(pair.anchor, pair.donor)})
 
 
 OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
@@ -254,16 +235,16 @@ class Work:
         """
         if not is_adapter_folder(work):
             opened = open_model(work, "tuned", any_base=True)
-            chat = chat_folder(bases.old, opened)
+            chat = chat_folder(bases.donor, opened)
             return Work(str(opened.reference), config.rank, chat, None, bases.tuned(opened))
         path = str(work)
-        adapter, chat = Adapter(path), chat_folder(bases.old, path)
+        adapter, chat = Adapter(path), chat_folder(bases.donor, path)
         if not force:
-            check_base(adapter, [bases.old], path, open_model, OWN_BASE)
-        whole = [change for change in placed_changes(adapter, bases.old.config) if change.value]
+            check_base(adapter, [bases.donor], path, open_model, OWN_BASE)
+        whole = [change for change in placed_changes(adapter, bases.donor.config) if change.value]
         axes = {change.value: change.spot.info.vocabulary_axis for change in whole}
         sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
-        check_adapter_tokens(bases.old, path, max(sizes, default=None))
+        check_adapter_tokens(bases.donor, path, max(sizes, default=None))
         if not config.needs_samples:
             return Work(path, adapter.rank, chat, adapter)
         model = bases.tuned(open_model(f"{bases.names[1]}+{path}", any_base=True))
@@ -292,17 +273,25 @@ class Transfer:
     def base(self) -> View:
         """The new base as the result is written: the head apart, or tied, and with the fine-tune's chat template."""
         untie = self.config.untie or bool(self.work.rank)
-        base = replace(open_model(self.bases.new, untie=untie), tensors=self.bases.sources[0])
-        if not self.work.chat or self.work.model is None or self.bases.rows is not None:
+        base = replace(open_model(self.bases.anchor, untie=untie), tensors=self.bases.sources[0])
+        if not self.work.chat or self.work.model is None or self.bases.shared is not None:
             return base
-        return with_chat(base, self.work.chat, self.bases.old, self.work.model)
+        return with_chat(base, self.work.chat, self.bases.donor, self.work.model)
 
-    @property
+    @cached_property
     def delta(self) -> Delta:
         """The change, moved by weights; of an adapter whose factors are carried none yet."""
         old = self.bases.sources[1]
         tuned = old if self.work.model is None else self.work.model.tensors
-        return Delta(self.base, old, tuned, self.alignment, self.bases.rows)
+        return Delta(self.base, old, tuned, self.alignment, self.bases.shared)
+
+    def as_adapter(self, delta: Delta, trained: Collection[str] = ()) -> NewAdapter:
+        """A change of the new base as an adapter of the work's rank; arguments as of `new_adapter`."""
+        return new_adapter(delta, self._places, self.work.rank, trained)
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        return adapter_places(self.base)
 
     def applied(self, delta: Delta, record: Record | None = None) -> View:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
@@ -325,7 +314,7 @@ def transfers(
     Raises:
         RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
     """
-    if config.needs_samples and bases.rows is not None:
+    if config.needs_samples and bases.shared is not None:
         new, old = bases.names
         problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
         raise DataError(problem, where=old, remedy=ALONE)

@@ -9,6 +9,7 @@ this is exact if the new base is the old one in other coordinates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,9 +38,6 @@ RowPair = tuple[Tensor, Tensor]
 
 Record = Callable[[float, float], None]
 """Takes the squared norms of a tensor's change and of the old base's tensor; of a long vocabulary for each slice."""
-
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each source is read once."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ class Delta:
         Args:
             dtype: storage type; None: that of the base.
         """
-        sources = [source.cached(EVERYTHING) for source in (self.base.tensors, self.old, self.tuned)]
+        sources = [source.cached(math.inf) for source in (self.base.tensors, self.old, self.tuned)]
         stored = read_tensor(info, sources[0])
         if stored is None or not stored.is_floating_point():
             return stored

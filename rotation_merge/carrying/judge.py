@@ -29,7 +29,7 @@ LITTLE = 0.1
 KNOWN = 0.01
 """Share of the gain at home from which the new base is better than the old one in words."""
 
-Both = tuple[float, float]
+LossPair = tuple[float, float]
 """Losses on samples of the fine-tune's kind, and on text that the new base writes."""
 
 
@@ -40,7 +40,7 @@ class HeldOutSamples:
     tuned: Data
     own: Data | None
 
-    def losses(self, model: Any) -> Both:
+    def losses(self, model: Any) -> LossPair:
         """A model's mean losses on either, in nats; that on the first twice, where there is no text."""
         loss = evaluate(model, self.tuned)[0]
         return loss, loss if self.own is None else evaluate(model, self.own)[0]
@@ -132,11 +132,11 @@ class RecoveredLift:
 
     old: float
     tuned: float
-    new: Both
-    carried: Both
+    new: LossPair
+    carried: LossPair
     method: str
     scale: str = ""
-    others: Mapping[str, Both] = field(default_factory=dict)
+    others: Mapping[str, LossPair] = field(default_factory=dict)
     writes: bool = True
 
     @property

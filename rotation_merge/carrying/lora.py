@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from rotation_merge.model.adapter_files import AdapterWeights, factor_config, pe
 from rotation_merge.model.adapters import PREFIX
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.fold import weight_key
+from rotation_merge.model.forms import names_in
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of
@@ -28,20 +30,62 @@ Cuts = Mapping[str, tuple[TensorInfo, Change]]
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """A change as an adapter.
+    """A change as an adapter of a base.
 
     Attributes:
-        weights: as it is written.
-        delta: the change that these make, with its factors.
+        places: parameters as the class of the base names them, by tensor.
+        cuts: what it changes.
+        rank: of every factor, at most.
         share: of the whole change's squared norm that is in it.
     """
 
-    weights: AdapterWeights
-    delta: Delta
+    base: View
+    places: Mapping[str, str]
+    cuts: Cuts
+    rank: int
     share: float
 
+    @cached_property
+    def delta(self) -> Delta:
+        """The change that it makes, with its factors."""
+        tuned, low = dict[str, Tensor](), dict[str, LowRank]()
+        for info, change in self.cuts.values():
+            stored = read_tensor(info, self.base.tensors)
+            if isinstance(change, LowRank):
+                low[info.name] = change
+            elif stored is not None:
+                tuned |= unstack(info, stored.double() + change)
+        tensors = self.base.tensors
+        return Delta(self.base, tensors, tensors.replaced(tuned), low=low, precision=torch.float64)
 
-def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAdapter:
+    @property
+    def weights(self) -> AdapterWeights:
+        """The adapter as it is written."""
+        base, cuts = self.base, self.cuts
+        low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
+        maps = {place.removesuffix(".weight"): change.to(torch.float32) for place, (_, change) in low.items()}
+        norms = [place.rpartition(".")[0] for place in cuts if place not in low and not is_bias(place)]
+        tensors, biases = peft_tensors(maps), _biases(cuts)
+        for module, factors in maps.items() if biases else ():
+            tensors[f"{PREFIX}{module}.lora_B.bias"] = biases.get(module, torch.zeros(len(factors.b))).float()
+        parts = {name: place for name, place in self.places.items() if place.rpartition(".")[0] in norms}
+        changed = self.delta.tuned
+        tensors |= {f"{PREFIX}{place}": changed[name].to(base.dtypes[name]) for name, place in parts.items()}
+        classes = base.config.get("architectures") or [""]
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
+            "base_model_name_or_path": str(base.reference),
+            "modules_to_save": sorted(norms) or None,
+            "lora_bias": bool(biases),
+            "fan_in_fan_out": any(transposed(info) and not change.embedding for info, change in low.values()),
+            "lora_dropout": 0.0,
+            "bias": "none",
+        }
+        return AdapterWeights(factor_config(config, maps, self.rank), tensors)
+
+
+def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Collection[str] = ()) -> NewAdapter:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms into `modules_to_save`. Beside a
@@ -50,13 +94,11 @@ def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAd
     would change one of the two.
 
     Args:
+        places: as `adapter_places` gives them.
         rank: of every factor, at most.
         trained: names of tensors that are given factors of the whole rank in any case.
-
-    Raises:
-        CheckpointError: the class of the base cannot be built.
     """
-    places, cuts = _places(delta.base), dict[str, tuple[TensorInfo, Change]]()
+    cuts = dict[str, tuple[TensorInfo, Change]]()
     norms, rests = dict[str, float](), dict[str, float]()
     for block in delta.base.architecture.blocks:
         for info, change in _changes(delta, block, trained):
@@ -71,26 +113,27 @@ def new_adapter(delta: Delta, rank: int, trained: Collection[str] = ()) -> NewAd
         cuts = {place: cut for place, cut in cuts.items() if not (isinstance(cut[1], LowRank) and cut[1].embedding)}
     kept_norm = sum(norms[place] - rests[place] for place in cuts)
     share = kept_norm / sum(norms.values()) if any(norms.values()) else 1.0
-    return NewAdapter(_written(delta.base, places, cuts, rank), _of_cuts(delta.base, cuts), share)
+    return NewAdapter(delta.base, places, cuts, rank, share)
 
 
-def _places(base: View) -> dict[str, str]:
-    """Parameters as the model's class names them, by tensor; of those that an adapter may change."""
+def adapter_places(base: View) -> dict[str, str]:
+    """Parameters as the model's class names them, by tensor; of those that an adapter may change.
+
+    Raises:
+        CheckpointError: the class of the base cannot be built.
+    """
     try:
         with torch.device("meta"):
             model = base.model_class(base.transformers_config)
     except Exception as error:  # models and configs raise errors of many classes
         problem, remedy = f"its class cannot be built ({short(error)})", "carry it as a whole model, not as an adapter"
         raise CheckpointError(problem, where=base.name, remedy=remedy) from error
-    blocks = {(block.module, block.place, block.index): block for block in base.architecture.blocks}
-    places = {}
-    for block in architecture_of(model, untie=True).blocks:
-        stored = blocks.get((block.module, block.place, block.index))
-        for parameter in block.tensors if stored is not None else ():
-            info = stored.tensor(parameter.key) if stored is not None else None
-            if info is not None and not stacks(info) and not (base.tied_head and info.vocabulary_axis is not None):
-                places[info.name] = parameter.name
-    return places
+    infos = {name: info for name, (_, info, _) in base.architecture.places().items() if not stacks(info)}
+    names = names_in(base.architecture, architecture_of(model, untie=True))
+    known = {name: parameter for parameter, name in names.items() if name in infos}
+    if base.tied_head is None:
+        return known
+    return {name: parameter for name, parameter in known.items() if infos[name].vocabulary_axis is None}
 
 
 def _changes(delta: Delta, block: Block, trained: Collection[str]) -> Iterator[tuple[TensorInfo, Change]]:
@@ -119,43 +162,6 @@ def _biases(cuts: Cuts) -> dict[str, Tensor]:
         for place, change in biases
         if isinstance(cuts[weight_key(place)][1], LowRank)
     }
-
-
-def _written(base: View, places: Mapping[str, str], cuts: Cuts, rank: int) -> AdapterWeights:
-    """The adapter of some changes."""
-    low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
-    maps = {place.removesuffix(".weight"): change.to(torch.float32) for place, (_, change) in low.items()}
-    norms = [place.rpartition(".")[0] for place in cuts if place not in low and not is_bias(place)]
-    tensors, biases = peft_tensors(maps), _biases(cuts)
-    for module, factors in maps.items() if biases else ():
-        tensors[f"{PREFIX}{module}.lora_B.bias"] = biases.get(module, torch.zeros(len(factors.b))).float()
-    parts = {name: place for name, place in places.items() if place.rpartition(".")[0] in norms}
-    changed = _of_cuts(base, cuts).tuned
-    tensors |= {f"{PREFIX}{place}": changed[name].to(base.dtypes[name]) for name, place in parts.items()}
-    classes = base.config.get("architectures") or [""]
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
-        "base_model_name_or_path": str(base.reference),
-        "modules_to_save": sorted(norms) or None,
-        "lora_bias": bool(biases),
-        "fan_in_fan_out": any(transposed(info) and not change.embedding for info, change in low.values()),
-        "lora_dropout": 0.0,
-        "bias": "none",
-    }
-    return AdapterWeights(factor_config(config, maps, rank), tensors)
-
-
-def _of_cuts(base: View, cuts: Cuts) -> Delta:
-    """The changes that an adapter has, with their factors."""
-    tuned, low = dict[str, Tensor](), dict[str, LowRank]()
-    for info, change in cuts.values():
-        stored = read_tensor(info, base.tensors)
-        if isinstance(change, LowRank):
-            low[info.name] = change
-        elif stored is not None:
-            tuned |= unstack(info, stored.double() + change)
-    return Delta(base, base.tensors, base.tensors.replaced(tuned), low=low, precision=torch.float64)
 
 
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:

@@ -13,14 +13,12 @@ maps between activations as in Theseus (2026).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block
-from rotation_merge.averaging.refit import Answer, Refit, same_place
+from rotation_merge.averaging.refit import Refit, Targets
 from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
@@ -93,70 +91,46 @@ def refit_change(
     return solved
 
 
-@dataclass
-class ChangedAnswers:
+class ChangedAnswers(Targets):
     """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
-    Attributes:
+    Args:
         runners: new base, old base and fine-tune on the same batches; the last two in the first one's coordinates.
         base_texts: number of batches, the last ones, on which nothing changes.
     """
 
-    runners: tuple[Runner, Runner, Runner]
-    store: StateStore
-    base_texts: int = 0
-    _kept: BatchStore = field(init=False)
+    def __init__(self, runners: Sequence[Runner], store: StateStore, base_texts: int = 0) -> None:
+        super().__init__(runners, store)
+        self.base_texts = base_texts
 
-    def __post_init__(self) -> None:
-        self._kept = BatchStore(self.store, "answer")
-
-    def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
+    def answer(self, taps: Sequence[BlockHooks], answer_keys: frozenset[str]) -> None:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
-        opened = [(runner, runner.advance()) for runner in self.runners]
-        taps = [BlockHooks(r, partner) for r, partner in opened if partner is not None and same_place(partner, block)]
-        if len(taps) < len(opened):
-            return False
-        count = len(self.runners[0].batches) if answer_keys or block.index is not None else 0
-        products, keys = dict[str, Tensor](), list[str]()
+        products, changes = dict[str, Tensor](), BatchStore(self.store, "change")
+        count, device = len(self.runners[0].batches), self.runners[0].device
         for batch in range(count):
-            new, old, tuned = (_outputs(tap, batch, answer_keys) for tap in taps)
+            new, old, tuned = (self.values(each, batch, answer_keys) for each in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
-            for key in (key for key in keys if self._is_mapped(taps[0], key)):
+            for key in (key for key in keys if _is_mapped(taps[0], key)):
                 x, y = rows(old[key]).double(), rows(new[key]).double()
                 sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
                 products[key] = products[key] + sums if key in products else sums
             counts = float(batch < count - self.base_texts)
-            self.store.put(f"own:{batch}", [new[key] for key in keys])
-            self.store.put(f"change:{batch}", [counts * (tuned[key] - old[key]) for key in keys])
+            self.kept.put(batch, {key: new[key] for key in keys})
+            changes.put(batch, {key: counts * (tuned[key] - old[key]) for key in keys})
         maps = {key: activation_map(*sums) for key, sums in products.items()}
-        device = self.runners[0].device
         for batch in range(count):
-            activations, changes = (self.store.get(f"{kind}:{batch}", device) for kind in ("own", "change"))
-            changed = dict[str, Tensor]()
-            for key, x, change in zip(keys, activations, changes, strict=True):
+            answers, changes_of_batch = self.kept.get(batch, device), changes.get(batch, device)
+            for key, change in changes_of_batch.items():
                 change_map = maps.get(key)
-                changed[key] = x + (change if change_map is None else change @ change_map.to(change))
-            self._kept.put(batch, changed)
-            self.store.drop(f"own:{batch}")
-            self.store.drop(f"change:{batch}")
-        return True
-
-    def __call__(self, batch: int) -> Answer:
-        return self._kept.get(batch, self.runners[0].device)
-
-    def keep(self, answer_keys: frozenset[str]) -> None:
-        self._kept.keep(answer_keys)
-
-    @staticmethod
-    def _is_mapped(taps: BlockHooks, key: str) -> bool:
-        """Tokens and classes mean the same in both models."""
-        linear = taps.maps.get(key)
-        return linear is None or bool(linear.outputs.parts)
+                answers[key] = answers[key] + (change if change_map is None else change @ change_map.to(change))
+            self.kept.put(batch, answers)
+            changes.drop(batch, changes_of_batch)
 
 
-def _outputs(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> dict[str, Tensor]:
-    activations = taps.pass_on(batch, answer_keys)
-    return {**activations.outputs, **activations.stream}
+def _is_mapped(taps: BlockHooks, key: str) -> bool:
+    """Tokens and classes mean the same in both models."""
+    linear = taps.maps.get(key)
+    return linear is None or bool(linear.outputs.parts)
 
 
 def activation_map(gram: Tensor, cross: Tensor) -> Tensor | None:

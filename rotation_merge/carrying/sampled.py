@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.polish import PolishOptions, polish
+from rotation_merge.averaging.polish import Polish, PolishConfig
 from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
-from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
-from rotation_merge.carrying.lora import new_adapter
+from rotation_merge.carrying.judge import (
+    AT_ONCE,
+    HELD_OUT,
+    SCALES,
+    HeldOutSamples,
+    LossPair,
+    RecoveredLift,
+    TransferSamples,
+    read_parts,
+)
 from rotation_merge.carrying.refit import refit_change
 from rotation_merge.files import STATE, Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
@@ -42,7 +50,7 @@ CROSS_ENTROPY = ("next token", "masked token", "class")
 HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
-Judgement = Mapping[str, tuple[float, float]]
+Judgement = Mapping[str, LossPair]
 """Losses by method, see `HeldOutSamples.losses`."""
 
 
@@ -80,7 +88,7 @@ def sampled_change(
     views = {"new": transfer.base, "old": bases.old_as_new, "tuned": tuned}
     load = partial(module, device=transfer.execution.device)
     parts = read_parts(tuned, transfer.base, transfer.config, samples, load)
-    return _Sampling(transfer, views, parts, place, progress or (lambda *_: None)).chosen()
+    return _Sampling(transfer, views, parts, load, place, progress or (lambda *_: None)).chosen()
 
 
 def module(view: View, device: str) -> Any:
@@ -93,24 +101,33 @@ def module(view: View, device: str) -> Any:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """One transfer with its models and samples."""
+    """One transfer with its models and samples.
+
+    Attributes:
+        load: gives the module of a model.
+        known: losses by samples, method and scale; without a change there is one model.
+    """
 
     transfer: Transfer
     views: Mapping[str, View]
     parts: TransferSamples
+    load: Callable[[View], Any]
     place: str | None
     progress: Progress
+    known: dict[tuple[str, str, float], LossPair] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
         return self.transfer.work.rank
 
-    def module(self, view: View) -> Any:
-        return module(view, self.transfer.execution.device)
-
-    def module_of(self, candidate: ChangeCandidate) -> Any:
-        """The new base with a change, rounded as a model is stored, or with the factors of an adapter."""
-        return self.module(self.transfer.applied(candidate.delta.scaled(candidate.scale)))
+    def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> LossPair:
+        """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
+        key = part, candidate.method if candidate.scale else NONE, candidate.scale
+        if key not in self.known:
+            changed = self.transfer.applied(candidate.delta.scaled(candidate.scale))
+            samples: HeldOutSamples = getattr(self.parts, part)
+            self.known[key] = samples.losses(self.load(changed))
+        return self.known[key]
 
     def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
         """The best change by its losses on samples held out."""
@@ -139,7 +156,7 @@ class _Sampling:
         return Delta(base, base.tensors, tuned, precision=torch.float64)
 
     def _as_written(self, delta: Delta) -> Delta:
-        return new_adapter(delta, self.rank).delta if self.rank else delta
+        return self.transfer.as_adapter(delta).delta if self.rank else delta
 
     def _merged(self, unmoved: Delta, block: Block, info: TensorInfo) -> Tensor | None:
         """A tensor of the new base with what the fine-tune adds where `wudi` merges both as fine-tunes of the old base.
@@ -160,23 +177,23 @@ class _Sampling:
     def _scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
         """A change at the given scale, or at the best one on held-out samples."""
         if (scale := self.transfer.config.factor) is None:
-            losses = dict[float, float]()
+            sums = dict[float, float]()
             for factor in SCALES:
-                self.progress(f"scales of {candidate.method}", len(losses), len(SCALES))
-                losses[factor] = sum(self.parts.choice.losses(self.module_of(replace(candidate, scale=factor))))
-            scale = min(losses, key=lambda factor: losses[factor])
+                self.progress(f"scales of {candidate.method}", len(sums), len(SCALES))
+                sums[factor] = sum(self.losses("choice", replace(candidate, scale=factor)))
+            scale = min(sums, key=lambda factor: sums[factor])
         return replace(candidate, scale=scale)
 
     def _judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
         candidates = [*tried, ChangeCandidate(NONE, tried[0].delta)]
-        judged = {each.method: self.parts.judge.losses(self.module_of(each)) for each in candidates}
+        judged = {each.method: self.losses("judge", each) for each in candidates}
         best = candidates[0]
         if self.transfer.config.factor is None:
             usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
-            choices = {each.method: self.parts.choice.losses(self.module_of(each)) for each in usable}
+            choices = {each.method: self.losses("choice", each) for each in usable}
             best = best_of(usable, choices, judged)
-        old, tuned = (evaluate(self.module(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
+        old, tuned = (evaluate(self.load(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
         writes = self.parts.judge.own is not None
@@ -204,10 +221,10 @@ class _Sampling:
         delta = self._between(transfer.base.tensors.replaced(tensors))
         if config.method == "distil":
             if self.rank:
-                adapter = new_adapter(delta, self.rank, tensors).weights
-                student = adapter_in_training(self.module(transfer.base), adapter)
+                adapter = self.transfer.as_adapter(delta, tensors).weights
+                student = adapter_in_training(self.load(transfer.base), adapter)
             else:
-                student = self.module(delta.applied().to(torch.float32)).requires_grad_(True)
+                student = self.load(delta.applied().to(torch.float32)).requires_grad_(True)
             lines.append(self._distilled(student, batches, base_samples))
             delta = self._trained(student)
         return delta, lines
@@ -216,7 +233,7 @@ class _Sampling:
         """Text of the new base that preserves its knowledge, in batches of half the size."""
         config, new = self.transfer.config, self.views["new"]
         config = replace(config, seed=config.seed + 2)
-        return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.module(new)).batches
+        return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.load(new)).batches
 
     def _distilled(self, student: Any, solved: Sequence[Batch], base_samples: Sequence[Batch]) -> str:
         """Train a model for some steps, in place; returns a line on it.
@@ -232,14 +249,12 @@ class _Sampling:
         with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
             key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))
             work.begin(key)
-            loaders = {name: partial(self.module, view) for name, view in self.views.items()}
+            loaders = {name: partial(self.load, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
+            training = PolishConfig(steps=config.steps, lora=self.rank, seed=config.seed)
             state = work.file(STATE)
-            training = PolishOptions(
-                config.steps, self.rank, seed=config.seed, last=last, state=state, batches=AT_A_STEP
-            )
-            report = polish(student, answered, training, self.progress)
+            report = Polish(student, answered, training, False, last, AT_A_STEP, state, self.progress).run()
         target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
         return f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases, transfers
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import write_notes
+from rotation_merge.model.checkpoint import watched_blocks, write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import staged
@@ -56,7 +53,7 @@ def carried(
         record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
         return _noted(transfer, transfer.applied(delta, record), lines)
     if work.adapter is not None and config.method == "weights" and method in ("weights", NONE):
-        adapter, notes = carry_adapter(work.adapter, delta, bases.old.config, bases.old.rows)
+        adapter, notes = carry_adapter(work.adapter, delta, bases.donor.config, bases.donor.rows)
         if config.rank not in (0, work.adapter.rank):
             notes.append(f"The adapter keeps its rank {work.adapter.rank}: another rank is for whole fine-tunes.")
         return _noted(transfer, adapter, [*lines, *notes])
@@ -69,11 +66,10 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
     Args:
         cut: say how much of the change it keeps.
     """
-    rank, head = transfer.work.rank, delta.base.tied_head
-    adapter, notes = new_adapter(delta, rank), [*lines]
+    adapter, notes, head = transfer.as_adapter(delta), [*lines], delta.base.tied_head
     if cut:
         more = "; a higher rank keeps more" if adapter.share < ENOUGH else ""
-        notes.append(f"Rank {rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
+        notes.append(f"Rank {adapter.rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
     if head:
         tied = f"`{head}` is tied to it, and an adapter would change only one of the two."
         notes.append(f"The embedding stays the new base's: {tied}")
@@ -83,7 +79,7 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
 def _noted(transfer: Transfer, value: View | AdapterWeights, lines: Sequence[str]) -> View | AdapterWeights:
     """A view or an adapter with its notes and report."""
     adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.work.chat
-    same_ids = transfer.bases.rows is None
+    same_ids = transfer.bases.shared is None
     copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
     of_chat = [f"Its chat template was {copied}."] if chat else []
     notes = dict.fromkeys([*transfer.report.notes, *lines, *of_chat])
@@ -159,7 +155,7 @@ def _usable_as_they_are(works: Iterable[Work], bases: Bases) -> bool:
 
     A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
     """
-    same = bases.nearness.shared and not bases.old.rows and bases.rows is None
+    same = bases.nearness.shared and not bases.donor.rows and bases.shared is None
     return same and not any(work.chat for work in works if work.adapter is None)
 
 
@@ -184,17 +180,9 @@ def _written(
     """Write a carried model or adapter, with its report and card."""
     work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
     assert report is not None
-
-    def tensors(view: View) -> Iterator[tuple[str, Tensor]]:
-        for done, (name, tensor) in enumerate(view.blocks()):
-            if progress is not None:
-                progress("writing", done, len(view))
-            yield name, tensor
-
-    with staged(out) as staging, unchanged([bases.new]):
+    with staged(out) as staging, unchanged([bases.anchor]):
         if isinstance(value, View):
-            dtype = None if value.dtype is None else str(value.dtype).removeprefix("torch.")
-            value.write(staging, tensors(value), StorageOptions(shard_size, dtype, value.untie))
+            value.write(staging, watched_blocks(value, value.dtype, progress), value.storage(shard_size))
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])
@@ -204,7 +192,7 @@ def _written(
 
 def _advice(job: Transfer) -> list[str]:
     """Lines on the scale and on measuring a change that no samples judged."""
-    factor, ask = job.config.factor, ASK if job.bases.rows is None else OTHER_WORDS
+    factor, ask = job.config.factor, ASK if job.bases.shared is None else OTHER_WORDS
     if job.config.needs_samples or factor is None:
         return []
     return [ask] if factor == 1 else [f"Its change was multiplied by {factor:g}.", ask]
@@ -219,7 +207,11 @@ def verdict(bases: Bases, report: MergeReport) -> str:
 def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
     """A model card for a carried adapter or fine-tune of the new base."""
     new, old = bases.names
-    name, names, classes = os.path.basename(os.path.abspath(out)), [work, old, new], bases.new.config["architectures"]
+    name, names, classes = (
+        os.path.basename(os.path.abspath(out)),
+        [work, old, new],
+        bases.anchor.config["architectures"],
+    )
     method = "weights" if report.lift is None else report.lift["method"]
     measured = "was not measured." if report.lift is None else "is shown by the losses below."
     how = f"{MOVED} {measured}" if method == "weights" else HOW[method]

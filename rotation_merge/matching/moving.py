@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,6 @@ from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
-
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each is read once."""
 
 
 def moved_tensors(
@@ -58,7 +56,7 @@ class Mover:
         Args:
             dtype: that it is rounded to; None: what it is stored in.
         """
-        source = as_tensors(self.source).cached(EVERYTHING)
+        source = as_tensors(self.source).cached(math.inf)
         stored = read_tensor(info, source)
         if stored is None:
             return None

@@ -22,14 +22,13 @@ from rotation_merge.matching.basis import Basis, Identity, hidden_biases
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.folder import absent_parts
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.labels import LabelRows, in_class_order, label_rows, rows_note, watched
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, as_reference, check_names, check_present, open_model, parse_reference
-from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, row_pair
@@ -123,7 +122,7 @@ class Pair:
     def _source(self, model: View) -> Tensors:
         read = watched(model, model.as_filed.mark.add) if self.watched else model.tensors
         tensors = self.placed(replace(model, tensors=read)).tensors
-        return with_tied(self.architecture, translated(tensors, model.architecture, self.architecture))
+        return named_as(self.architecture, tensors, model.architecture)
 
     def placed(self, model: View) -> View:
         """A model, its tensors on the device."""
@@ -139,8 +138,7 @@ class Pair:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
         if self.shared is None:
             return self.sources
-        subsets = zip(self.sources, self.shared, strict=True)
-        anchor, donor = (vocabulary_subset(self.architecture, source, rows) for source, rows in subsets)
+        anchor, donor = on_shared_rows(self.architecture, self.sources, self.shared)
         return anchor, donor
 
     def basis(self, streams: Sequence[str]) -> Basis:

@@ -47,7 +47,7 @@ def refitted_view(views: RecipeViews) -> tuple[View, Callable[[], View]]:
     def merged() -> View:
         views.donors.match_wholes()
         with progress_bar("Refitting", options.quiet) as progress:
-            result = ModelRefit(
+            solving = ModelRefit(
                 base,
                 teachers,
                 refit,
@@ -56,12 +56,13 @@ def refitted_view(views: RecipeViews) -> tuple[View, Callable[[], View]]:
                 own_heads=recipe.value("heads_of") == "each",
                 dtype=recipe.dtype,
                 device=str(options.device or "cpu"),
-            ).run(progress)
-        run.endings.append(result.close)
-        run.heads.update(result.heads)
-        for note in result.notes:
+            )
+            view = solving.run(progress)
+        run.endings.append(solving.store.close)
+        run.heads.update(solving.heads)
+        for note in solving.notes:
             run.note(note)
-        return result.view
+        return view
 
     def read(name: str) -> Tensor:
         return base[name] if recipe.excluded(name) else merged()[name]

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 
+import torch
 from mergekit.common import dtype_from_name
 from torch import Tensor
 
@@ -40,16 +41,9 @@ def write_checkpoint(
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
     dtype = dtype_from_name(storage.dtype)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, tensor) in enumerate(view.blocks()):
-            if progress is not None:
-                progress("writing", number, len(view))
-            yield name, tensor.to(stored_dtype(tensor, dtype or view.stored_dtypes.get(name)))
-
     with staged(out) as staging:
         with unchanged([view]):
-            view.write(staging, tensors(), storage)
+            view.write(staging, watched_blocks(view, dtype, progress), storage)
         passed, words = check(staging) if check is not None else (True, "")
         write_notes(staging, report, f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
         if not passed:
@@ -57,6 +51,14 @@ def write_checkpoint(
             shutil.move(staging, rejected)
             problem = f"does not compute what {view.name} computes ({words})"
             raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
+
+
+def watched_blocks(view: View, dtype: torch.dtype | None, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a model that is being written, in a dtype, or in that of its files."""
+    for number, (name, tensor) in enumerate(view.blocks()):
+        if progress is not None:
+            progress("writing", number, len(view))
+        yield name, tensor.to(stored_dtype(tensor, dtype or view.stored_dtypes.get(name)))
 
 
 def write_notes(folder: str, report: MergeReport, text: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
-from rotation_merge.model.blocks import blockwise, read_tensor, unstack
+from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 
@@ -44,6 +44,11 @@ def translated(source: TensorSource, stored: Architecture, named: Architecture) 
     """A model's tensors also under the names of another model of the same family."""
     tensors = as_tensors(source)
     return tensors if stored is named else tensors.renamed(names_in(stored, named))
+
+
+def named_as(named: Architecture, source: TensorSource, stored: Architecture) -> Tensors:
+    """A model's tensors by the names of another model of its family, a tied one under both of its names."""
+    return with_tied(named, translated(source, stored, named))
 
 
 def restructured(source: TensorSource, stored: Architecture, named: Architecture) -> Tensors:

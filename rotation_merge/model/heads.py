@@ -19,7 +19,6 @@ from rotation_merge.model.markdown import code
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import StorageOptions
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import Transform
 
@@ -117,8 +116,7 @@ def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_
     for name, view in under_heads(open_model(merged, unsupported="merge"), donors).items():
         body = f"The merged body with the head of {code(view.reference)}."
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\n{body}\n"
-        storage = StorageOptions(shard_size, str(view.dtype).removeprefix("torch."))
-        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), storage)
+        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), view.storage(shard_size))
 
 
 def heads_of_teachers(merged: View, teachers: Sequence[View]) -> list[View | None]:

@@ -58,11 +58,6 @@ class LowRank:
         b = torch.cat([self.b, self.b.new_zeros(len(self.b), more, *self.b.shape[2:])], 1)
         return replace(self, a=a, b=b)
 
-    def with_flat(self, a: Tensor, b: Tensor) -> LowRank:
-        """Other factors of the same map, in this one's shapes and types, with the scale 1."""
-        a_shape, b_shape = (len(a), *self.a.shape[1:]), (len(b), len(a), *self.b.shape[2:])
-        return replace(self, a=a.reshape(a_shape).to(self.a.dtype), b=b.reshape(b_shape).to(self.b.dtype), scale=1.0)
-
 
 def transposed(info: TensorInfo) -> bool:
     """Whether a weight is stored [in, out]."""

@@ -56,6 +56,11 @@ def vocabulary_subset(architecture: Architecture, source: TensorSource, rows: Te
     return with_rows(source, vocabulary_axes(architecture.tensors()), rows)
 
 
+def on_shared_rows(known: Architecture, sources: Sequence[TensorSource], rows: Sequence[Tensor]) -> list[Tensors]:
+    """Models under one's names, each with its rows of the tokens that all know."""
+    return [vocabulary_subset(known, *pair) for pair in zip(sources, rows, strict=True)]
+
+
 def padded_as(source: TensorSource, like: TensorSource, axes: Mapping[str, int]) -> Tensors:
     """Tensors with another model's number of vocabulary rows: cut, or extended by the other's rows.
 

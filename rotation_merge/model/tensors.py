@@ -98,7 +98,7 @@ class Tensors(Mapping[str, Tensor]):
         further = as_tensors(replacements)
         return _picked({name: (source, name) for source in (self, further) for name in source.shapes})
 
-    def cached(self, room: int = KEPT) -> Tensors:
+    def cached(self, room: float = KEPT) -> Tensors:
         """The same with the tensors that were read kept in memory, up to a limit in bytes."""
         known: dict[Names, Tensor] = {}
         free = [room]

@@ -339,8 +339,12 @@ class View(Tensors):
         with staged(out) as staging:
             places = {"": self} | {os.path.join(HEADS, name): view for name, view in self.heads.items()}
             for place, view in places.items():
-                dtype = None if view.dtype is None else str(view.dtype).removeprefix("torch.")
-                view.write(os.path.join(staging, place), view.blocks(), StorageOptions(size, dtype, view.untie))
+                view.write(os.path.join(staging, place), view.blocks(), view.storage(size))
+
+    def storage(self, shard_size: int) -> StorageOptions:
+        """How its files are written: in its dtype, of which a file has so many bytes at most."""
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return StorageOptions(shard_size, dtype, self.untie)
 
     def write(self, folder: str, tensors: Iterable[tuple[str, Tensor]], storage: StorageOptions) -> None:
         """Write weights, small files and config into a folder.

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rotation_merge as rm
+from rotation_merge.averaging.methods import mean
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
-from rotation_merge.averaging.task_vectors import TaskVectorMethod, change_of, mean_of, shortening
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, change_of, shortening
 from rotation_merge.averaging.wudi import added_by_wudi, both_sides, one_side
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
@@ -136,7 +137,7 @@ def test_a_change_beside_another_one(shape: tuple[int, ...]) -> None:
 def test_one_side_is_the_minimum_of_its_objective() -> None:
     """sum_t a_t |(D - D_t) D_t^T|^2 + l |D - M|^2: the gradient vanishes."""
     changes, shares = [random(4, 6, seed=seed) for seed in range(3)], [0.2, 0.5, 1.0]
-    prior = mean_of(changes, shares)
+    prior = mean(changes, shares)
     merged_change = one_side(changes, shares, prior, 0.1)
     values = torch.linalg.eigvalsh(sum(a * d.T @ d for a, d in zip(shares, changes, strict=True)))
     penalty = 0.1 * float(values.square().sum() / values.sum())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from carry_support import make_adapter, merged, other_coordinates
 from tiny_models import ALL, Case, difference, outputs, planted
 
@@ -56,3 +57,18 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
     assert set(whole) == set(new)
     there = outputs(model.holding(whole), given)
     assert difference(there, expected) <= 1e-8 * max(size, 1)
+
+
+def test_experts_with_biases_beside_their_factors(tmp_path: Path) -> None:
+    """`lora_bias` on experts that are stored apart: where nothing is moved, nothing changes."""
+    model = planted(next(case for case in FAMILIES if case.family == "mixtral"))
+    adapter = make_adapter(model.architecture, model.state, lora_bias=True)
+    experts = {name: factor for name, factor in adapter.tensors.items() if "experts" in name and "lora_B" in name}
+    adapter.tensors.update({name.replace("weight", "bias"): factor[:, 0] for name, factor in experts.items()})
+    adapter.save_pretrained(tmp_path / "adapter")
+    base = model.state, model.config
+    carried = rm.transfer(tmp_path / "adapter", base, base, alignment=rm.Alignment({}))
+    assert len(experts) > 2
+    assert carried.tensors.keys() == adapter.tensors.keys()
+    for name, factor in carried.tensors.items():
+        torch.testing.assert_close(factor, adapter.tensors[name])
