@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.matching.stream import Transforms
-from rotation_merge.model.biases import in_coordinates, with_biases
-from rotation_merge.model.blocks import moved_reader, read_tensor, reader
-from rotation_merge.model.fold import Fold, folded_tensors
+from rotation_merge.model.biases import with_biases
+from rotation_merge.model.blocks import blockwise, moved_reader, read_tensor, reader
+from rotation_merge.model.fold import Fold
 from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
+from rotation_merge.symmetry import Transform
 
 EVERYTHING = 1 << 62
 """Bytes of what is kept while one tensor is computed, so that each is read once."""
@@ -24,12 +24,14 @@ EVERYTHING = 1 << 62
 def moved_tensors(
     architecture: Architecture,
     source: TensorSource,
-    transforms: Transforms,
+    transforms: Mapping[str, Transform],
     folded: Sequence[str] = (),
     biases: TensorSource | None = None,
 ) -> Tensors:
-    """A model in other coordinates, in float32 at least; arguments as the attributes of `Mover`."""
-    return in_coordinates(architecture, folded_tensors(architecture, source, folded), transforms, biases)
+    """A model in other coordinates, in float32 at least where it changes; arguments as the attributes of `Mover`."""
+    tensors, fold = as_tensors(source), Fold(architecture, folded)
+    mover = Mover(architecture, tensors, transforms, folded, biases)
+    return blockwise(architecture, tensors, lambda block, info: mover.moved(block, info, tensors, fold))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class Mover:
 
     architecture: Architecture
     source: TensorSource
-    transforms: Transforms
+    transforms: Mapping[str, Transform]
     folded: Sequence[str] = ()
     biases: TensorSource | None = None
     least: torch.dtype | None = None
@@ -65,13 +67,14 @@ class Mover:
         fold, rounded = Fold(self.architecture, self.folded, self.least or dtype), stored_dtype(stored, dtype)
 
         def moved(parts: Sequence[Tensors] | None) -> Tensor:
-            tensor = self._moved(block, info, source if parts is None else parts[0], fold)
+            tensor = self.moved(block, info, source if parts is None else parts[0], fold)
             assert tensor is not None
             return tensor
 
         return in_slices(block, info, [source], rounded, moved)
 
-    def _moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
+    def moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
+        """A tensor in the anchor's coordinates, not rounded; None if the source lacks it."""
         stored = reader(block, source)
 
         def folded(key: str) -> Tensor | None:

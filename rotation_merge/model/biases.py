@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo
 from rotation_merge.model.apply import at_least_float32, join_axis, split_axis
-from rotation_merge.model.blocks import Get, blockwise, moved_reader, reader
+from rotation_merge.model.blocks import Get, blockwise, reader
 from rotation_merge.model.fold import required
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
@@ -159,28 +159,6 @@ def along(hidden: HiddenBias, info: TensorInfo, dim: int, shift: Tensor) -> Tens
     pieces = split_axis(shift.new_zeros(axis.size or 0), 0, axis)
     pieces[_place(axis, hidden.space, "o")] = shift[:, None].expand(hidden.space.factors("o"))
     return join_axis(pieces, 0, axis)
-
-
-def in_coordinates(
-    architecture: Architecture,
-    source: TensorSource,
-    transforms: Mapping[str, Transform],
-    anchor: TensorSource | None = None,
-) -> Tensors:
-    """A model in the anchor's coordinates, with the anchor's unseen biases, in float32 at least where it moves.
-
-    Args:
-        source, anchor: by the architecture's names, both folded or neither; without an anchor biases stay the donor's.
-    """
-    stored = as_tensors(source)
-
-    def compute(block: Block, info: TensorInfo) -> Tensor | None:
-        moved = moved_reader(block, reader(block, stored), transforms)
-        if anchor is None:
-            return moved(info.key)
-        return with_biases(block, info, moved, reader(block, anchor), transforms)
-
-    return blockwise(architecture, stored, compute)
 
 
 def without_biases(architecture: Architecture, source: TensorSource, spaces: Collection[str]) -> Tensors:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.biases import in_coordinates
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
@@ -76,7 +76,7 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     if alignment.folded:
         anchor = folded_tensors(architecture, anchor, alignment.folded)
         donor = folded_tensors(architecture, donor, alignment.folded)
-    aligned = in_coordinates(architecture, donor, alignment.transforms, anchor)
+    aligned = moved_tensors(architecture, donor, alignment.transforms, (), anchor)
     whole = _Sums()
     for block in architecture.blocks:
         a, b = read_block(block, anchor), read_block(block, donor)
