@@ -16,7 +16,7 @@ from rotation_merge.errors import CheckpointError, RotationMergeError, printable
 from rotation_merge.files import write_text
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.markdown import code, encoded, plain, prose
-from rotation_merge.model.naming import shortened
+from rotation_merge.model.naming import Renaming, shortened
 from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
 
@@ -354,9 +354,7 @@ def _without_paths(report: MergeReport) -> Callable[[str], str]:
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
     words = {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
-    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w./~@-])(?:{longest_first})(?![\w/@-])(?!\.\w)")
-    return lambda text: pattern.sub(lambda match: words[match[0]], text) if words else text
+    return Renaming(words).text
 
 
 def _model_names(report: MergeReport) -> list[str]:

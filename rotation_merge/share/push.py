@@ -21,6 +21,7 @@ from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.headers import opened_file
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
+from rotation_merge.model.naming import Renaming
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.origin import licence
 from rotation_merge.record import REPORT_FILE, MergeReport
@@ -30,7 +31,6 @@ from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
 from rotation_merge.share.names import STATISTICS as MEASURED
 from rotation_merge.share.names import (
-    Renaming,
     completed,
     files_in,
     given_names,
