@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,14 +12,11 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.model.biases import with_biases
 from rotation_merge.model.blocks import blockwise, moved_reader, read_tensor, reader
-from rotation_merge.model.fold import Fold
+from rotation_merge.model.fold import Fold, required
 from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
 from rotation_merge.symmetry import Transform
-
-EVERYTHING = 1 << 62
-"""Bytes of what is kept while one tensor is computed, so that each is read once."""
 
 
 def moved_tensors(
@@ -60,16 +58,14 @@ class Mover:
         Args:
             dtype: that it is rounded to; None: what it is stored in.
         """
-        source = as_tensors(self.source).cached(EVERYTHING)
+        source = as_tensors(self.source).cached(sys.maxsize)  # each is read once
         stored = read_tensor(info, source)
         if stored is None:
             return None
         fold, rounded = Fold(self.architecture, self.folded, self.least or dtype), stored_dtype(stored, dtype)
 
         def moved(parts: Sequence[Tensors] | None) -> Tensor:
-            tensor = self.moved(block, info, source if parts is None else parts[0], fold)
-            assert tensor is not None
-            return tensor
+            return required(lambda _: self.moved(block, info, source if parts is None else parts[0], fold), info.key)
 
         return in_slices(block, info, [source], rounded, moved)
 
