@@ -30,7 +30,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     from rotation_merge.diagnose import absent_models, check_text
     from rotation_merge.diagnose.check import lengths_of_changes, needs_of, suggestions
     from rotation_merge.diagnose.sources import HUB_NOTE
-    from rotation_merge.model.remote import remote_headers
+    from rotation_merge.report.remote import remote_headers
 
     text = read_recipe(Path(recipe))
     with remote_headers(absent_models(text), offline) as (remote, refused):

@@ -21,8 +21,8 @@ from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
-from rotation_merge.model.remote import RemoteModel
 from rotation_merge.report.memory import itemsize_of, peak_memory
+from rotation_merge.report.remote import RemoteModel
 from rotation_merge.workers import free_memory
 
 

@@ -22,9 +22,10 @@ from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import check_shapes
+from rotation_merge.model.contents import check_config
 from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
 from rotation_merge.model.gguf import quantised
-from rotation_merge.model.headers import AGAIN, check_codes, check_config
+from rotation_merge.model.headers import AGAIN, check_codes
 from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View

@@ -19,6 +19,16 @@ TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?"
 """Forms of a name on the hub: org/name@revision, a file there, or one of a dataset."""
 
 
+def check_repository(name: str) -> None:
+    """Refuse an invalid repository name, before the hub is asked.
+
+    Raises:
+        RotationMergeError: names it.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
+
+
 def given_names(texts: Iterable[str]) -> dict[str, str]:
     """Names from `--as LOCAL=org/name@revision`.
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from rotation_merge.model.contents import Contents
 from rotation_merge.report.integrity.companions import check_companions
-from rotation_merge.report.integrity.contents import Contents
 from rotation_merge.report.integrity.defect import Defect
 from rotation_merge.report.integrity.fields import check_fields
 from rotation_merge.report.integrity.keys import check_keys

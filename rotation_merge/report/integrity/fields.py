@@ -9,8 +9,8 @@ from typing import Any
 
 from rotation_merge.architecture.fields import differences
 from rotation_merge.errors import named
+from rotation_merge.model.contents import CONFIG, Contents
 from rotation_merge.model.headers import FLOATS, codes
-from rotation_merge.report.integrity.contents import CONFIG, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries
 from rotation_merge.report.integrity.keys import LAYERS, settings_of
 

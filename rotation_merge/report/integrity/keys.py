@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, named, short
-from rotation_merge.model.headers import check_config
-from rotation_merge.report.integrity.contents import CONFIG, Contents
+from rotation_merge.model.contents import CONFIG, Contents, check_config
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, ShardHeader
 
 LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")

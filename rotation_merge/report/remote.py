@@ -17,8 +17,9 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.gguf import refuse_bare_repository
-from rotation_merge.model.headers import INDEX, WEIGHT_FILES, weight_map
+from rotation_merge.model.headers import INDEX, WEIGHT_FILES
 from rotation_merge.model.hub import is_gguf_file, reachable
 
 SHARDS = WEIGHT_FILES[0] + INDEX
@@ -107,7 +108,7 @@ def _fetched(name: str, cache: str) -> RemoteModel:
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
     snapshot = snapshot_download(repo, revision=revision or None, cache_dir=cache, allow_patterns=list(SMALL))
     os.makedirs(snapshot, exist_ok=True)
-    shards = set(weight_map(os.path.join(snapshot, SHARDS)).values()) if SHARDS in sizes else SINGLE
+    shards = set(Contents(snapshot).weight_map.values()) or SINGLE
     files = [file for file in shards if file in sizes]
     if not files:
         refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))
