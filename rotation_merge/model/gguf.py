@@ -12,13 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, no_space, short
 from rotation_merge.files import locked, write_json
-from rotation_merge.model.headers import AGAIN, read_json
+from rotation_merge.model.contents import Contents
+from rotation_merge.model.headers import AGAIN
 from rotation_merge.model.hub import is_gguf_file, reachable
 from rotation_merge.model.staging import staged
 
@@ -111,13 +110,7 @@ def _model_in(folder: str) -> str:
 
 def quantised(folder: str) -> str:
     """Describe the quantisation of the weights of a folder made of a GGUF; empty for other folders."""
-    return str(_origin(folder).get("note", ""))
-
-
-def _origin(folder: str) -> dict[str, Any]:
-    with suppress(CheckpointError):  # any other folder
-        return read_json(os.path.join(folder, ORIGIN))
-    return {}
+    return str(Contents(folder).mapping(ORIGIN).get("note", ""))
 
 
 def decoded(path: str) -> str:
@@ -171,7 +164,7 @@ def _decode(paths: Sequence[str], folder: str) -> None:
     files = [os.path.abspath(path) for path in paths]
     beside = [entry.path for entry in os.scandir(os.path.dirname(folder)) if entry.is_dir()]
     LOG.info("%s is decoded into %s", paths[0], folder)
-    for former in (place for place in beside if _origin(place).get("files") == files):
+    for former in (place for place in beside if Contents(place).mapping(ORIGIN).get("files") == files):
         shutil.rmtree(former, ignore_errors=True)
     with staged(folder) as staging:
         note = write_checkpoint(paths, staging)

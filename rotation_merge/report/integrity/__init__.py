@@ -44,5 +44,5 @@ def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
 
 
 def _defects(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    for check in CHECKS:
+    for check in (check_weight_files, check_tokens) if contents.is_adapter else CHECKS:
         yield from check(contents, parents)

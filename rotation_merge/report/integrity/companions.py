@@ -27,8 +27,6 @@ REMEDY = "copy it ('--mend')"
 
 def check_companions(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Compare the small files with those of the parents, the base's first."""
-    if contents.is_adapter:
-        return
     yield from _code(contents, parents)
     yield from _tokenizer(contents, parents)
     yield from _processors(contents, parents)

@@ -34,8 +34,6 @@ NEEDED = {
 
 def check_fields(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Look at the config by itself, beside the weights' dtypes, and beside those of the parents."""
-    if contents.is_adapter:
-        return
     config = contents.config
     if not config:
         problem = contents.damaged.get(CONFIG, "there is none")

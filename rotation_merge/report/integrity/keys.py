@@ -64,7 +64,7 @@ class Loading:
 
 def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Compare names and shapes; corrections of the config are taken from the first parent that has the same shapes."""
-    if not contents.whole_files or not contents.config or contents.is_adapter:
+    if not contents.whole_files or not contents.config:
         return
     loading = loading_of(contents)
     if isinstance(loading, Defect):
