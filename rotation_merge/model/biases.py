@@ -80,12 +80,6 @@ def _place(axis: Axis, space: Space, role: str) -> int:
     return axis.pieces.index((Part(space, role),))
 
 
-def touches(block: Block, info: TensorInfo) -> bool:
-    """Whether a tensor holds hidden biases, or those of values can be moved into it."""
-    parts = (part for hidden in block_hidden_biases(block) for part in (hidden.info, hidden.bias))
-    return any(part.key == info.key for part in parts if part is not None)
-
-
 def holders(block: Block) -> list[TensorInfo]:
     """A block's tensors with hidden biases, which are read from the anchor."""
     hidden = {bias.info.key for bias in block_hidden_biases(block)}
@@ -168,11 +162,7 @@ def without_biases(architecture: Architecture, source: TensorSource, spaces: Col
         spaces: names of those that are matched.
     """
     stored = as_tensors(source)
-
-    def compute(block: Block, info: TensorInfo) -> Tensor | None:
-        return _without(block, info, reader(block, stored), spaces) if touches(block, info) else None
-
-    return blockwise(architecture, stored, compute)
+    return blockwise(architecture, stored, lambda block, info: _without(block, info, reader(block, stored), spaces))
 
 
 def _with_piece(tensor: Tensor, hidden: HiddenBias, replacement: Tensor) -> Tensor:
