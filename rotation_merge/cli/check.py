@@ -30,12 +30,12 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     from rotation_merge.diagnose import absent_models, check_text
     from rotation_merge.diagnose.check import lengths_of_changes, needs_of, suggestions
     from rotation_merge.diagnose.sources import HUB_NOTE
-    from rotation_merge.model.remote import remote_headers
+    from rotation_merge.report.remote import remote_headers
 
     text = read_recipe(Path(recipe))
-    with remote_headers(absent_models(text), offline) as remote:
-        faults = check_text(text, remote.errors)
-        needs = needs_of(recipe, remote.models.values(), remote.cache) if remote.models else None
+    with remote_headers(absent_models(text), offline) as (remote, refused):
+        faults = check_text(text, refused)
+        needs = needs_of(recipe, remote) if remote else None
     bad = [fault for fault in faults if fault.error]
     suggested = [] if bad else suggestions(recipe)
     changes = None if bad else lengths_of_changes(recipe)
@@ -46,7 +46,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
         }
         facts |= {"changes": asdict(changes)} if changes is not None else {}
         if needs is not None:
-            licences = {model.name: model.licence for model in remote.models.values()}
+            licences = {model.name: model.licence for model in remote}
             facts |= {"needs": {**asdict(needs), "shortages": list(needs.shortages())}, "licences": licences}
         print_json({"recipe": recipe, "ok": not bad, **facts})
         return 1 if bad else 0
@@ -59,10 +59,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
         say(preset.words)
     if needs is not None:
         say(f"{needs.words}; nearness and fingerprints were not checked, they need weights")
-        say(
-            "licences: "
-            + ", ".join(f"{model.name} {model.licence or 'none stated'}" for model in remote.models.values())
-        )
+        say("licences: " + ", ".join(f"{model.name} {model.licence or 'none stated'}" for model in remote))
         for shortage in needs.shortages():
             say(shortage, "yellow")
     if changes is not None:

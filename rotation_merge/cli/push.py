@@ -58,7 +58,7 @@ def command(
     become org/name@revision, from the hub's cache; local
     paths need a name on the hub (--as).
     """
-    from rotation_merge.model.hub import check_repository
+    from rotation_merge.share.names import check_repository
     from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, draft, publish
 
     check_repository(repo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
-from rotation_merge.model.remote import RemoteModel
 from rotation_merge.report.memory import itemsize_of, peak_memory
+from rotation_merge.report.remote import RemoteModel
 from rotation_merge.workers import free_memory
 
 
@@ -173,12 +173,11 @@ class ResourceNeeds:
         return ", ".join(parts)
 
 
-def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> ResourceNeeds:
+def needs_of(recipe: str, models: Sequence[RemoteModel]) -> ResourceNeeds:
     """The needs of a recipe, from its models' headers.
 
     Args:
-        models: those that are to be downloaded.
-        cache: the folder that they will be downloaded to.
+        models: those that are to be downloaded, at least one.
     """
     output, memory = None, None
     with suppress(RotationMergeError, ValueError):  # recipes of other methods, and such as `check` finds faults in
@@ -188,7 +187,7 @@ def needs_of(recipe: str, models: Collection[RemoteModel], cache: str) -> Resour
             output = size * sum(map(math.prod, anchor.shapes.values()))
             carried = donor.origin is not None
             memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))
-    downloads = {model.name: model.bytes for model in models}
+    downloads, cache = {model.name: model.bytes for model in models}, models[0].cache
     return ResourceNeeds(downloads, cache, output, memory, _free_disk(cache), free_memory())
 
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import Transforms
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.apply import at_least_float32
-from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
@@ -74,7 +74,7 @@ class Mixture:
         """
         anchor, *donors = self.parents
         pairs = zip(donors, transforms, strict=True)
-        self._moved = [anchor, *(in_coordinates(self.architecture, donor, maps, anchor) for donor, maps in pairs)]
+        self._moved = [anchor, *(moved_tensors(self.architecture, donor, maps, (), anchor) for donor, maps in pairs)]
         self._shares = coefficients.tolist()
         try:
             yield

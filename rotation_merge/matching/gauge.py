@@ -30,7 +30,7 @@ def space_groups(architecture: Architecture, options: AlignConfig) -> dict[str, 
 def random_gauge(architecture: Architecture, options: AlignConfig, generator: torch.Generator) -> dict[str, Transform]:
     """A random transform of every space that `options` match, by space name.
 
-    Applied to a model (`in_coordinates`) it gives other weights with the same outputs; a `residual: rotation` needs a
+    Applied to a model (`moved_tensors`) it gives other weights with the same outputs; a `residual: rotation` needs a
     folded model.
     """
     return {name: group.random(generator) for name, group in space_groups(architecture, options).items()}

@@ -16,10 +16,11 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import named, wanted_spaces
 from rotation_merge.matching.match import match_model
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.report_rows import recorded
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import in_coordinates, without_biases
+from rotation_merge.model.biases import without_biases
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, mean_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -67,7 +68,7 @@ def match_to_mean(
     for turn in range(MOST_ROUNDS if len(sources) > 2 else 0):
         proposed = dict(frames)
         for name, source in stored.items():
-            others = [in_coordinates(architecture, stored[n], proposed[n]) for n in stored if n != name]
+            others = [moved_tensors(architecture, stored[n], proposed[n]) for n in stored if n != name]
             streams = {stream: t for stream, t in proposed[name].items() if stream in architecture.streams}
             starts = {"where it stands": streams} if streams else None
             within = ledger.under(f"round {turn}/{name}")
@@ -105,7 +106,7 @@ def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
     """Sum over models of the squared distance from their mean."""
-    moved = [in_coordinates(architecture, source, frames[name]) for name, source in sources.items()]
+    moved = [moved_tensors(architecture, source, frames[name]) for name, source in sources.items()]
     total = 0.0
     for name in architecture.named():
         if all(name in source for source in moved):

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.matching.stream import Transforms
-from rotation_merge.model.biases import in_coordinates, with_biases
-from rotation_merge.model.blocks import moved_reader, read_tensor, reader
-from rotation_merge.model.fold import Fold, folded_tensors
+from rotation_merge.model.biases import with_biases
+from rotation_merge.model.blocks import blockwise, moved_reader, read_tensor, reader
+from rotation_merge.model.fold import Fold, required
 from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
+from rotation_merge.symmetry import Transform
 
 
 def moved_tensors(
     architecture: Architecture,
     source: TensorSource,
-    transforms: Transforms,
+    transforms: Mapping[str, Transform],
     folded: Sequence[str] = (),
     biases: TensorSource | None = None,
 ) -> Tensors:
-    """A model in other coordinates, in float32 at least; arguments as the attributes of `Mover`."""
-    return in_coordinates(architecture, folded_tensors(architecture, source, folded), transforms, biases)
+    """A model in other coordinates, in float32 at least where it changes; arguments as the attributes of `Mover`."""
+    tensors, fold = as_tensors(source), Fold(architecture, folded)
+    mover = Mover(architecture, tensors, transforms, folded, biases)
+    return blockwise(architecture, tensors, lambda block, info: mover.moved(block, info, tensors, fold))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class Mover:
 
     architecture: Architecture
     source: TensorSource
-    transforms: Transforms
+    transforms: Mapping[str, Transform]
     folded: Sequence[str] = ()
     biases: TensorSource | None = None
     least: torch.dtype | None = None
@@ -56,20 +58,19 @@ class Mover:
         Args:
             dtype: that it is rounded to; None: what it is stored in.
         """
-        source = as_tensors(self.source).cached(math.inf)
+        source = as_tensors(self.source).cached(math.inf)  # each is read once
         stored = read_tensor(info, source)
         if stored is None:
             return None
         fold, rounded = Fold(self.architecture, self.folded, self.least or dtype), stored_dtype(stored, dtype)
 
         def moved(parts: Sequence[Tensors] | None) -> Tensor:
-            tensor = self._moved(block, info, source if parts is None else parts[0], fold)
-            assert tensor is not None
-            return tensor
+            return required(lambda _: self.moved(block, info, source if parts is None else parts[0], fold), info.key)
 
         return in_slices(block, info, [source], rounded, moved)
 
-    def _moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
+    def moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
+        """A tensor in the anchor's coordinates, not rounded; None if the source lacks it."""
         stored = reader(block, source)
 
         def folded(key: str) -> Tensor | None:

@@ -1,8 +1,8 @@
 """A model's tensors with a LoRA adapter merged into them, tensor by tensor.
 
 An adapter may change in one form what a checkpoint stores in another: experts apart or all in one tensor, gates and
-values (or queries, keys and values) apart or one after the other. Such a tensor is composed of the stored ones, changed
-as the model's class has it, and cut into the stored ones again.
+values (or queries, keys and values) apart or one after the other. What a stored tensor holds of such a parameter is
+changed by the rows or columns of the factors that belong to it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,12 +20,9 @@ from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.architecture.registry import every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter, Change, PlacedChange, placed
-from rotation_merge.model.forms import ComposedTensor, TensorSlice, other_form
+from rotation_merge.model.forms import ComposedTensor, other_form
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Tensors
-
-CACHED = 3
-"""Composed tensors that stay in memory, where a checkpoint stores their parts apart."""
 
 KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 """Layers by the number of dimensions of their weights."""
@@ -51,8 +49,7 @@ def adapted(
     """
     merging = _Merging(adapter, architecture, tensors, tied, model)
     merging.place(config)
-    changed = merging.changes.keys() | merging.parts.keys()
-    wide = {name: _wide(dtype) for name, dtype in tensors.dtypes.items() if name in changed}
+    wide = {name: _wide(dtype) for name, dtype in tensors.dtypes.items() if name in merging.steps}
     return tensors.map(merging.changed, dtypes={**tensors.dtypes, **wide})
 
 
@@ -60,17 +57,24 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(eq=False)
-class _Composed:
-    """A tensor of the model's class that the checkpoint stores in other tensors, and its changes."""
+@dataclass(frozen=True)
+class _Step:
+    """A change of a stored tensor, or of a part of it.
 
-    form: ComposedTensor
-    changes: list[PlacedChange] = field(default_factory=list)
+    Attributes:
+        flipped: the adapter takes the parameter for [in, out].
+        place: entries of the stored tensor that change (the dimension, counted from the last; the first; how many);
+            None: all.
+        entries: those of the parameter that these are.
+        expert: of a change of all experts, the one that the tensor holds; of another, the one of the tensor's that
+            changes; None: the tensor holds what is changed, and nothing beside it.
+    """
 
-
-Part = tuple[_Composed, slice, TensorSlice, int]
-"""A composed tensor, the entries of it that a stored tensor holds, where that holds them, and the number of the expert,
-where these are stored apart."""
+    change: Change
+    flipped: bool
+    place: tuple[int, int, int] | None = None
+    entries: tuple[int, int, int] | None = None
+    expert: int | None = None
 
 
 @dataclass
@@ -78,9 +82,7 @@ class _Merging:
     """An adapter and the checkpoint that it is merged into; see `adapted`.
 
     Attributes:
-        changes: of tensors as they are stored, by name.
-        parts: of composed tensors, by the name of the stored tensor that they lie in.
-        latest: composed tensors that were used last, changed.
+        steps: by the name of the stored tensor that they change.
     """
 
     adapter: Adapter
@@ -88,22 +90,17 @@ class _Merging:
     tensors: Tensors
     tied: str | None
     model: str
-    changes: dict[str, tuple[Change, bool]] = field(default_factory=dict)
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-    latest: dict[_Composed, Tensor] = field(default_factory=dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "latest": {}}
+    steps: dict[str, list[_Step]] = field(default_factory=dict)
 
     def place(self, config: Mapping[str, Any]) -> None:
         """Find the tensor of every change."""
-        infos, names, composed = self.architecture.named(), every_name(config), dict[str, _Composed]()
+        infos, names = self.architecture.named(), every_name(config)
         for name, change in self.adapter.changes.items():
             info, is_stored = infos.get(name), name in self.tensors
             if is_stored and (info is None or info.stacked or not stacks(info)):
                 self._add(name, change, info)
             elif is_stored or not self._adds_nothing(change):
-                self._place(change, placed(self.adapter, change, names), composed)
+                self._place(change, placed(self.adapter, change, names))
 
     def _adds_nothing(self, change: Change) -> bool:
         """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also to those without a bias."""
@@ -127,9 +124,9 @@ class _Merging:
             if shape[0] != shape[1] or change.embedding:
                 flipped = change.embedding or shape == self._low_rank_shape(change)[::-1]
         self._check_shape(change, flipped, shape)
-        self.changes[name] = change, flipped
+        self.steps.setdefault(name, []).append(_Step(change, flipped))
 
-    def _place(self, change: Change, place: PlacedChange | None, composed: dict[str, _Composed]) -> None:
+    def _place(self, change: Change, place: PlacedChange | None) -> None:
         """Add a change of a tensor that the checkpoint stores under another name, or in another form."""
         blocks = (block for block in self.architecture.blocks if place and place.spot.in_block(block))
         if place is None or (block := next(blocks, None)) is None:
@@ -143,18 +140,20 @@ class _Merging:
             raise self._absent(change)
         shape = tuple(axis.size or 0 for axis in info.axes)
         self._check_shape(place, place.transposed, shape if place.expert is None else shape[1:])
-        if info.name not in composed:
-            composed[info.name] = _Composed(form)
-            self._cut(composed[info.name])
-        composed[info.name].changes.append(place)
+        self._cut(place, form)
 
-    def _cut(self, whole: _Composed) -> None:
-        """Find the parts of a composed tensor in the stored ones."""
-        start, dim = 0, whole.form.dim
-        for cut in whole.form.cuts:
-            length = cut.length if cut.dim == dim else cut.info.axes[dim].size or 0
-            for number, name in enumerate(cut.info.names):
-                self.parts.setdefault(name, []).append((whole, slice(start, start + length), cut, number))
+    def _cut(self, change: PlacedChange, form: ComposedTensor) -> None:
+        """Add a change of a parameter whose parts are stored elsewhere."""
+        info, start = change.spot.info, 0
+        for cut in form.cuts:
+            length = cut.length if cut.dim == form.dim else cut.info.axes[form.dim].size or 0
+            entries = None if len(form.cuts) == 1 else (form.dim - len(info.axes), start, length)
+            place = None if cut.dim < cut.info.stacked else (cut.dim - len(cut.info.axes), cut.start, cut.length)
+            apart = cut.info.stacked and info.stacked  # as the class has them
+            for number in [change.expert or 0] if apart else range(len(cut.info.names)):
+                expert = None if apart else number if cut.info.stacked else change.expert
+                step = _Step(change, change.transposed, place, entries, expert)
+                self.steps.setdefault(cut.info.names[number], []).append(step)
             start += length
 
     def _absent(self, change: Change) -> CheckpointError:
@@ -175,29 +174,11 @@ class _Merging:
 
     def changed(self, name: str, tensor: Tensor) -> Tensor:
         """A stored tensor with its changes."""
-        if name not in self.changes and name not in self.parts:
+        if name not in self.steps:
             return tensor
         tensor = tensor.to(_wide(tensor.dtype), copy=True)
-        if name in self.changes:
-            _apply(self.adapter, *self.changes[name], tensor)
-        for whole, entries, cut, number in self.parts.get(name, ()):
-            part = self._whole(whole)[(slice(None),) * whole.form.dim + (entries,)]
-            place = (slice(None),) * cut.dim + (slice(cut.start, cut.start + cut.length),)
-            tensor[place[cut.info.stacked :]] = part[number] if cut.info.stacked else part
-        return tensor
-
-    def _whole(self, whole: _Composed) -> Tensor:
-        """A composed tensor (stacked, if the class has it in pieces) with its changes."""
-        tensor = self.latest.get(whole)
-        if tensor is None:
-            while len(self.latest) >= CACHED:
-                self.latest.pop(next(iter(self.latest)), None)
-            stored = whole.form.read(self.tensors)
-            tensor = stored.to(_wide(stored.dtype), copy=True)
-            for change in whole.changes:
-                part = tensor if change.expert is None else tensor[change.expert]
-                _apply(self.adapter, change, change.transposed, part)
-            self.latest[whole] = tensor
+        for step in self.steps[name]:
+            _apply(self.adapter, step, tensor if step.place is None else tensor.narrow(*step.place))
         return tensor
 
 
@@ -207,25 +188,61 @@ def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
     return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size
 
 
-def _apply(adapter: Adapter, change: Change, flipped: bool, tensor: Tensor) -> None:
-    """Change a tensor in place; flipped: the adapter takes it for [in, out]."""
+def _apply(adapter: Adapter, step: _Step, tensor: Tensor) -> None:
+    """Carry out a change of a stored tensor, or of the part of it that changes, in place."""
+    change, number = step.change, step.expert if step.change.experts else None
+    if step.expert is not None and number is None:
+        tensor = tensor[step.expert]
+
+    def stored(key: str) -> Tensor:
+        value = adapter.tensor(key) if number is None else adapter.tensor(key)[number]
+        return value if step.entries is None else value.narrow(*step.entries)
+
     if change.value:
-        tensor.copy_(adapter.tensor(change.value))
+        tensor.copy_(stored(change.value))
     if change.shift:
-        tensor += change.scale * adapter.tensor(change.shift).to(tensor.dtype)
+        tensor += change.scale * stored(change.shift).to(tensor.dtype)
     if not change.a:
         return
-    low = adapter.low_rank(change).to(tensor.dtype)
-    if change.magnitude:
-        weight = tensor.T if flipped and not change.embedding else tensor
-        weight.copy_(_dora(weight.contiguous(), low, adapter.tensor(change.magnitude).to(tensor.dtype)))
+    factors, matrices = [_factors(adapter, change)], [tensor]
+    if change.experts:
+        experts = _of_experts(factors[0], change.experts)
+        factors, matrices = (experts, list(tensor)) if number is None else ([experts[number]], [tensor])
+    magnitude = adapter.tensor(change.magnitude).to(tensor.dtype) if change.magnitude else None
+    for low, matrix in zip(factors, matrices, strict=True):
+        _multiply(low.to(matrix.dtype), magnitude, step, matrix)
+
+
+@lru_cache(maxsize=1)
+def _factors(adapter: Adapter, change: Change) -> LowRank:
+    """The factors of a change, kept while the experts that they are of are read one after the other."""
+    return adapter.low_rank(change)
+
+
+def _of_experts(low: LowRank, count: int) -> list[LowRank]:
+    """The factors of each expert, as peft stores them in one: A (count r, in), B (out, r count)."""
+    a, b = low.a.unflatten(0, (count, -1)), low.b.unflatten(1, (-1, count))
+    return [replace(low, a=a[number], b=b[:, :, number]) for number in range(count)]
+
+
+def _multiply(low: LowRank, magnitude: Tensor | None, step: _Step, matrix: Tensor) -> None:
+    """Add a product of factors to a matrix, in place; with a magnitude as DoRA does."""
+    if step.entries is not None:
+        dim, start, length = step.entries
+        if dim == (-1 if step.flipped else -matrix.ndim):  # outputs
+            low = replace(low, b=low.b.narrow(0, start, length))
+            magnitude = None if magnitude is None else magnitude.narrow(0, start, length)
+        else:
+            low = replace(low, a=low.a.narrow(1, start, length))
+    if magnitude is not None:
+        weight = matrix.T if step.flipped and not low.embedding else matrix
+        weight.copy_(_dora(weight.contiguous(), low, magnitude))
         return
-    product = _fused_experts(low, change.experts) if change.experts else low.product()
-    tensor += product.mT if flipped != bool(change.experts) else product
+    matrix += low.product().mT if step.flipped else low.product()
 
 
 def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
-    """m (W + s B A) / |W + s B A|, in the dtype of the weight.
+    """m (W + s B A) / |W + s B A| as peft merges it, in the dtype of the weight.
 
     Args:
         weight: (out, in), a convolution's (out, in, kernel...), an embedding's (tokens, width).
@@ -233,6 +250,8 @@ def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
 
     Source: DoRA, arXiv 2402.09353, eq. 5.
     """
+    import peft  # which takes seconds
+
     layer: Any
     if change.embedding:
         layer = nn.Embedding.from_pretrained(weight)
@@ -240,31 +259,10 @@ def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
         kernel = [weight.shape[2:]] * (weight.ndim > 2)
         layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
         layer.weight = nn.Parameter(weight, requires_grad=False)
-    return _by_peft(layer, change, change.rank, magnitude, target_modules=["layer"])
-
-
-def _fused_experts(change: LowRank, count: int) -> Tensor:
-    """The change of all experts of a parameter, (experts, in, out), in the dtype of the factors.
-
-    Args:
-        change: A and B of all experts as peft stores them, with the scale of one expert's product.
-        count: of experts.
-    """
-    layer: Any = nn.Module()
-    layer.weight = nn.Parameter(change.a.new_zeros(count, change.a.shape[1], len(change.b)), requires_grad=False)
-    layer.is_transposed = True  # so that every peft takes it for (experts, in, out)
-    return _by_peft(layer, change, change.rank // count, target_modules=[], target_parameters=["layer.weight"])
-
-
-def _by_peft(layer: nn.Module, change: LowRank, rank: int, magnitude: Tensor | None = None, **targets: Any) -> Tensor:
-    """The weight of a layer with a change merged by peft."""
-    import peft  # which takes seconds
-
-    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=magnitude is not None, **targets)
+    rank = change.rank
+    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=True, target_modules=["layer"])
     a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
-    state = {f"layer.{a}": change.a, f"layer.{b}": change.b}
-    if magnitude is not None:
-        state["layer.lora_magnitude_vector"] = magnitude
+    state = {f"layer.{a}": change.a, f"layer.{b}": change.b, "layer.lora_magnitude_vector": magnitude}
     parent: Any = nn.Module()
     parent.layer = layer
     with warnings.catch_warnings():

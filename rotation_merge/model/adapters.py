@@ -24,8 +24,9 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
+from rotation_merge.model.contents import Contents, tensor_files
 from rotation_merge.model.folder import ShardReader
-from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, header, opened_file, read_json, tensor_files
+from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, header, read_json
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -72,7 +73,7 @@ def is_adapter(path: str) -> bool:
         CheckpointError: it holds both.
     """
     has_config = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
-    if has_config and opened_file(path):
+    if has_config and Contents(path).opened:
         tensor_files(path)
     return has_config
 

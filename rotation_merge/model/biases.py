@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo
 from rotation_merge.model.apply import at_least_float32, join_axis, split_axis
-from rotation_merge.model.blocks import Get, blockwise, moved_reader, reader
+from rotation_merge.model.blocks import Get, blockwise, reader
 from rotation_merge.model.fold import required
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
@@ -78,12 +78,6 @@ def _bias(infos: list[TensorInfo], space: Space, role: str) -> TensorInfo | None
 def _place(axis: Axis, space: Space, role: str) -> int:
     """The index of the piece of an axis that holds one role of a space and nothing else."""
     return axis.pieces.index((Part(space, role),))
-
-
-def touches(block: Block, info: TensorInfo) -> bool:
-    """Whether a tensor holds hidden biases, or those of values can be moved into it."""
-    parts = (part for hidden in block_hidden_biases(block) for part in (hidden.info, hidden.bias))
-    return any(part.key == info.key for part in parts if part is not None)
 
 
 def holders(block: Block) -> list[TensorInfo]:
@@ -161,28 +155,6 @@ def along(hidden: HiddenBias, info: TensorInfo, dim: int, shift: Tensor) -> Tens
     return join_axis(pieces, 0, axis)
 
 
-def in_coordinates(
-    architecture: Architecture,
-    source: TensorSource,
-    transforms: Mapping[str, Transform],
-    anchor: TensorSource | None = None,
-) -> Tensors:
-    """A model in the anchor's coordinates, with the anchor's unseen biases, in float32 at least where it moves.
-
-    Args:
-        source, anchor: by the architecture's names, both folded or neither; without an anchor biases stay the donor's.
-    """
-    stored = as_tensors(source)
-
-    def compute(block: Block, info: TensorInfo) -> Tensor | None:
-        moved = moved_reader(block, reader(block, stored), transforms)
-        if anchor is None:
-            return moved(info.key)
-        return with_biases(block, info, moved, reader(block, anchor), transforms)
-
-    return blockwise(architecture, stored, compute)
-
-
 def without_biases(architecture: Architecture, source: TensorSource, spaces: Collection[str]) -> Tensors:
     """A model without hidden biases (see `without_hidden_biases`).
 
@@ -190,11 +162,7 @@ def without_biases(architecture: Architecture, source: TensorSource, spaces: Col
         spaces: names of those that are matched.
     """
     stored = as_tensors(source)
-
-    def compute(block: Block, info: TensorInfo) -> Tensor | None:
-        return _without(block, info, reader(block, stored), spaces) if touches(block, info) else None
-
-    return blockwise(architecture, stored, compute)
+    return blockwise(architecture, stored, lambda block, info: _without(block, info, reader(block, stored), spaces))
 
 
 def _with_piece(tensor: Tensor, hidden: HiddenBias, replacement: Tensor) -> Tensor:

@@ -7,16 +7,15 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import yaml
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, printable, short
+from rotation_merge.errors import RotationMergeError, printable, short
 from rotation_merge.files import write_text
-from rotation_merge.model.headers import read_json
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.markdown import code, encoded, plain, prose
-from rotation_merge.model.naming import shortened
+from rotation_merge.model.naming import Renaming, shortened
 from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
 
@@ -52,11 +51,7 @@ def front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 def metadata_in(folder: str) -> dict[str, Any]:
     """The metadata of the card in a folder; empty if there is none."""
-    try:
-        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
-            return front_matter(file.read())[0]
-    except (OSError, UnicodeDecodeError):
-        return {}
+    return front_matter(Contents(folder).text("README.md") or "")[0]
 
 
 def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
@@ -299,10 +294,8 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
 
 def class_of(folder: str) -> str | None:
     """The class of transformers that a checkpoint's config names."""
-    with suppress(CheckpointError):
-        classes = read_json(os.path.join(folder, "config.json")).get("architectures")
-        return str(classes[0]) if isinstance(classes, list) and classes else None
-    return None
+    classes = Contents(folder).config.get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def add_section(path: str, report: MergeReport) -> None:
@@ -354,9 +347,7 @@ def _without_paths(report: MergeReport) -> Callable[[str], str]:
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
     words = {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
-    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w./~@-])(?:{longest_first})(?![\w/@-])(?!\.\w)")
-    return lambda text: pattern.sub(lambda match: words[match[0]], text) if words else text
+    return Renaming(words).text
 
 
 def _model_names(report: MergeReport) -> list[str]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, nearest_path
 from rotation_merge.model import gguf
-from rotation_merge.model.headers import Header, header, opened_file, tensor_files
-from rotation_merge.model.hub import downloaded, in_cache, is_hub_name
+from rotation_merge.model.contents import Contents, tensor_files
+from rotation_merge.model.headers import Header, header
+from rotation_merge.model.hub import in_cache, is_hub_name, sent
 from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors, by_name
 
@@ -34,10 +35,12 @@ def place_of(part: ModelPath, cache: str | None = None) -> str | None:
     """Where a name's files are, on this disk or in the hub's cache: a folder, or a GGUF; None: not here."""
     if os.path.exists(part.path):
         return part.path
-    if files := gguf.hub_files(part.path, part.revision):
-        paths = [file.cached(cache) for file in files]
-        return paths[0] if None not in paths else None
-    return in_cache(part.path, part.revision, cache) if is_hub_name(part.path) else None
+    repo, file = gguf.on_hub(part.path)
+    folder = in_cache(repo, part.revision, cache) if is_hub_name(repo) else None
+    if folder is None or not file:
+        return folder
+    paths = [os.path.join(folder, name) for name in gguf.split_files(file)]
+    return paths[0] if all(map(os.path.exists, paths)) else None
 
 
 def folder_of(part: ModelPath, cache: str | None = None) -> str | None:
@@ -62,27 +65,43 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
     path = part.path
     if os.path.isfile(path) and not gguf.is_gguf(path):
         raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
-    if os.path.exists(path) or gguf.is_gguf(path):
-        return _as_folder(place_of(part, cache) or gguf.fetched(path, part.revision, cache))
-    if not is_hub_name(path):
-        raise CheckpointError("no such directory", where=path, remedy=nearest_path(path))
-    folder = downloaded(path, part.revision, cache, list(patterns))
-    if not os.path.isdir(folder) or not os.listdir(folder):  # nothing of it is in transformers' format
-        gguf.refuse_bare_repository(path, gguf.in_repository(path, part.revision))
-    return _as_folder(folder)
+    return _as_folder(path if os.path.exists(path) else _downloaded(part, cache, patterns))
+
+
+def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> str:
+    """Where a model's folder, or its GGUF, is in the hub's cache; a GGUF is downloaded once."""
+    from huggingface_hub import snapshot_download
+
+    path, revision, cached = part.path, part.revision, place_of(part, cache)
+    repo, file = gguf.on_hub(path)
+    if not is_hub_name(repo):
+        kind = ("file", os.path.exists) if gguf.is_gguf(path) else ("directory", os.path.isdir)
+        raise CheckpointError(f"no such {kind[0]}", where=path, remedy=nearest_path(path, "check the path", kind[1]))
+    if file and cached is not None:
+        return cached
+    wanted = gguf.split_files(file) if file else list(patterns)
+
+    def download() -> str:
+        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=wanted)
+
+    folder = sent(path, cached, "file" if file else "folder", "check the name", download)
+    place = os.path.join(folder, file) if file else folder
+    if not os.path.exists(place) or (not file and not os.listdir(place)):  # nothing is in transformers' format
+        gguf.refuse_absent(path, revision)
+    return place
 
 
 def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
     """`fetched` with the weights: safetensors, or pickles where there are none."""
     folder = fetched(part, cache, [*SMALL, "*.safetensors"])
-    return folder if opened_file(folder) else fetched(part, cache, [*SMALL, "*.bin"])
+    return folder if Contents(folder).opened else fetched(part, cache, [*SMALL, "*.bin"])
 
 
 def absent_parts(reference: ModelReference) -> list[ModelPath]:
     """A model, or its adapter, where it is on the hub and has not been downloaded; nothing is fetched."""
     absent = []
     for part in filter(None, (reference.model, reference.lora)):
-        on_hub = is_hub_name(part.path) or gguf.hub_files(part.path, None)
+        on_hub = is_hub_name(gguf.on_hub(part.path)[0])
         place = place_of(part) or ""
         names = os.listdir(place) if os.path.isdir(place) else [place]  # in the cache may be small files alone
         weights = any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)

@@ -12,14 +12,13 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, nearest_path, no_space, short
+from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, no_space, short
 from rotation_merge.files import locked, write_json
-from rotation_merge.model.headers import AGAIN, read_json
-from rotation_merge.model.hub import HubFile, is_gguf_file, reachable
+from rotation_merge.model.contents import Contents
+from rotation_merge.model.headers import AGAIN
+from rotation_merge.model.hub import is_gguf_file, reachable
 from rotation_merge.model.staging import staged
 
 LOG = logging.getLogger(__name__)
@@ -51,33 +50,10 @@ def split_files(path: str) -> list[str]:
     return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
 
 
-def hub_files(path: str, revision: str | None) -> list[HubFile]:
-    """The files of a model that is named `org/repo:file.gguf`; empty for any other name."""
+def on_hub(path: str) -> tuple[str, str]:
+    """The repository and the file of a model that is named `org/repo:file.gguf`; of any other name no file."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+):(.+\.gguf)", path, re.IGNORECASE)
-    return [HubFile("model", match[1], file, revision) for file in split_files(match[2])] if match else []
-
-
-def fetched(path: str, revision: str | None, cache: str | None) -> str:
-    """A GGUF of the hub (`org/repo:file.gguf`), downloaded if needed: the first of its files.
-
-    Raises:
-        CheckpointError: there is no such file.
-    """
-    files = hub_files(path, revision)
-    if not files:
-        otherwise = "check the path; of the hub: org/repo:file.gguf"
-        remedy = nearest_path(
-            path, otherwise, lambda name: os.path.isdir(name) or (os.path.isfile(name) and is_gguf(name))
-        )
-        raise CheckpointError("no such file", where=path, remedy=remedy)
-    try:
-        first, *_ = [file.fetched(cache) for file in files]
-        return first
-    except CheckpointError as error:
-        known = in_repository(files[0].repo, revision)
-        if not known or files[0].name in known:
-            raise
-        raise CheckpointError("is not in the repository", where=path, remedy=nearest(files[0].name, known)) from error
+    return (match[1], match[2]) if match else (path, "")
 
 
 def in_repository(repo: str, revision: str | None) -> list[str]:
@@ -89,6 +65,20 @@ def in_repository(repo: str, revision: str | None) -> list[str]:
     except Exception:  # of the client of HTTP below, which is another each year
         return []
     return sorted({split_files(name)[0] for name in names if is_gguf_file(name)})
+
+
+def refuse_absent(path: str, revision: str | None) -> None:
+    """Refuse a GGUF that its repository does not have, or a repository that has nothing but GGUF files.
+
+    Raises:
+        CheckpointError: names those that it has.
+    """
+    repo, file = on_hub(path)
+    known = in_repository(repo, revision)
+    if file:
+        remedy = nearest(file, known) if known else "check the name"
+        raise CheckpointError("is not in the repository", where=path, remedy=remedy)
+    refuse_bare_repository(repo, known)
 
 
 def refuse_bare_repository(repo: str, files: Sequence[str]) -> None:
@@ -120,13 +110,7 @@ def _model_in(folder: str) -> str:
 
 def quantised(folder: str) -> str:
     """Describe the quantisation of the weights of a folder made of a GGUF; empty for other folders."""
-    return str(_origin(folder).get("note", ""))
-
-
-def _origin(folder: str) -> dict[str, Any]:
-    with suppress(CheckpointError):  # any other folder
-        return read_json(os.path.join(folder, ORIGIN))
-    return {}
+    return str(Contents(folder).mapping(ORIGIN).get("note", ""))
 
 
 def decoded(path: str) -> str:
@@ -180,7 +164,7 @@ def _decode(paths: Sequence[str], folder: str) -> None:
     files = [os.path.abspath(path) for path in paths]
     beside = [entry.path for entry in os.scandir(os.path.dirname(folder)) if entry.is_dir()]
     LOG.info("%s is decoded into %s", paths[0], folder)
-    for former in (place for place in beside if _origin(place).get("files") == files):
+    for former in (place for place in beside if Contents(place).mapping(ORIGIN).get("files") == files):
         shutil.rmtree(former, ignore_errors=True)
     with staged(folder) as staging:
         note = write_checkpoint(paths, staging)

@@ -59,7 +59,7 @@ def read_json(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         folder, name = os.path.split(path)
         if name == "config.json":
-            _refuse_adapter(folder)
+            refuse_adapter(folder)
         raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy=AGAIN) from None
@@ -74,111 +74,11 @@ def reason(error: Exception) -> str:
     return str(strerror).lower() if strerror else str(error) or type(error).__name__
 
 
-def _refuse_adapter(folder: str) -> None:
+def refuse_adapter(folder: str) -> None:
     """Refuse an adapter in the place of a model; says how its base is named with it."""
     if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
         base = read_json(adapter).get("base_model_name_or_path") or "BASE"
         raise CheckpointError("is an adapter, not a model", where=folder, remedy=f"write {base}+{folder}")
-
-
-def opened_file(folder: str) -> str | None:
-    """The weight file, or index of shards, that mergekit opens in a directory; None if there is none.
-
-    It takes safetensors before pickles, and an index before a single file.
-    """
-    places = (os.path.join(folder, stem + end) for stem in WEIGHT_FILES for end in (INDEX, ""))
-    return next(filter(os.path.exists, places), None)
-
-
-def tensor_files(folder: str) -> dict[str, str]:
-    """Each tensor of a directory and the file that holds it, which mergekit and transformers would both open.
-
-    Raises:
-        CheckpointError: no weights, damaged ones, a missing shard, an index that names what its shards do not hold; or
-            weights that mergekit and transformers would take from different files.
-    """
-    path = opened_file(folder)
-    if path is None:
-        _refuse_adapter(folder)
-        remedy = "model.safetensors or pytorch_model.bin (or the index of shards of either) is needed"
-        raise CheckpointError("there are no weights", where=folder, remedy=remedy)
-    name, config = os.path.basename(path), os.path.join(folder, "config.json")
-    if os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
-        raise _ambiguous(folder, f"{name} and {ADAPTER_CONFIG} both exist")
-    stated = read_json(config).get("transformers_weights") if os.path.isfile(config) else None
-    if stated not in (None, name):
-        raise _ambiguous(folder, f"config.json names '{stated}' (transformers_weights), but the folder also has {name}")
-    if not path.endswith(INDEX):
-        return dict.fromkeys(header(path).shapes, name)
-    places, stem = weight_map(path), name.removesuffix(INDEX)
-    if set(places.values()) != {stem} and os.path.exists(os.path.join(folder, stem)):
-        raise _ambiguous(folder, f"{stem} and {name} both exist")
-    _check_shards(folder, places)
-    return places
-
-
-def _check_shards(folder: str, places: Mapping[str, str]) -> None:
-    """Check that all shards exist, hold what the index says, and are unambiguous.
-
-    transformers takes a tensor that two shards hold from the last of them, mergekit from the one that the index names.
-    """
-    holders: dict[str, list[str]] = {}
-    for shard in sorted(set(places.values())):
-        if not os.path.isfile(path := os.path.join(folder, shard)):
-            raise CheckpointError(f"shard {shard} is missing", where=folder, remedy=AGAIN)
-        for name in header(path).shapes:
-            holders.setdefault(name, []).append(shard)
-    if absent := next((name for name in places if name not in holders), None):
-        problem = f"the index names '{absent}', but its shard does not hold it"
-        remedy = "the shards and their index do not belong together; download them again"
-        raise CheckpointError(problem, where=folder, remedy=remedy)
-    for name, shards in holders.items():
-        if len(shards) > 1 and places.get(name) != shards[-1]:
-            raise _ambiguous(folder, f"tensor '{name}' is in {shards[0]} and in {shards[-1]}")
-
-
-def _ambiguous(folder: str, problem: str) -> CheckpointError:
-    remedy = "move away the files of the other set: transformers and mergekit would read different weights"
-    return CheckpointError(f"the folder has more than one set of weights: {problem}", where=folder, remedy=remedy)
-
-
-_COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
-"""Entries of a config that count modules."""
-
-_PLAUSIBLE = 4096
-"""So many layers or experts are taken however few tensors there are: weights may not be here, experts may share one."""
-
-
-def check_config(folder: str) -> None:
-    """Check that a config does not claim more layers or experts than its files can hold.
-
-    Raises:
-        CheckpointError: names the entry; or config.json is missing or damaged.
-    """
-    path, parts = opened_file(folder), [read_json(os.path.join(folder, "config.json"))]
-    tensors = 0 if path is None else len(weight_map(path) if path.endswith(INDEX) else header(path).shapes)
-    for part in parts:
-        parts += [value for value in part.values() if isinstance(value, dict)]
-        for name, value in part.items():
-            if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > max(tensors, _PLAUSIBLE):
-                problem = f"'{name}' is {value:.15g} in config.json, but the weight files hold {tensors} tensors"
-                raise CheckpointError(problem, where=folder, remedy="config.json is damaged, or that of another model")
-
-
-def weight_map(index: str) -> dict[str, str]:
-    """The weight map of an index: each tensor's shard.
-
-    Raises:
-        CheckpointError: it has none, or names a shard outside of its folder.
-    """
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
-        raise CheckpointError("has no weight_map of names and files", where=index, remedy=AGAIN)
-    for shard in shards.values():
-        if os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
-            problem = f"names a shard outside of its directory, '{shard}'"
-            raise CheckpointError(problem, where=index, remedy="do not use it")
-    return shards
 
 
 @dataclass(frozen=True)

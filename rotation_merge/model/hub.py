@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, nearest_path, short
+from rotation_merge.errors import CheckpointError, nearest_path, short
 
 
 def is_hub_name(path: str) -> bool:
@@ -19,16 +19,6 @@ def is_hub_name(path: str) -> bool:
 def is_gguf_file(path: str) -> bool:
     """Whether a file is called as a GGUF is."""
     return path.lower().endswith(".gguf")
-
-
-def check_repository(name: str) -> None:
-    """Refuse an invalid repository name, before the hub is asked.
-
-    Raises:
-        RotationMergeError: names it.
-    """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
 
 
 SECONDS = 5.0
@@ -78,7 +68,7 @@ def in_cache(repo: str, revision: str | None = None, cache: str | None = None) -
         return None
 
 
-def _fetched(name: str, cached: str | None, kind: str, remedy: str, download: Callable[[], str]) -> str:
+def sent(name: str, cached: str | None, kind: str, remedy: str, download: Callable[[], str]) -> str:
     """What the hub sends, or what is cached while it cannot be reached.
 
     Raises:
@@ -94,20 +84,6 @@ def _fetched(name: str, cached: str | None, kind: str, remedy: str, download: Ca
         return download()
     except Exception as error:  # as in `reachable`
         raise CheckpointError(f"cannot be downloaded ({short(error)})", where=name, remedy=remedy) from error
-
-
-def downloaded(repo: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
-    """The folder of a repository's files of these patterns, downloaded if needed.
-
-    Raises:
-        CheckpointError: there is no such repository.
-    """
-    from huggingface_hub import snapshot_download
-
-    def download() -> str:
-        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=patterns)
-
-    return _fetched(repo, in_cache(repo, revision, cache), "folder", "check the name", download)
 
 
 @dataclass(frozen=True)
@@ -156,7 +132,7 @@ class HubFile:
         def download() -> str:
             return hf_hub_download(self.repo, self.name, repo_type=self.kind, revision=self.revision, cache_dir=cache)
 
-        return _fetched(str(self), cached, "file", "check the path; of the hub: org/repo/file@revision", download)
+        return sent(str(self), cached, "file", "check the path; of the hub: org/repo/file@revision", download)
 
 
 def local_file(path: str, cache: str | None = None) -> str:

@@ -22,9 +22,10 @@ from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import check_shapes
+from rotation_merge.model.contents import check_config
 from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
 from rotation_merge.model.gguf import quantised
-from rotation_merge.model.headers import check_codes, check_config
+from rotation_merge.model.headers import AGAIN, check_codes
 from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View
@@ -187,7 +188,7 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
     try:
         config: dict[str, Any] = stored.config(trust_remote_code=options.trust_remote_code).to_dict()
     except Exception as error:  # transformers raises errors of many classes here
-        remedy = "correct config.json" if folder == reference.model.path else "download it again"
+        remedy = "correct config.json" if folder == reference.model.path else AGAIN
         problem = f"its config cannot be loaded ({short(error)})"
         raise CheckpointError(problem, where=reference.model.path, remedy=remedy) from error
     folder = fetched_weights(reference.model, cache)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.model.headers import TOKENIZER, read_json
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.contents import Contents
+from rotation_merge.model.headers import TOKENIZER
 from rotation_merge.model.view import View
 
 LEAST_SHARED = 32
@@ -161,8 +161,7 @@ def _contents(folder: str) -> str:
     digest = hashlib.blake2b(digest_size=20)
     for name in sorted(filter(TOKENIZER.fullmatch, os.listdir(folder))):
         digest.update(name.encode() + b"\0" + Path(folder, name).read_bytes())
-    with suppress(RotationMergeError):
-        digest.update(str(read_json(os.path.join(folder, "config.json")).get("model_type")).encode())
+    digest.update(str(Contents(folder).config.get("model_type")).encode())
     return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.biases import in_coordinates
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
@@ -39,25 +39,13 @@ class Gap:
     from_identity: dict[str, float]
 
 
-@dataclass
-class _Sums:
-    """Squared norms and inner products of anchor a, donor b and aligned donor c."""
-
-    aa: float = 0.0
-    bb: float = 0.0
-    ab: float = 0.0
-    cc: float = 0.0
-    ac: float = 0.0
-
-    def add(self, addend: _Sums) -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(addend, name))
-
-    def gap(self, block: str, layer: int | None, space: str, kind: str, identity: dict[str, float]) -> Gap:
-        before, after = (self.bb, self.ab), (self.cc, self.ac)
-        d0, d1 = (math.sqrt(max(self.aa + s - 2 * p, 0.0) / self.aa) if self.aa else 0.0 for s, p in (before, after))
-        a0, a1 = (_angle(self.aa, s, p) for s, p in (before, after))
-        return Gap(block, layer, space, kind, d0, d1, a0, a1, identity)
+def _gap(sums: Tensor, block: str, layer: int | None, space: str, kind: str, identity: dict[str, float]) -> Gap:
+    """The gap of two sets of tensors, by their `_sums`."""
+    aa, bb, ab, cc, ac = sums.tolist()
+    before, after = (bb, ab), (cc, ac)
+    d0, d1 = (math.sqrt(max(aa + s - 2 * p, 0.0) / aa) if aa else 0.0 for s, p in (before, after))
+    a0, a1 = (_angle(aa, s, p) for s, p in (before, after))
+    return Gap(block, layer, space, kind, d0, d1, a0, a1, identity)
 
 
 def _angle(aa: float, bb: float, ab: float) -> float:
@@ -76,8 +64,8 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     if alignment.folded:
         anchor = folded_tensors(architecture, anchor, alignment.folded)
         donor = folded_tensors(architecture, donor, alignment.folded)
-    aligned = in_coordinates(architecture, donor, alignment.transforms, anchor)
-    whole = _Sums()
+    aligned = moved_tensors(architecture, donor, alignment.transforms, (), anchor)
+    whole = torch.zeros(5, dtype=torch.float64)
     for block in architecture.blocks:
         a, b = read_block(block, anchor), read_block(block, donor)
         sums = {i.key: _sums(a[i.key], b[i.key], read_tensor(i, aligned)) for i in _shared(block, a, b)}
@@ -87,34 +75,33 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
                 continue  # rows that nobody asked to shift
             part = _total(sums, (info for info in _shared(block, a, b) if space in info.spaces()))
             local = space.name.rsplit(".", 1)[-1]
-            yield part.gap(block.name, block.index, local, space.kind, transform.distances() if transform else {})
+            yield _gap(part, block.name, block.index, local, space.kind, transform.distances() if transform else {})
         everything = _total(sums, _shared(block, a, b))
-        yield everything.gap(block.name, block.index, "all", "block", {})
-        whole.add(everything)
+        yield _gap(everything, block.name, block.index, "all", "block", {})
+        whole = whole + everything
     streams = {
         f"{name}: {part}" if len(architecture.streams) > 1 else part: value
         for name in architecture.streams
         if name in alignment.transforms
         for part, value in alignment.transforms[name].distances().items()
     }
-    yield whole.gap("model", None, "all", "model", streams)
+    yield _gap(whole, "model", None, "all", "model", streams)
 
 
 def _shared(block: Block, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[TensorInfo]:
     return [i for i in block.tensors if i.key in a and i.key in b and a[i.key].shape == b[i.key].shape]
 
 
-def _total(sums: Mapping[str, _Sums], infos: Iterator[TensorInfo] | list[TensorInfo]) -> _Sums:
-    total = _Sums()
-    for info in infos:
-        total.add(sums[info.key])
-    return total
+def _total(sums: Mapping[str, Tensor], infos: Iterable[TensorInfo]) -> Tensor:
+    return sum((sums[info.key] for info in infos), torch.zeros(5, dtype=torch.float64))
 
 
-def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> _Sums:
+def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> Tensor:
+    """Squared norms and inner products of anchor a, donor b and aligned donor c: aa, bb, ab, cc, ac."""
     a, b = anchor.double().flatten(), donor.double().flatten()
     c = b if aligned is None else aligned.double().flatten()
-    return _Sums(*(float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))))
+    products = [float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))]
+    return torch.tensor(products, dtype=torch.float64)
 
 
 APART = 45.0

@@ -68,6 +68,8 @@ def _short(name: str) -> str:
 
 def text_plot(barrier: Barrier) -> str:
     """The curves drawn with characters, for a terminal."""
+    from numpy import interp
+
     height, width = 12, 56
     values = [loss for curve in barrier.curves for loss in curve.loss]
     low, high = min(values), max(values)
@@ -76,7 +78,7 @@ def text_plot(barrier: Barrier) -> str:
     for curve, mark in zip(barrier.curves, MARKS, strict=False):
         for x in range(width):
             t = x / (width - 1)
-            row = round((high - _at(curve.t, curve.loss, t)) / span * (height - 1))
+            row = round((high - float(interp(t, curve.t, curve.loss))) / span * (height - 1))
             grid[row][x] = mark
     lines = []
     for i, cells in enumerate(grid):
@@ -86,12 +88,3 @@ def text_plot(barrier: Barrier) -> str:
     lines.append(" " * 10 + "anchor" + "donor".rjust(width - 6))
     lines.append(" " * 10 + "   ".join(f"{m} {c.name}" for c, m in zip(barrier.curves, MARKS, strict=False)))
     return "\n".join(lines)
-
-
-def _at(ts: list[float], values: list[float], t: float) -> float:
-    """Linear interpolation."""
-    for i in range(1, len(ts)):
-        if t <= ts[i] + 1e-12:
-            share = (t - ts[i - 1]) / (ts[i] - ts[i - 1])
-            return (1 - share) * values[i - 1] + share * values[i]
-    return values[-1]

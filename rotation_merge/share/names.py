@@ -18,8 +18,15 @@ from rotation_merge.model.hub import HubFile, is_hub_name
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
 """Forms of a name on the hub: org/name@revision, a file there, or one of a dataset."""
 
-WORD = re.compile(r"[\w-]+")
-"""A name that might be a word of any text."""
+
+def check_repository(name: str) -> None:
+    """Refuse an invalid repository name, before the hub is asked.
+
+    Raises:
+        RotationMergeError: names it.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
 
 
 def given_names(texts: Iterable[str]) -> dict[str, str]:
@@ -103,47 +110,6 @@ def known_names(report: Mapping[str, Any]) -> dict[str, str]:
 def is_local(name: str) -> bool:
     """Whether a model's name means something on this machine only."""
     return os.path.exists(name) or not is_hub_name(name)
-
-
-BY_NAME = ("models", "fingerprints", "files", "whole", "summary")
-"""Entries of reports and of heads of files whose keys are models."""
-
-
-class Renaming:
-    """Replaces local names in texts by names on the hub, the longest first.
-
-    A folder may be called as a word of any text is (`a`, `anchor`): such a name is one only where something sets it
-    apart, as an entry of YAML, in quotes or in a table.
-    """
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = {name: target for name, target in names.items() if name != target}
-        paths, words = _alternatives(self.names, words=False), _alternatives(self.names, words=True)
-        before, after = r"(?<![\w./~@-])", r"(?![\w/@-])(?!\.\w)"
-        apart = r"(?:(?<=[`'\"])|(?<=[|:*-] )|(?<= of )|(?<= to ))", r"(?=\s*(?:[`'\"|,}\]#]|$))"
-        known = [f"{before}(?:{paths}){after}"] if paths else []
-        known += [f"{apart[0]}(?:{words}){apart[1]}"] if words else []
-        self._pattern = re.compile("|".join(known), re.MULTILINE) if known else None
-
-    def text(self, text: str) -> str:
-        return self._pattern.sub(lambda match: self.names[match[0]], text) if self._pattern else text
-
-    def value(self, value: Any, within: str = "") -> Any:
-        """The same for JSON: strings, and keys that are paths or, by the key they are `within`, models."""
-        if isinstance(value, str):
-            return self.names.get(value) or self.text(value)
-        if isinstance(value, Mapping):
-            by_name = within in BY_NAME
-            return {self._key(str(key), by_name): self.value(item, str(key)) for key, item in value.items()}
-        return [self.value(item, within) for item in value] if isinstance(value, list) else value
-
-    def _key(self, key: str, by_name: bool) -> str:
-        return key if WORD.fullmatch(key) and not by_name else self.names.get(key) or self.text(key)
-
-
-def _alternatives(names: Iterable[str], words: bool) -> str:
-    chosen = (name for name in names if bool(WORD.fullmatch(name)) == words)
-    return "|".join(re.escape(name) for name in sorted(chosen, key=len, reverse=True))
 
 
 def remaining_local_path(text: str, local: Iterable[str]) -> str | None:

@@ -16,11 +16,12 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.card import class_of, kept_figures, updated_card
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.headers import opened_file
 from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
+from rotation_merge.model.naming import Renaming
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.origin import licence
 from rotation_merge.record import REPORT_FILE, MergeReport
@@ -30,7 +31,6 @@ from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
 from rotation_merge.share.names import STATISTICS as MEASURED
 from rotation_merge.share.names import (
-    Renaming,
     completed,
     files_in,
     given_names,
@@ -274,7 +274,7 @@ def check_whole(folder: str, report: MergeReport) -> None:
     Raises:
         RotationMergeError: names the first defect.
     """
-    if opened_file(folder) is None:
+    if Contents(folder).opened is None:
         return
     models = report.models.items()
     places = [_parent(name, facts) for name, facts in models]

@@ -13,8 +13,8 @@ from torch import Tensor
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.statistics import moved_fisher, moved_statistics
-from rotation_merge.model.biases import in_coordinates
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
@@ -66,7 +66,7 @@ def pair(case: Case, options: AlignConfig, untie: bool = True):
     seen = folded_tensors(architecture, state, streams)
     folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}
     gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
-    moved = dict(in_coordinates(architecture, folded, gauge))
+    moved = dict(moved_tensors(architecture, folded, gauge))
     other.load_state_dict({name: moved[name].to(tensor.dtype) for name, tensor in other.state_dict().items()})
     return model, other, architecture, gauge, Fold(architecture, streams) if streams else None
 

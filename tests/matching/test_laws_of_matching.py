@@ -21,7 +21,7 @@ from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
-from rotation_merge.model.biases import in_coordinates
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.tensors import mean_of
 
@@ -35,11 +35,11 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
     options = AlignConfig(heads="permutation", residual=architecture.residual_groups[-1])
     base, other = (random_gauge(architecture, options, gen(seed)) for seed in (1, 2))
     state = {name: x.double() for name, x in weights(architecture, 3).items()}
-    common = dict(in_coordinates(architecture, state, other))
+    common = dict(moved_tensors(architecture, state, other))
     shifts = {name: t for name, t in base.items() if t.kind == "translation"}
-    there = dict(in_coordinates(architecture, common, {name: t.inverse() for name, t in shifts.items()}))  # added last
-    there = dict(in_coordinates(architecture, there, {n: t.inverse() for n, t in base.items() if n not in shifts}))
-    straight = dict(in_coordinates(architecture, state, _relative(architecture, base, other)))
+    there = dict(moved_tensors(architecture, common, {name: t.inverse() for name, t in shifts.items()}))  # added last
+    there = dict(moved_tensors(architecture, there, {n: t.inverse() for n, t in base.items() if n not in shifts}))
+    straight = dict(moved_tensors(architecture, state, _relative(architecture, base, other)))
     for name, tensor in there.items():
         torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
     assert _relative(architecture, {}, other) == other
@@ -52,7 +52,7 @@ def test_sources_of_sources() -> None:
     torch.testing.assert_close(middle[name], 2 * state[name])
     assert name in middle
     assert "model.norm.weight" not in middle
-    moved = in_coordinates(architecture, {**state, "extra": torch.ones(2)}, {})
+    moved = moved_tensors(architecture, {**state, "extra": torch.ones(2)}, {})
     assert moved[name] is state[name]
     assert "extra" in moved
     assert torch.equal(moved["extra"], torch.ones(2))
@@ -63,13 +63,13 @@ def test_biases_of_a_tied_head_are_shifted_alone(family: str) -> None:
     """Which pairs of models are refused before; where heads are their own, test_translations.py looks at all of it."""
     model = planted(next(c for c in ALL if c.family == family and c.class_name.endswith("ForMaskedLM")))
     shift = AlignConfig(attention="none", heads="none", ffn="none", scaling=False, shift_head=True)
-    after = dict(in_coordinates(model.architecture, model.state, random_gauge(model.architecture, shift, gen(1))))
+    after = dict(moved_tensors(model.architecture, model.state, random_gauge(model.architecture, shift, gen(1))))
     assert [n.rpartition(".")[2] for n in after if not torch.equal(after[n], model.state[n])] == ["bias"]
     there = outputs(reload(model.case, model.folder, after), model.given)["logits"]
     assert (there - model.expected["logits"]).abs().max() > 1e-2
     assert (there.log_softmax(-1) - model.expected["logits"].log_softmax(-1)).abs().max() <= 1e-9
     found = match_model(model.architecture, model.state, after, shift)
-    back = dict(in_coordinates(model.architecture, after, found.transforms))
+    back = dict(moved_tensors(model.architecture, after, found.transforms))
     assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in back)
 
 

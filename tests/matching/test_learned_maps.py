@@ -12,8 +12,8 @@ from rotation_merge.architecture import resolve
 from rotation_merge.matching.between import renamed
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.learned import LearnedTransforms
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.objective import mix
-from rotation_merge.model.biases import in_coordinates
 from rotation_merge.run.functions import architecture_of
 
 
@@ -48,8 +48,8 @@ def test_soft_and_hardened_elements_agree(vits):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-        soft = dict(in_coordinates(architecture, state, module()))
-    hard = dict(in_coordinates(architecture, state, module.final_transforms()))
+        soft = dict(moved_tensors(architecture, state, module()))
+    hard = dict(moved_tensors(architecture, state, module.final_transforms()))
     for name, tensor in hard.items():
         torch.testing.assert_close(soft[name], tensor, atol=1e-5, rtol=1e-5)
         assert not name.endswith("q_proj.weight") or not torch.equal(tensor, state[name])

@@ -23,7 +23,7 @@ from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.learned import LearnedTransforms
 from rotation_merge.matching.match import match_model
-from rotation_merge.model.biases import in_coordinates
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.report.spaces import matched_spaces
 from rotation_merge.symmetry.admitted import QUERIES
 
@@ -84,7 +84,7 @@ def test_one_class_and_one_line_are_all(shifts: Any, tmp_path: Path) -> None:
     }
     gauge = random_gauge(architecture, options, laws.gen(1))
     assert not any(t.elements["qk"].is_identity() for t in gauge.values() if t.kind == "attention")
-    twin = dict(in_coordinates(architecture, anchor, gauge))
+    twin = dict(moved_tensors(architecture, anchor, gauge))
     found = match_model(architecture, anchor, twin, options)
     for key in [key for key, transform in gauge.items() if not transform.is_identity()]:
         again = found.transforms[key].compose(gauge[key])

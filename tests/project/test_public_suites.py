@@ -100,7 +100,7 @@ UNITS = {
         "single lines of matching, each on an input made for it",
     ),
     "matching/test_learned_maps.py": (
-        "architecture matching model run",
+        "architecture matching run",
         "the parts of a fit: learned transforms and mixes",
     ),
     "matching/test_matching_attention.py": (
@@ -139,7 +139,7 @@ UNITS = {
     "model/test_output_folders.py": ("files model", "writes that are cut off, files of parts, folders that are in use"),
     "project/test_add_architecture.py": ("architecture symmetry", "shows where a contributor adds one"),
     "project/test_add_averaging.py": ("averaging mergekit_plugin", "shows where a contributor adds one"),
-    "project/test_add_group.py": ("architecture matching model report symmetry", "shows where a contributor adds one"),
+    "project/test_add_group.py": ("architecture matching report symmetry", "shows where a contributor adds one"),
     "project/test_docs_commands.py": ("matching", "replaces slow steps of commands that pages show"),
     "project/test_layering.py": ("cli", "rooms and files of the package themselves"),
     "project/test_manners.py": ("cli files mergekit_plugin report run", "names and messages in all of the package"),
@@ -172,7 +172,7 @@ UNITS = {
     "share/test_attack_names.py": ("cli model record", "rules for names, one by one"),
     "share/test_attack_push.py": ("share", "rules for places of files, one by one"),
     "share/test_published_cards.py": ("model report", "sections of cards, made by hand"),
-    "share/test_share.py": ("share", "names in texts and headers, one by one"),
+    "share/test_share.py": ("model share", "names in texts and headers, one by one"),
     "symmetry/test_groups.py": ("symmetry", "groups element by element, those that no shipped model admits, too"),
     "symmetry/test_transforms.py": (
         "architecture matching model run symmetry",

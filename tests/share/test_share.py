@@ -21,7 +21,8 @@ from plugin_support import from_file, make, merged, one_error, recipe_for, state
 from safetensors.torch import save_file
 
 import rotation_merge as rm
-from rotation_merge.share.names import Renaming, completed, given_names, remaining_local_path
+from rotation_merge.model.naming import Renaming
+from rotation_merge.share.names import completed, given_names, remaining_local_path
 from rotation_merge.share.push import _with_header
 
 REPO = "me/merge"

@@ -19,9 +19,9 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin.document import METHOD, MULTI_KEYS, documents
 from rotation_merge.mergekit_plugin.rules import explain
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import absent_parts, folder_of
 from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.headers import opened_file
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import open_model, parse_reference, weights_of, whole_path
 from rotation_merge.model.view import View
@@ -126,7 +126,7 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
     if not (os.path.isdir(name) or is_gguf(name)) and parse_reference(name).lora is None:
         remedy = nearest_path(name, "give a recipe or a merged model", os.path.exists)
         raise CheckpointError("no such file or directory", where=name, remedy=remedy)
-    if not os.path.isdir(name) or not (opened_file(name) or os.path.exists(os.path.join(name, "config.json"))):
+    if not os.path.isdir(name) or not (Contents(name).opened or os.path.exists(os.path.join(name, "config.json"))):
         open_model(name, unsupported="merge")
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
     if path is not None:

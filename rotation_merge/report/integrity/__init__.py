@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from rotation_merge.model.contents import Contents
 from rotation_merge.report.integrity.companions import check_companions
-from rotation_merge.report.integrity.contents import Contents
 from rotation_merge.report.integrity.defect import Defect
 from rotation_merge.report.integrity.fields import check_fields
 from rotation_merge.report.integrity.keys import check_keys
@@ -44,5 +44,5 @@ def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
 
 
 def _defects(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    for check in CHECKS:
+    for check in (check_weight_files, check_tokens) if contents.is_adapter else CHECKS:
         yield from check(contents, parents)

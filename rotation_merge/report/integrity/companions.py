@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 
 from rotation_merge.errors import named
-from rotation_merge.report.integrity.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, Contents
+from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, Contents
 from rotation_merge.report.integrity.defect import Defect, FileCopy
 from rotation_merge.report.integrity.keys import embedding_rows
 from rotation_merge.report.integrity.tokens import TEMPLATE_JSON, templates_of
@@ -27,8 +27,6 @@ REMEDY = "copy it ('--mend')"
 
 def check_companions(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Compare the small files with those of the parents, the base's first."""
-    if contents.is_adapter:
-        return
     yield from _code(contents, parents)
     yield from _tokenizer(contents, parents)
     yield from _processors(contents, parents)

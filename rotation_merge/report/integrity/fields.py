@@ -9,8 +9,8 @@ from typing import Any
 
 from rotation_merge.architecture.fields import differences
 from rotation_merge.errors import named
+from rotation_merge.model.contents import CONFIG, Contents
 from rotation_merge.model.headers import FLOATS, codes
-from rotation_merge.report.integrity.contents import CONFIG, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries
 from rotation_merge.report.integrity.keys import LAYERS, settings_of
 
@@ -34,8 +34,6 @@ NEEDED = {
 
 def check_fields(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Look at the config by itself, beside the weights' dtypes, and beside those of the parents."""
-    if contents.is_adapter:
-        return
     config = contents.config
     if not config:
         problem = contents.damaged.get(CONFIG, "there is none")

@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, named, short
-from rotation_merge.model.headers import check_config
-from rotation_merge.report.integrity.contents import CONFIG, Contents
+from rotation_merge.model.contents import CONFIG, Contents, check_config
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, ShardHeader
 
 LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
@@ -65,7 +64,7 @@ class Loading:
 
 def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Compare names and shapes; corrections of the config are taken from the first parent that has the same shapes."""
-    if not contents.whole_files or not contents.config or contents.is_adapter:
+    if not contents.whole_files or not contents.config:
         return
     loading = loading_of(contents)
     if isinstance(loading, Defect):

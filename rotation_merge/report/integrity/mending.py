@@ -14,7 +14,6 @@ from rotation_merge.model.staging import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.companions import check_companions
 from rotation_merge.report.integrity.defect import Correction, FileCopy, JsonEntries, JsonFile, ShardHeader
-from rotation_merge.report.integrity.weight_files import index_of
 
 ROUNDS = 6
 """Defects may hide others, such as a damaged index those of the config; so often a folder is looked at again."""
@@ -39,8 +38,6 @@ def mend(folder: str, parents: Sequence[str] = ()) -> list[str]:
             for correction in corrections:
                 _carry_out(folder, correction)
                 done.append(correction.words)
-            if any(isinstance(correction, ShardHeader) for correction in corrections):
-                done += _index(folder)
     return done
 
 
@@ -140,15 +137,3 @@ def _copy(source: BinaryIO, out: BinaryIO, begin: int, end: int) -> None:
         if not piece:
             raise ValueError(f"{source.name} ends early")
         begin += out.write(piece)
-
-
-def _index(folder: str) -> list[str]:
-    """The index of shards whose tensors were renamed."""
-    contents = Contents(folder)
-    if contents.index is None or not contents.weight_map:
-        return []
-    index = JsonFile(contents.index, index_of(contents))
-    if index.content["weight_map"] == contents.weight_map:
-        return []
-    _carry_out(folder, index)
-    return [index.words]

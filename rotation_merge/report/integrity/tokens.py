@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.errors import named, short
-from rotation_merge.report.integrity.contents import (
+from rotation_merge.model.contents import (
     CONFIG,
     GENERATION,
     TOKENIZER,
@@ -54,13 +54,13 @@ class Vocabulary:
             ids |= _entries((model or {}).get("vocab"))
             ids |= _entries([[token, token["id"]] for token in _dicts(content.get("added_tokens")) if "id" in token])
         elif "vocab.json" in contents.names:
-            ids |= _entries(contents.json("vocab.json"))
+            ids |= _entries(contents.mapping("vocab.json"))
         elif "vocab.txt" in contents.names:
             text = contents.text("vocab.txt") or ""
             ids |= {token: number for number, token in enumerate(text.splitlines())}
         else:
             whole = False
-        ids |= _entries(contents.json(ADDED))
+        ids |= _entries(contents.mapping(ADDED))
         added = contents.mapping(TOKENIZER_CONFIG).get("added_tokens_decoder")
         decoder = added if isinstance(added, dict) else {}
         ids |= _entries([[token, int(number)] for number, token in decoder.items() if str(number).isdigit()])
@@ -90,7 +90,7 @@ def check_tokens(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
     """Look at every id and every name of a token; `parents` are of no use here."""
     vocabulary = Vocabulary.of(contents)
     for name in (TOKENIZER, "vocab.json", ADDED, TOKENIZER_CONFIG, GENERATION):
-        contents.json(name)
+        contents.mapping(name)
         if name in contents.damaged:
             yield Defect("damaged file", contents.damaged[name], name, "copy a parent's")
     if contents.is_adapter:

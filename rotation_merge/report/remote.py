@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.gguf import refuse_bare_repository
-from rotation_merge.model.headers import INDEX, WEIGHT_FILES, weight_map
+from rotation_merge.model.headers import INDEX, WEIGHT_FILES
 from rotation_merge.model.hub import is_gguf_file, reachable
 
 SHARDS = WEIGHT_FILES[0] + INDEX
@@ -31,67 +32,54 @@ WORKERS = 16
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """A model of the hub.
+    """A model of the hub that is not downloaded.
 
     Attributes:
+        name: that it was asked for with (`org/name` or `org/name@revision`).
         bytes: of its files that a merge downloads.
         licence: as its card says; None where it says nothing.
+        cache: the hub's cache, which it would be downloaded to.
     """
 
     name: str
     bytes: int
     licence: str | None
-
-
-@dataclass(frozen=True)
-class RemoteHeaders:
-    """Headers of models on the hub that are not downloaded.
-
-    Attributes:
-        models: by the name that they were asked for with (`org/name` or `org/name@revision`).
-        errors: of the others.
-        cache: the hub's cache, which they would be downloaded to.
-    """
-
-    models: dict[str, RemoteModel] = field(default_factory=dict)
-    errors: dict[str, RotationMergeError] = field(default_factory=dict)
-    cache: str = ""
+    cache: str
 
 
 @contextmanager
-def remote_headers(names: Sequence[str], offline: bool) -> Iterator[RemoteHeaders]:
+def remote_headers(
+    names: Sequence[str], offline: bool
+) -> Iterator[tuple[list[RemoteModel], dict[str, RotationMergeError]]]:
     """Have the headers of models of the hub in the place of its cache while the block runs; the hub is not asked then.
+
+    Gives these models, and the errors of the others by name.
 
     Args:
         names: of models, and of adapters, that have not been downloaded.
         offline: ask nobody.
     """
-    from huggingface_hub import constants
-
-    headers = RemoteHeaders(cache=os.path.abspath(constants.HF_HUB_CACHE))
     if offline or not names or not reachable():
-        yield headers
+        yield [], {}
         return
-
-    def fetch(name: str) -> RemoteModel | RotationMergeError:
-        try:
-            return _fetched(name, folder)
-        except RotationMergeError as error:
-            return error
-        except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-            problem = f"its headers cannot be fetched from the hub ({short(error)})"
-            remedy = "check the name, and 'hf auth login' where it is gated"
-            return CheckpointError(problem, where=name, remedy=remedy)
-
     with TemporaryFolder() as folder:
         with ThreadPoolExecutor(WORKERS) as pool:
-            for name, fetched in zip(names, pool.map(fetch, names), strict=True):
-                if isinstance(fetched, RotationMergeError):
-                    headers.errors[name] = fetched
-                else:
-                    headers.models[name] = fetched
+            results = dict(zip(names, pool.map(lambda name: _tried(name, folder), names), strict=True))
         with _in_place_of_cache(folder):
-            yield headers
+            models = [result for result in results.values() if isinstance(result, RemoteModel)]
+            yield models, {name: result for name, result in results.items() if isinstance(result, RotationMergeError)}
+
+
+def _tried(name: str, cache: str) -> RemoteModel | RotationMergeError:
+    """A model whose headers are fetched, or why they are not."""
+    try:
+        return _fetched(name, cache)
+    except RotationMergeError as error:
+        return error
+    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
+        problem = f"its headers cannot be fetched from the hub ({short(error)})"
+        remedy = "check the name, and 'hf auth login' where it is gated"
+        return CheckpointError(problem, where=name, remedy=remedy)
 
 
 @contextmanager
@@ -113,14 +101,14 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
 
 def _fetched(name: str, cache: str) -> RemoteModel:
     """Download a model's small files into a cache, and write weight files that have their headers alone."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     api, (repo, _, revision) = HfApi(), name.partition("@")
     info = api.model_info(repo, revision=revision or None, files_metadata=True)
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
     snapshot = snapshot_download(repo, revision=revision or None, cache_dir=cache, allow_patterns=list(SMALL))
     os.makedirs(snapshot, exist_ok=True)
-    shards = set(weight_map(os.path.join(snapshot, SHARDS)).values()) if SHARDS in sizes else SINGLE
+    shards = set(Contents(snapshot).weight_map.values()) or SINGLE
     files = [file for file in shards if file in sizes]
     if not files:
         refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))
@@ -136,7 +124,7 @@ def _fetched(name: str, cache: str) -> RemoteModel:
         list(pool.map(fetch, files))
     size = sum(size for file, size in sizes.items() if file.endswith(DOWNLOADED) and "/" not in file)
     card: Mapping[str, Any] = getattr(info, "card_data", None) or {}
-    return RemoteModel(name, size, card.get("license"))
+    return RemoteModel(name, size, card.get("license"), os.path.abspath(constants.HF_HUB_CACHE))
 
 
 def _write_holes(path: str, head: Any) -> None:
