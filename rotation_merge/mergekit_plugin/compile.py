@@ -66,7 +66,7 @@ class CompiledRecipe(MergeConfiguration):
     def planner(self, options: MergeOptions) -> MergePlanner:
         """mergekit's planner of it."""
         assert self.base_model is not None
-        config = self.base_model.config(options.trust_remote_code)
+        config = ModelReference.config(self.base_model, options.trust_remote_code)  # with the output's names
         return MergePlanner(self, self._architecture, options, config)
 
 
@@ -222,5 +222,5 @@ def _check_tokens(session: Session, donors: Donors, blocks: Sequence[OutputBlock
         if info.vocabulary_axis is not None and not all(map(recipe.excluded, info.names))
     ]
     for model in dict.fromkeys(model for out in by_id for model in out.sources):
-        if model != recipe.base and donors.found[model].origin is None:  # whose change goes by tokens
+        if model != recipe.base and donors.by_model[model].origin is None:  # whose change goes by tokens
             check_token_ids(models[recipe.base], models[model])
