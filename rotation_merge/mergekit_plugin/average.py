@@ -28,9 +28,7 @@ from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.document import METHOD, Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.rules import check_names
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.heads import head_names
 from rotation_merge.model.labels import LabelRows, in_class_order
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
@@ -189,11 +187,8 @@ def _brought_together(views: Sequence[View], recipe: Recipe) -> tuple[list[View]
         RotationMergeError: they do not compute alike, or differ in sizes or tokens.
     """
     anchor, architecture = views[0], views[0].architecture
-    if recipe.value("heads_of") == "each":
-        recipe.own_heads.update(name for view in views for name in head_names(view.architecture))
     donors = [as_donor(anchor, view) for view in views[1:]]
-    check_names(recipe.document, architecture, (name for view in views for name in view.names))
-    recipe.document.raise_first()
+    recipe.settle(views)
     for donor in donors:
         check_shapes(anchor, donor, recipe.excluded)
     together, rows, notes = [anchor], list[LabelRows]([{}]), list[str]()

@@ -93,7 +93,7 @@ class BlockMatches:
         self.single, self.pooled = single, pooled
         self.jobs: list[BlockMatching] = []
         self._ahead = self._matched_ahead()
-        self._found: dict[str, Mapping[str, Transform]] = {}
+        self._transforms: dict[str, Mapping[str, Transform]] = {}
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
     def of(self, job: BlockMatching, device: torch.device | None) -> Mapping[str, Transform]:
@@ -107,14 +107,14 @@ class BlockMatches:
             AlignmentError: as matching does.
         """
         with self._locks["" if self.pooled else job.key]:
-            while job.key not in self._found:
-                found, match = next(self._ahead) if self.pooled else (job, job.matched(device))
-                found.run.record(found.names[1], match.rows)
-                found.run.keep(found.names[1], match.transforms)
-                self._found[found.key] = match.transforms
-            if len(self._found) == len(self.jobs):
+            while job.key not in self._transforms:
+                matched_job, match = next(self._ahead) if self.pooled else (job, job.matched(device))
+                matched_job.run.record(matched_job.names[1], match.rows)
+                matched_job.run.keep(matched_job.names[1], match.transforms)
+                self._transforms[matched_job.key] = match.transforms
+            if len(self._transforms) == len(self.jobs):
                 self.end()
-        return on_device(self._found[job.key], device)
+        return on_device(self._transforms[job.key], device)
 
     def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""

@@ -17,7 +17,7 @@ from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS
+from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
@@ -27,7 +27,7 @@ from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
 from rotation_merge.model.view import View
 
-ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
+ASKS = (*MATCHING, "carry", "carry_scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
 
 

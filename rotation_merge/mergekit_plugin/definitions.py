@@ -11,10 +11,8 @@ from transformers import PretrainedConfig
 
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.matching.pair import check_depth, check_shapes
-from rotation_merge.mergekit_plugin.recipe import entries
-from rotation_merge.mergekit_plugin.rules import check_names
+from rotation_merge.mergekit_plugin.recipe import tuned_from
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
 
 Names = Mapping[ModelReference, Mapping[str, str]]
@@ -80,18 +78,14 @@ def open_models(session: Session) -> View:
     recipe, models = session.recipe, session.models
     config, references = recipe.config, recipe.config.referenced_models()
     models.together(recipe.base, references)
-    if recipe.value("heads_of") == "each":
-        recipe.own_heads.update(name for model in references for name in head_names(models[model].architecture))
     anchor = models[recipe.base]
-    names = (name for model in references for name in models[model].names)
-    check_names(recipe.document, anchor.architecture, names)
-    recipe.document.raise_first()
+    recipe.settle([anchor, *map(models.__getitem__, references)])
     for part in (config, *(config.modules or {}).values()):
         whole = [models[model.model] for model in part.models or []]
         for model in whole:
             check_depth(whole[0], model, "pair the layers under 'slices'")
     resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
-    carried = [model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")]
+    carried = tuned_from(config)
     for reference in references:
         check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
     return anchor

@@ -64,7 +64,7 @@ class Donors:
         blocks: of the output.
 
     Attributes:
-        found: by model; the base is not among them.
+        by_model: all of them; the base is not among them.
         folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
         readers: the lookup of each model's parameters, the base's too, in the first block that it goes into.
         layers: of each model, by module, which of the anchor's layers meets which of its own.
@@ -90,17 +90,17 @@ class Donors:
         readers = {model: reader for model, reader in self.readers.items() if model != self.recipe.base}
         settle_presets(self.recipe, self.models, readers, self.run)
         check_adapter(self.base)
-        self.found = {model: self._settled(model, reader) for model, reader in readers.items()}
+        self.by_model = {model: self._settled(model, reader) for model, reader in readers.items()}
         if self.recipe.mean:
             self._align_to_mean()
-        for model, donor in self.found.items():
+        for model, donor in self.by_model.items():
             how = "block by block" if donor.whole is None else "as a whole"
             shown = "with all others" if donor.checked is None else donor.checked.options
             LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, shown)
 
     def match_wholes(self) -> None:
         """Find all alignments of whole models, and carry what needs samples."""
-        for donor in self.found.values():
+        for donor in self.by_model.values():
             if donor.whole is not None:
                 donor.whole()
             if donor.carried.view is not None:
@@ -194,22 +194,22 @@ class Donors:
         """
         architecture, options, sources = self.base.architecture, NOTHING, {str(self.recipe.base): self.base.tensors}
         by_block: list[AlignConfig] = []
-        for model, donor in self.found.items():
+        for model, donor in self.by_model.items():
             assert donor.checked is not None
-            options, known = donor.checked.options, by_block
+            options, of_last = donor.checked.options, by_block
             by_block = [options.at(architecture, block) for block in architecture.blocks]
-            if known and by_block != known:
+            if of_last and by_block != of_last:
                 problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
                 raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
             self._fold(donor.checked.folded)
             sources[str(model)] = self._source(model)
-        views = [self.base, *map(self.models.__getitem__, self.found)]
+        views = [self.base, *map(self.models.__getitem__, self.by_model)]
         if options.residual != "none" and (rows := shared_rows(views)) is not None:
             names = zip(sources, rows, strict=True)
             sources = {name: vocabulary_subset(architecture, sources[name], row) for name, row in names}
-        found = cache(partial(match_mean, self.session, self._compared(*self.found), sources, options))
-        for model, donor in self.found.items():
-            self.found[model] = replace(donor, whole=partial(_of_mean, found, str(model)))
+        aligned = cache(partial(match_mean, self.session, self._compared(*self.by_model), sources, options))
+        for model, donor in self.by_model.items():
+            self.by_model[model] = replace(donor, whole=partial(_of_mean, aligned, str(model)))
 
     def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
         """The base that a donor was fine-tuned from, checked with both models."""
@@ -278,5 +278,5 @@ class Donors:
         return translated(donor.tensors, donor.architecture, self.base.architecture)
 
 
-def _of_mean(found: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:
-    return found()[name]
+def _of_mean(aligned: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:
+    return aligned()[name]

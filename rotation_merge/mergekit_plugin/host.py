@@ -19,10 +19,10 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
         *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
         *("MergePlanner", "MultiGPUExecutor", "get_architecture_info"),
     ),
-    "mergekit.card": ("is_hf", "generate_card"),
+    "mergekit.card": ("is_hf", "maybe_link_hf"),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
-    "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
+    "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t"),
     "mergekit.plan:MergePlanner": ("normalize_config", "plan_to_disk", "_plan", "_tensors"),
     "mergekit.architecture.base:ModuleArchitecture": (
         *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),

@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import TensorOf, View, stored_dtype
+from rotation_merge.model.view import TensorOf, View
 
 
 class RecipeViews:
@@ -50,12 +50,7 @@ class RecipeViews:
 
     def view(self, model: ModelReference) -> View:
         """A model in the anchor's coordinates, as a model of the output's architecture."""
-        tensors = self.tensors[model]
-
-        def at(dtype: torch.dtype) -> Tensors:
-            return tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)))
-
-        return replace(self.session.models[model], tensors=tensors, architecture=self.architecture, at=at)
+        return replace(self.session.models[model], tensors=self.tensors[model], architecture=self.architecture, at=None)
 
     def served(self, model: ModelReference) -> View:
         """The same for mergekit: what is copied is the anchor's."""
@@ -84,8 +79,8 @@ class RecipeViews:
     @cached_property
     def _sources(self) -> Mapping[ModelReference, Tensors]:
         """All tensors of each model that is read, on the device of the thread that reads them."""
-        origins = [donor.origin for donor in self.donors.found.values() if donor.origin is not None]
-        models = dict.fromkeys([self.recipe.base, *self.donors.found, *origins])
+        origins = [donor.origin for donor in self.donors.by_model.values() if donor.origin is not None]
+        models = dict.fromkeys([self.recipe.base, *self.donors.by_model, *origins])
         watched = {model: self.session.models.watched(model, self.session.run) for model in models}
         device = self.session.device
 
@@ -98,7 +93,7 @@ class RecipeViews:
     def _part(self, out: OutputBlock, model: ModelReference) -> MovedBlock:
         """A model's part in a block; where all models are aligned to a mean the anchor does not move either."""
         base, models = self.recipe.base, self.session.models
-        donor = self.donors.found.get(model, Donor())
+        donor = self.donors.by_model.get(model, Donor())
         block = out.anchor if model == base else out.sources[model]
         anchor, source, stored = named_as(self._sources[base], out.anchor, out.block), model, self._sources[model]
         if carried := donor.carried.view:  # the anchor with a change that samples chose
@@ -139,7 +134,7 @@ class RecipeViews:
         Args:
             matched: tensors that are compared with the anchor's.
         """
-        donor, session = self.donors.found[model], self.session
+        donor, session = self.donors.by_model[model], self.session
         whole, options = donor.whole, self.recipe.options(out.reader, out.anchor.name, model)
         straight = whole is not None and out.sources[model].index == out.anchor.index
         if straight or not wanted_spaces(out.anchor, options):
