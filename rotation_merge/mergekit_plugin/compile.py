@@ -135,8 +135,8 @@ def compiled(session: Session) -> CompiledRecipe:
         check_tensors(recipe, session.models, out)
     _check_tokens(session, donors, blocks)
     views = RecipeViews(donors)
-    placed = {model: PlacedModel.of(model, number, cache) for model in views.parts}
-    served = {model: views.served(model) for model in views.parts}
+    placed = {model: PlacedModel.of(model, number, cache) for model in views.by_model}
+    served = {model: views.served(model) for model in views.by_model}
     prepare: Callable[[], object] = donors.match_wholes
     if whole:
         served[recipe.base], prepare = refitted_view(views)

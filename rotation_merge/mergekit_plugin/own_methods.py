@@ -37,15 +37,13 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
         RotationMergeError: weights are of no use, statistics or samples are missing.
     """
     base, run, log = views.recipe.base, views.session.run, MergeLog()
-    pairs = [pair for out in views.blocks for pair in zip(out.block.tensors, out.anchor.tensors, strict=True)]
-    stored = {name: info for named, info in pairs for name in named.names}
     models = MergedModels(
         base=placed[base],
         places=views.architecture.places(),
         tied_head=None if views.recipe.untie else views.base.tied_head,
         views={reference: views.view(model) for model, reference in placed.items()},
         statistics=_statistics(method, views, placed) if method.statistics else {},
-        storage=lambda name: dtype or views.storage(base, stored[name]),
+        storage=lambda name: dtype or views.recipe.dtype or views.anchor.dtypes.get(name),
         samples=_samples(method, views) if method.on_samples else None,
         log=log,
     )
@@ -82,12 +80,8 @@ def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[H
         for model, weight in weights.items()
         if weight != 0
     }
-    moved = dict[Hashable, Statistics]()
-    for model, stored in opened_statistics(views.session, method, counting).items():
-        names = [out.names_in(model) for out in views.blocks if model in out.sources]
-        parts = list(zip(views.parts[model], names, strict=True))
-        moved[placed[model]] = output_statistics(parts, stored, views.session.models[model].rows)
-    return moved
+    opened = opened_statistics(views.session, method, counting)
+    return {placed[model]: output_statistics(views, model, stored) for model, stored in opened.items()}
 
 
 def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Batch]] | None:
@@ -96,7 +90,7 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     Raises:
         RecipeError: models have samples of their own.
     """
-    files = {views.recipe.of_model("data", views.blocks[0].reader, model) for model in views.parts}
+    files = {views.recipe.of_model("data", views.blocks[0].reader, model) for model in views.by_model}
     if len(files) > 1:
         problem = f"delegate {method.spec.name} compares activations on the same samples, but models have their own"
         remedy = "write 'data' once, under the recipe's parameters"
