@@ -252,7 +252,7 @@ def _warn(document: Document, donors: Donors) -> None:
     warned = set[str]()
     for model, donor in donors.by_model.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
-        for note in (*donor.checked.warnings, *donor.checked.notes) if donor.checked else ():
+        for note in (*donor.pair.warnings, *donor.pair.notes):
             if note not in warned:
                 warned.add(note)
                 document.fault(path, note, error=False)

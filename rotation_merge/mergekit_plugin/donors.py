@@ -28,11 +28,10 @@ from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import match_mean, match_whole
-from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import compared
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
 LOG = logging.getLogger(__name__)
@@ -43,17 +42,15 @@ class Donor:
     """One donor's part.
 
     Attributes:
+        pair: the checked pair of the anchor and it, or its origin.
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
         whole: gives its alignment across the whole model, found once; None: each block is matched by itself.
-        rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
-        checked: the checked pair of it (or its origin) and the anchor.
         carried: plan of carrying its task vector.
     """
 
+    pair: Pair
     origin: ModelReference | None = None
     whole: Callable[[], Alignment] | None = None
-    rows: RowPair | None = None
-    checked: Pair | None = None
     carried: CarryPlan = field(default_factory=CarryPlan)
 
 
@@ -95,8 +92,7 @@ class Donors:
             self._align_to_mean()
         for model, donor in self.by_model.items():
             how = "block by block" if donor.whole is None else "as a whole"
-            shown = "with all others" if donor.checked is None else donor.checked.options
-            LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, shown)
+            LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, donor.pair.options)
 
     def match_wholes(self) -> None:
         """Find all alignments of whole models, and carry what needs samples."""
@@ -116,47 +112,40 @@ class Donors:
     def _settled(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin, path = self._origin(model, reader), self.recipe.of_model("alignment", reader, model)
         matched, words, mean = origin or model, "", self.recipe.mean
-        match = match_model if path is not None else self._match(model, origin, reader)
         check_adapter(self.models[model], self.models[origin] if origin is not None else None)
         if origin is not None and path is None:
             unmoved, words = added_as_it_is(reader, model, self.base, self.models[origin])
             if unmoved:
                 self.recipe.relations[model] = UNMOVED
         options = self.recipe.varying(reader, model) if path is None else NOTHING
-        checked = self._checked(matched, model, options, whole=mean, averaged=origin is None)
+        pair = self._checked(matched, model, options, whole=mean, averaged=origin is None)
         if words:
             self.run.note(words)
-            checked = replace(checked, warnings=(*checked.warnings, words))
+            pair = replace(pair, warnings=(*pair.warnings, words))
         if mean:
-            return Donor(checked=checked)
-        streams = checked.options.residual != "none"
-        rows = self._rows(matched, carried=origin is not None) if origin is not None or streams else None
-        if path is not None:
-            whole: Callable[[], Alignment] | None = self._of_file(path, model, origin)
+            return Donor(pair)
+        if origin is not None or pair.options.residual != "none":
+            pair = replace(pair, shared=self._rows(matched, carried=origin is not None))
+        if path is None:
+            whole = self._matched(pair, title(model, origin), self._match(model, origin, reader))
         else:
-            whole = self._matched(model, origin, checked, rows, match)
-        shares_vocabulary = rows is None
-        plan = carried(self.recipe, reader, self.options, self.run, model, origin, checked.options, shares_vocabulary)
-        return Donor(origin, whole, rows, checked, plan)
+            whole = self._of_file(path, model, origin)
+        shared = pair.shared is None
+        plan = carried(self.recipe, reader, self.options, self.run, model, origin, pair.options, shared)
+        return Donor(pair, origin, whole, plan)
 
-    def _matched(
-        self, model: ModelReference, origin: ModelReference | None, checked: Pair, rows: RowPair | None, match: Match
-    ) -> Callable[[], Alignment] | None:
+    def _matched(self, pair: Pair, name: str, match: Match) -> Callable[[], Alignment] | None:
         """Gives the alignment of the whole model; None where each block is matched by itself."""
-        if checked.options.residual == "none" and match is match_model and not self.recipe.on_whole_models:
+        if pair.options.residual == "none" and match is match_model and not self.recipe.on_whole_models:
             return None
-        self._fold(checked.folded)
-        matched, architecture = origin or model, self.base.architecture
-        anchor, donor = self.base.tensors, self._source(matched)
-        if rows is not None:
-            anchor, donor = (vocabulary_subset(architecture, *pair) for pair in zip((anchor, donor), rows, strict=True))
-        names, name = self._compared(matched), title(model, origin)
-        return cache(partial(match_whole, self.session, names, anchor, donor, name, checked.options, match))
+        remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
+        check_depth(self.base, pair.donor, remedy)
+        self._fold(pair.folded)
+        return cache(partial(match_whole, self.session, pair, self._compared(pair.donor), name, match))
 
-    def _compared(self, *models: ModelReference) -> Architecture:
+    def _compared(self, *models: View) -> Architecture:
         """The anchor's architecture without what is not compared with other models."""
-        views = map(self.models.__getitem__, models)
-        return compared(self.base, views, self.recipe.own_heads, self.recipe.excluded)
+        return compared(self.base, models, self.recipe.own_heads, self.recipe.excluded)
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
         """The function that matches a donor: on weights, or on activations ('match_on')."""
@@ -195,19 +184,18 @@ class Donors:
         architecture, options, sources = self.base.architecture, NOTHING, {str(self.recipe.base): self.base.tensors}
         by_block: list[AlignConfig] = []
         for model, donor in self.by_model.items():
-            assert donor.checked is not None
-            options, of_last = donor.checked.options, by_block
+            options, of_last = donor.pair.options, by_block
             by_block = [options.at(architecture, block) for block in architecture.blocks]
             if of_last and by_block != of_last:
                 problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
                 raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
-            self._fold(donor.checked.folded)
-            sources[str(model)] = self._source(model)
-        views = [self.base, *map(self.models.__getitem__, self.by_model)]
-        if options.residual != "none" and (rows := shared_rows(views)) is not None:
+            self._fold(donor.pair.folded)
+            sources[str(model)] = donor.pair.sources[1]
+        donors = [donor.pair.donor for donor in self.by_model.values()]
+        if options.residual != "none" and (rows := shared_rows([self.base, *donors])) is not None:
             names = zip(sources, rows, strict=True)
             sources = {name: vocabulary_subset(architecture, sources[name], row) for name, row in names}
-        aligned = cache(partial(match_mean, self.session, self._compared(*self.by_model), sources, options))
+        aligned = cache(partial(match_mean, self.session, self._compared(*donors), sources, options))
         for model, donor in self.by_model.items():
             self.by_model[model] = replace(donor, whole=partial(_of_mean, aligned, str(model)))
 
@@ -265,17 +253,10 @@ class Donors:
         self.models[model] = in_class_order(self.models[model].as_filed, rows)
         for note in (*checked.warnings, *checked.notes, *rows_note(str(self.recipe.base), str(model), rows)):
             self.run.note(note)
-        return checked
+        return replace(checked, donor=self.models[matched], watched=False)
 
     def _fold(self, streams: tuple[str, ...]) -> None:
         self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
-
-    def _source(self, model: ModelReference) -> Tensors:
-        """A model's tensors under the anchor's names."""
-        donor = self.models[model]
-        remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
-        check_depth(self.base, donor, remedy)
-        return translated(donor.tensors, donor.architecture, self.base.architecture)
 
 
 def _of_mean(aligned: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:

@@ -19,7 +19,7 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.moving import Mover
 from rotation_merge.mergekit_plugin.block_match import BlockMatches, BlockMatching, DonorTransforms
 from rotation_merge.mergekit_plugin.donors import Donor, Donors
-from rotation_merge.mergekit_plugin.output import names_in, same_block
+from rotation_merge.mergekit_plugin.output import same_block
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.model.blocks import blockwise
 from rotation_merge.model.fold import Fold, folded_tensors
@@ -79,13 +79,6 @@ class RecipeViews:
         """The same for mergekit: what is copied is the anchor's."""
         view, anchor = self.view(model), self.tensors[self.recipe.base]
         return replace(view, tensors=view.tensors.replaced(anchor.only(filter(self.recipe.excluded, anchor))))
-
-    @cached_property
-    def own_names(self) -> dict[ModelReference, dict[str, str]]:
-        """By model, own names of the output's layers, where the model calls any of them otherwise."""
-        layers = {model: [out for out in outs if out.block.index is not None] for model, outs in self.by_model.items()}
-        names = {model: names_in(model, outs) for model, outs in layers.items()}
-        return {model: known for model, known in names.items() if any(new != old for new, old in known.items())}
 
     @cached_property
     def _sources(self) -> dict[ModelReference, View]:
@@ -171,7 +164,7 @@ class RecipeViews:
         base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
         donor = self.donors.by_model[model]
         tuned = padded_as(stored, origin, vocabulary_axes(self.architecture.tensors()))
-        change = Delta(base, origin, tuned, alignment, donor.rows, folding=self.fold, scale=donor.carried.scale)
+        change = Delta(base, origin, tuned, alignment, donor.pair.shared, folding=self.fold, scale=donor.carried.scale)
         return replace(change, record=partial(self.session.run.transport, str(model))).tensor
 
 
