@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import yaml
 from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.options import MergeOptions
 
@@ -112,11 +111,10 @@ def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
 def carried_recipe(
     path: str,
     donor: RecipeDonor,
-    scale: float,
     matched: AlignConfig | None,
     match_values: Mapping[str, Any] | None,
-) -> str:
-    """A recipe for the anchor plus a multiple of one donor's carried task vector, after the recipe at `path`.
+) -> Recipe:
+    """A recipe of the anchor and one donor, whose task vector is carried, after the recipe at `path`.
 
     Args:
         matched: options of matching that replace those of the recipe, alignment files included.
@@ -132,19 +130,19 @@ def carried_recipe(
     finding = () if matched is None else ("alignment", "match_on")
     values = {**{name: value for name, value in values.items() if name not in finding}, **(match_values or {})}
     chosen = [name for name in OF_MODEL if name in values]
-    document = MergeConfiguration.model_validate(
+    alone = MergeConfiguration.model_validate(
         {
             "merge_method": METHOD,
             "base_model": donor.anchor,
             "models": [
-                {"model": donor.anchor, "parameters": {"weight": 1 - scale}},
-                {"model": donor.name, "parameters": {"weight": scale, **{name: values[name] for name in chosen}}},
+                {"model": donor.anchor, "parameters": {"weight": 0.5}},
+                {"model": donor.name, "parameters": {"weight": 0.5, **{name: values[name] for name in chosen}}},
             ],
             "parameters": {"delegate": "linear", **options, **{n: values[n] for n in KEPT if n in values}},
             "dtype": "float32",
         }
     )
-    return yaml.safe_dump(document.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    return Recipe.read(alone)
 
 
 def last_recipe(path: str, remedy: str) -> Document:

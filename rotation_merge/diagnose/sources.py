@@ -230,12 +230,11 @@ def _residual(document: Document, anchor: View) -> None:
 
 
 def _plan(document: Document, session: Session) -> None:
-    """Compile the recipe and plan the whole merge as mergekit will, without reading weights."""
+    """Compile the recipe, as the merge does, without reading weights."""
     from rotation_merge.mergekit_plugin.compile import compiled
 
     try:
-        result = compiled(session)
-        result.planner(session.options).plan_to_disk(out_path="unused")
+        compiled(session)
         assert session.donors is not None
         _warn(document, session.donors)
     except RotationMergeError as error:

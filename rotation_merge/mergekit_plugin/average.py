@@ -17,7 +17,6 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergeLog
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.compile import output_views
@@ -144,12 +143,12 @@ def average_views(
     session = Session.of(recipe, MergeOptions(random_seed=seed), watched=False)
     session.models.update(zip(references, views, strict=True))
     _, in_output = output_views(session)
-    ids, method, log = {model: number for number, model in enumerate(references)}, recipe.delegate, MergeLog()
+    ids, method = {model: number for number, model in enumerate(references)}, recipe.delegate
     parameters = tensor_parameters(recipe, in_output.blocks, ids)
     if isinstance(method, OwnMethod):
         pool = (lambda: unpadded(samples, "samples")) if samples else None
         measured = dict(zip(references, statistics, strict=False))
-        method = told(method, in_output, ids, parameters, measured, pool, log)
+        method = told(method, in_output, ids, parameters, statistics=measured, samples=pool)
     merged = averaged(
         [in_output.view(model) for model in references],
         method,
@@ -165,5 +164,5 @@ def average_views(
         rounded = dtype or first.dtype or first.stored_dtypes.get(info.name)
         return tensor.to(rounded) if tensor.is_floating_point() and rounded is not None else tensor
 
-    notes = dict.fromkeys([*first.notes, *session.run.notes, *log.lines])
+    notes = dict.fromkeys([*first.notes, *session.run.notes])
     return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))

@@ -23,8 +23,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.blocks import read_block
-from rotation_merge.model.fold import Fold
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import in_order, workers_for
 
@@ -34,18 +33,17 @@ class BlockMatching:
     """One donor's block that is to be matched to the anchor's.
 
     Attributes:
-        anchor, donor: the models' tensors, by the names of the output.
+        anchor, donor: the models' tensors, folded, by the names of the output.
         names: of both models.
         whole: gives the alignment of the donor's streams, in which local spaces are matched.
     """
 
     out: OutputBlock
-    anchor: Tensors = field(repr=False)
-    donor: Tensors = field(repr=False)
+    anchor: TensorSource = field(repr=False)
+    donor: TensorSource = field(repr=False)
     names: tuple[str, str]
     options: AlignConfig
     run: Run = field(repr=False)
-    fold: Fold | None = None
     whole: Callable[[], Alignment] | None = None
 
     @property
@@ -56,8 +54,8 @@ class BlockMatching:
     @property
     def weights(self) -> int:
         """Number of weights in the block."""
-        names = (name for info in self.out.block.tensors for name in info.names if name in self.anchor)
-        return sum(math.prod(self.anchor.shapes[name]) for name in names)
+        shapes = as_tensors(self.anchor).shapes
+        return sum(math.prod(shapes.get(name, (0,))) for info in self.out.block.tensors for name in info.names)
 
     def matched(self, device: torch.device | None = None) -> BlockMatch:
         """Reads both blocks, and matches them, unless an earlier run has."""
@@ -69,9 +67,7 @@ class BlockMatching:
         with named(*self.names):
             return match_block(self.out.anchor, anchor, donor, self.options, streams)
 
-    def _read(self, source: Tensors) -> dict[str, Tensor]:
-        if self.fold is not None:
-            return self.fold.block(self.out.block, read_block(self.out.block, source))
+    def _read(self, source: TensorSource) -> dict[str, Tensor]:
         local = {space.name for space in self.out.block.spaces.values()}
         compared = [i for i in self.out.block.tensors if any(space.name in local for space in i.spaces())]
         return read_block(replace(self.out.block, tensors=tuple(compared)), source)

@@ -29,7 +29,7 @@ from rotation_merge.mergekit_plugin.donor_checks import check_meaning
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.loader import PlacedModel, StandIn, ViewLoader, runs
 from rotation_merge.mergekit_plugin.output import check_tensors, output_blocks
-from rotation_merge.mergekit_plugin.own_methods import told_in_recipe
+from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.refit import refitted_view
 from rotation_merge.mergekit_plugin.session import Session
@@ -56,11 +56,6 @@ class CompiledRecipe(MergeConfiguration):
         """Do what comes before single tensors are merged."""
         self._prepare()
 
-    def planner(self, options: MergeOptions) -> MergePlanner:
-        """mergekit's planner of it."""
-        assert self.base_model is not None
-        return MergePlanner(self, self._architecture, options, self.base_model.config())
-
 
 def compiled(session: Session) -> CompiledRecipe:
     """Settle a recipe's models, register them and the delegate for this run, and write its stock recipe.
@@ -85,7 +80,7 @@ def compiled(session: Session) -> CompiledRecipe:
     inner = passthrough_merge_method if whole else recipe.delegate
     if recipe.own_method is not None and not whole:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
-        inner = told_in_recipe(recipe.own_method, views, placed, parameters, dtype_from_name(stock.out_dtype))
+        inner = told(recipe.own_method, views, placed, parameters, dtype_from_name(stock.out_dtype))
     stock._architecture, stock._prepare = describe(views.architecture, views.base.config), prepare
     _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain or whole, parameters))
     for model, reference in placed.items():

@@ -23,12 +23,11 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t"),
-    "mergekit.plan:MergePlanner": ("normalize_config", "plan_to_disk", "_plan", "_tensors"),
+    "mergekit.plan:MergePlanner": ("normalize_config",),
     "mergekit.architecture.base:ModuleArchitecture": (
         *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),
     ),
     "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
-    "mergekit.io.tasks": ("ReturnTensor",),
     "mergekit.io.tensor_writer:TensorWriter": ("save_tensor",),
     "mergekit.merge_methods.registry": ("_METHODS",),
     "mergekit.merge_methods.passthrough": ("passthrough_merge_method",),

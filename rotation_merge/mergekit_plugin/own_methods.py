@@ -24,44 +24,33 @@ Ids = Mapping[ModelReference, Hashable]
 """By what a method knows the models of a recipe."""
 
 
-def told_in_recipe(
-    method: OwnMethod, views: RecipeViews, ids: Ids, parameters: Parameters, dtype: torch.dtype | None
-) -> OwnMethod:
-    """A method of our own, told about the models of a recipe, as `told`; its notes are the run's.
-
-    Args:
-        dtype: of the result; None: each tensor has that of the anchor's files.
-    """
-    run, log = views.session.run, MergeLog()
-    statistics = _statistics(method, views, ids, parameters) if method.statistics else {}
-    samples = _samples(method, views) if method.on_samples else None
-    method = told(method, views, ids, parameters, statistics, samples, log, dtype)
-    known = tuple(log.lines)
-    for line in known:
-        run.note(line)
-    run.later.append(lambda: [*(line for line in log.lines if line not in known), *method.words()])
-    return method
-
-
 def told(
     method: OwnMethod,
     views: RecipeViews,
     ids: Ids,
     parameters: Parameters,
-    statistics: Mapping[ModelReference, Statistics],
-    samples: Callable[[], Sequence[Batch]] | None,
-    log: MergeLog,
     dtype: torch.dtype | None = None,
+    statistics: Mapping[ModelReference, Statistics] | None = None,
+    samples: Callable[[], Sequence[Batch]] | None = None,
 ) -> OwnMethod:
     """A method of our own, told about models in shared coordinates, once nothing speaks against any tensor.
 
+    Its notes are the run's.
+
     Args:
         parameters: of the method for each tensor.
-        statistics: of models, as measured.
+        dtype: of the result; None: each tensor has that of the anchor's files.
+        statistics: of models, as measured; None: those that the recipe names.
+        samples: gives the samples that activations are compared on; None: they are what the recipe names.
 
     Raises:
         RotationMergeError: weights are of no use, statistics or samples are missing.
     """
+    run, log = views.session.run, MergeLog()
+    if statistics is None:
+        statistics = _statistics(method, views, ids, parameters) if method.statistics else {}
+    if samples is None and method.on_samples:
+        samples = _samples(method, views)
     models = MergedModels(
         base=ids[views.recipe.base],
         places=views.architecture.places(),
@@ -80,6 +69,10 @@ def told(
             )
             raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
         method.participants(name, of_tensor["weight"], of_tensor)
+    known = tuple(log.lines)
+    for line in known:
+        run.note(line)
+    run.later.append(lambda: [*(line for line in log.lines if line not in known), *method.words()])
     return method
 
 

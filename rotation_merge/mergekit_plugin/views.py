@@ -127,12 +127,13 @@ class RecipeViews:
         """The transforms of a donor: of the whole model, or matched block by block; None where it does not move."""
         names, jobs = (str(self.recipe.base), title(model, donor.origin)), dict[str, BlockMatching]()
         sources = self.anchor, self.origins.get(model, self.stored[model])
+        anchor, matched = (folded_tensors(self.architecture, s, self.folded, self.donors.dtype) for s in sources)
         for out in self.by_model[model]:
             options = self.recipe.options(out.reader, out.anchor.name, model)
             straight = donor.whole is not None and out.sources[model].index == out.anchor.index
             if straight or not (spaces := wanted_spaces(out.anchor, options)):
                 continue
-            job = BlockMatching(out, *sources, names, options, self.session.run, self.fold, donor.whole)
+            job = BlockMatching(out, anchor, matched, names, options, self.session.run, donor.whole)
             self.matches.jobs.append(job)
             wanted = [space.name for space in spaces]
             jobs |= {name: job for name, anchor_name in out.spaces.items() if anchor_name in wanted}
