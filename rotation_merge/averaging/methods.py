@@ -88,8 +88,7 @@ class OwnMethod(MergeMethod):
         Raises:
             RecipeError: nothing is known of their architecture.
         """
-        if (base := models.views.get(models.base)) is not None:
-            self.check_known(base)
+        self.check_known(models.views[models.base])
         method = copy.copy(self)
         method.bound = models
         return method

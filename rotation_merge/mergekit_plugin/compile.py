@@ -16,7 +16,6 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import InputSliceDefinition, MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import registry
-from mergekit.merge_methods.passthrough import passthrough_merge_method
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
@@ -38,29 +37,24 @@ from rotation_merge.model.vocabulary import check_token_ids
 
 
 class CompiledRecipe(MergeConfiguration):
-    """A stock recipe that takes the architecture of its output along through mergekit's own functions.
-
-    Attributes:
-        _prepare: finds the alignments of whole models, and whatever else is known before single tensors are merged.
-    """
+    """A stock recipe that takes the architecture of its output along through mergekit's own functions."""
 
     _architecture: ModelArchitecture = PrivateAttr()
-    _prepare: Callable[[], object] = PrivateAttr()
 
     def referenced_models(self) -> list[ModelReference]:
         """Every model once, the base first."""
         models = [source.model for m in (self.modules or {}).values() for p in m.slices or [] for source in p.sources]
         return list(dict.fromkeys([self.base_model, *models]))
 
-    def prepare(self) -> None:
-        """Do what comes before single tensors are merged."""
-        self._prepare()
 
-
-def compiled(session: Session) -> CompiledRecipe:
+def compiled(session: Session) -> tuple[CompiledRecipe, Callable[[], object]]:
     """Settle a recipe's models, register them and the delegate for this run, and write its stock recipe.
 
     No weight is read. When the session's run ends, mergekit's registries are as they were.
+
+    Returns:
+        The stock recipe, and a function that does what comes before single tensors are merged: it finds the alignments
+        of whole models, and refits.
 
     Raises:
         RotationMergeError: the recipe or a model is at fault.
@@ -73,19 +67,17 @@ def compiled(session: Session) -> CompiledRecipe:
     prepare: Callable[[], object] = views.donors.match_wholes
     if whole:
         served[recipe.base], prepare = refitted_view(views)
-        parameters = {key: dict[str, Any]() for key in views.architecture.named()}
-    else:
-        parameters = tensor_parameters(recipe, views.blocks, placed)
+    parameters = {} if whole else tensor_parameters(recipe, views.blocks, placed)
     stock = stock_recipe(config, name, placed, recipe.base, cache, alone=whole)
-    inner = passthrough_merge_method if whole else recipe.delegate
+    inner = recipe.delegate
     if recipe.own_method is not None and not whole:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         inner = told(recipe.own_method, views, placed, parameters, dtype_from_name(stock.out_dtype))
-    stock._architecture, stock._prepare = describe(views.architecture, views.base.config), prepare
-    _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain or whole, parameters))
+    stock._architecture = describe(views.architecture, views.base.config)
+    _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain, parameters))
     for model, reference in placed.items():
         _register(session, LoaderCache.loaders, reference, ViewLoader(served[model]))
-    return stock
+    return stock, prepare
 
 
 def output_views(session: Session) -> tuple[MergeConfiguration, RecipeViews]:

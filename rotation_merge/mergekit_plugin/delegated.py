@@ -51,7 +51,7 @@ def tensor_parameters(
 
 
 class Delegated(MergeMethod):
-    """The delegate of one recipe, with the parameters of each tensor; all other tensors are the anchor's.
+    """The delegate of one recipe, with the parameters of each tensor that it merges; all others are passed on.
 
     Args:
         name: under which mergekit knows it while the recipe runs.
@@ -75,7 +75,7 @@ class Delegated(MergeMethod):
 
     def _merged(self, group: TensorGroup, options: dict[str, Any]) -> Tensor:
         if (parameters := self.parameters.get(str(group.metadata.name))) is None:
-            return group.entries[0].tensor  # every model gives the anchor's
+            return group.entries[0].tensor  # the anchor's, which every model gives
         if self.plain:
             group = replace(group, entries=tuple(replace(entry, is_base=False) for entry in group.entries))
         return self.inner((group,), parameters=parameters, **options)[0]

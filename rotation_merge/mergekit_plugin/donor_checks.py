@@ -31,7 +31,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
     for model, donor in donors.by_model.items():
         if method.whole_models and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
-        if method.statistics and donor.carried.view is not None:
+        if method.statistics and donor.carried is not None:
             problem = f"{name} needs statistics of the carried model, but these are the donor's"
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -21,7 +21,7 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, check_depth, check_pair, residual_of
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment
-from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
+from rotation_merge.mergekit_plugin.carried import added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
 from rotation_merge.mergekit_plugin.models import settle_presets
 from rotation_merge.mergekit_plugin.output import OutputBlock
@@ -45,13 +45,15 @@ class Donor:
         pair: the checked pair of the anchor and it, or its origin.
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
         whole: gives its alignment across the whole model, found once; None: each block is matched by itself.
-        carried: plan of carrying its task vector.
+        carried: gives the anchor with its change, where samples choose that; else `scale` is the factor of its task
+            vector.
     """
 
     pair: Pair
     origin: ModelReference | None = None
     whole: Callable[[], Alignment] | None = None
-    carried: CarryPlan = field(default_factory=CarryPlan)
+    carried: Callable[[], View] | None = None
+    scale: float = 1.0
 
 
 class Donors:
@@ -99,8 +101,8 @@ class Donors:
         for donor in self.by_model.values():
             if donor.whole is not None:
                 donor.whole()
-            if donor.carried.view is not None:
-                donor.carried.view()
+            if donor.carried is not None:
+                donor.carried()
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -132,7 +134,7 @@ class Donors:
             whole = self._of_file(path, model, origin)
         shared = pair.shared is None
         plan = carried(self.recipe, reader, self.options, self.run, model, origin, pair.options, shared)
-        return Donor(pair, origin, whole, plan)
+        return Donor(pair, origin, whole, *plan)
 
     def _matched(self, pair: Pair, name: str, match: Match) -> Callable[[], Alignment] | None:
         """Gives the alignment of the whole model; None where each block is matched by itself."""

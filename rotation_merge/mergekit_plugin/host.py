@@ -30,7 +30,6 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
     "mergekit.io.tensor_writer:TensorWriter": ("save_tensor",),
     "mergekit.merge_methods.registry": ("_METHODS",),
-    "mergekit.merge_methods.passthrough": ("passthrough_merge_method",),
     "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute", "_execute_resolved"),
 }
 """Names of mergekit that are called, replaced or overridden. A name that is missing here would not be an error where we

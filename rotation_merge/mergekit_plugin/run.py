@@ -82,9 +82,9 @@ def _run(stock: Callable[..., None], session: Session, out_path: str, config_sou
     ledger = kept_beside(out_path, lambda: _mark(session), session.devices[0])
     with ledger as record.ledger, staged(out_path) as staging, _as_it_is_here(session, apart):
         with unchanged(session.models[model] for model in _read(recipe.config)):
-            result = compiled(session)
-            result.prepare()
-            stock(result, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
+            compiled_recipe, prepare = compiled(session)
+            prepare()
+            stock(compiled_recipe, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
         if base.modules:
             write_modules(base.folder, staging, apart)
         if recipe.value("prove"):

@@ -56,7 +56,7 @@ class RecipeViews:
         session.run.endings.append(self.matches.end)
         models = dict.fromkeys([base, *(model for out in blocks for model in out.sources)])
         self.by_model = {model: [out for out in blocks if model in (base, *out.sources)] for model in models}
-        self.carried = {model: view for model, donor in donors.by_model.items() if (view := donor.carried.view)}
+        self.carried = {model: view for model, donor in donors.by_model.items() if (view := donor.carried)}
         self.stored = {model: self._named(self._read(model), model) for model in models}
         moving = {model: donor for model, donor in donors.by_model.items() if model not in self.carried}
         origins = {model: donor.origin for model, donor in moving.items() if donor.origin is not None}
@@ -165,7 +165,7 @@ class RecipeViews:
         base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
         donor = self.donors.by_model[model]
         tuned = padded_as(stored, origin, vocabulary_axes(self.architecture.tensors()))
-        change = Delta(base, origin, tuned, alignment, donor.pair.shared, folding=self.fold, scale=donor.carried.scale)
+        change = Delta(base, origin, tuned, alignment, donor.pair.shared, folding=self.fold, scale=donor.scale)
         return replace(change, record=partial(self.session.run.transport, str(model))).tensor
 
 
