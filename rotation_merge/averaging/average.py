@@ -59,10 +59,8 @@ def averaged(
         if copied(name):
             return check_finite(stored[0], name, views[0].name)
         tensors = [check_finite(tensor, name, view.name) for tensor, view in zip(stored, views, strict=True)]
-        takes_stored, dtypes = (
-            isinstance(method, OwnMethod),
-            [torch.promote_types(x.dtype, torch.float32) for x in tensors],
-        )
+        takes_stored = isinstance(method, OwnMethod)
+        dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         if not takes_stored:
             tensors = [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         axis, base_index = places[name][1].vocabulary_axis, 0 if based else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.model.view import View
 from rotation_merge.run.maps import LinearMap, linear_map
 
 Inputs = Mapping[str, Any]
@@ -87,14 +88,20 @@ class OwnMethod(MergeMethod):
         Raises:
             RecipeError: nothing is known of their architecture.
         """
-        base = models.views.get(models.base)
-        if base is not None and base.architecture.family == "unknown":
-            problem = f"delegate {self.spec.name} does not know this architecture"
-            remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
-            raise RecipeError(problem, where=base.name, remedy=remedy)
+        self.check_known(models.views[models.base])
         method = copy.copy(self)
         method.bound = models
         return method
+
+    def check_known(self, base: View) -> None:
+        """
+        Raises:
+            RecipeError: nothing is known of the base's architecture.
+        """
+        if base.architecture.family == "unknown":
+            problem = f"delegate {self.spec.name} does not know this architecture"
+            remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
+            raise RecipeError(problem, where=base.name, remedy=remedy)
 
     @property
     def models(self) -> MergedModels:

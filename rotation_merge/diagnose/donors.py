@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import yaml
-from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
@@ -72,34 +71,36 @@ def donors_of(path: str) -> list[RecipeDonor]:
         RecipeError: the recipe is at fault, or names none.
     """
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
-    config = recipe.config
-    result = []
-    models = Models(MergeOptions(), recipe.unsupported)
-    settle_presets(recipe, models, [m.model for m in config.models or []])
-    head_tensors = (
-        kept_head_names(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
-    )
-
-    def excluded(tensor: str) -> bool:
-        return tensor in head_tensors or recipe.excluded(tensor)
-
-    for donor in config.models or []:
-        if donor.model == recipe.base:
-            continue
-        values = {**(config.parameters or {}), **(donor.parameters or {})}
-        reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
-        origin, file = (recipe.of_model(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
-        options = recipe.varying(reader, donor.model)
-        words = not (config.tokenizer or config.tokenizer_source)
-        names = str(recipe.base), str(donor.model)
-        recipe_donor = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported)
-        how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
-        result.append(
-            replace(recipe_donor, match_on=how or WEIGHTS, data=data or "", samples=count, own_heads=head_tensors)
-        )
-    if not result:
+    models, listed = Models(MergeOptions(), recipe.unsupported), recipe.config.models or []
+    settle_presets(recipe, models, [entry.model for entry in listed])
+    recipe.settle_heads(models[entry.model] for entry in listed)
+    donors = [_donor(recipe, entry) for entry in listed if entry.model != recipe.base]
+    if not donors:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
-    return result
+    return donors
+
+
+def _donor(recipe: Recipe, entry: InputModelDefinition) -> RecipeDonor:
+    config, model = recipe.config, entry.model
+    values = {**(config.parameters or {}), **(entry.parameters or {})}
+    reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
+    names = "finetuned_from", "alignment", "match_on", "data", "samples"
+    origin, file, match_on, data, samples = (recipe.of_model(name, reader, model) for name in names)
+    return RecipeDonor(
+        str(recipe.base),
+        str(model),
+        recipe.varying(reader, model),
+        recipe.untie,
+        origin,
+        file,
+        recipe.excluded,
+        words=not (config.tokenizer or config.tokenizer_source),
+        unsupported=recipe.unsupported,
+        match_on=match_on or WEIGHTS,
+        data=data or "",
+        samples=samples,
+        own_heads=tuple(sorted(recipe.own_heads)),
+    )
 
 
 def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
@@ -110,11 +111,10 @@ def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
 def carried_recipe(
     path: str,
     donor: RecipeDonor,
-    scale: float,
     matched: AlignConfig | None,
     match_values: Mapping[str, Any] | None,
-) -> str:
-    """A recipe for the anchor plus a multiple of one donor's carried task vector, after the recipe at `path`.
+) -> Recipe:
+    """A recipe of the anchor and one donor, whose task vector is carried, after the recipe at `path`.
 
     Args:
         matched: options of matching that replace those of the recipe, alignment files included.
@@ -130,19 +130,19 @@ def carried_recipe(
     finding = () if matched is None else ("alignment", "match_on")
     values = {**{name: value for name, value in values.items() if name not in finding}, **(match_values or {})}
     chosen = [name for name in OF_MODEL if name in values]
-    document = MergeConfiguration.model_validate(
+    alone = MergeConfiguration.model_validate(
         {
             "merge_method": METHOD,
             "base_model": donor.anchor,
             "models": [
-                {"model": donor.anchor, "parameters": {"weight": 1 - scale}},
-                {"model": donor.name, "parameters": {"weight": scale, **{name: values[name] for name in chosen}}},
+                {"model": donor.anchor, "parameters": {"weight": 0.5}},
+                {"model": donor.name, "parameters": {"weight": 0.5, **{name: values[name] for name in chosen}}},
             ],
             "parameters": {"delegate": "linear", **options, **{n: values[n] for n in KEPT if n in values}},
             "dtype": "float32",
         }
     )
-    return yaml.safe_dump(document.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    return Recipe.read(alone)
 
 
 def last_recipe(path: str, remedy: str) -> Document:

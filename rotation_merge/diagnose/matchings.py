@@ -13,7 +13,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import SampleMatcher
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, open_pair
-from rotation_merge.mergekit_plugin.run_recipe import merged_state
+from rotation_merge.mergekit_plugin.run_recipe import moved_states
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SELF, writes_text
@@ -170,10 +170,10 @@ def _finder(donor: RecipeDonor) -> Match:
 
 def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
     """The anchor, and the anchor with the donor's task vector added, carried or unchanged."""
-    ends, match_values = [], None
+    match_values = None
     if matching.match_on != WEIGHTS:
         match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
-    for scale in (0.0, 1.0):
-        state = merged_state(carried_recipe(recipe, donor, scale, matching.options, match_values))
-        ends.append(load(donor.anchor, state=state, changed={"tie_word_embeddings": False} if donor.untie else None))
-    return ends[0], ends[1]
+    changed = {"tie_word_embeddings": False} if donor.untie else None
+    states = moved_states(carried_recipe(recipe, donor, matching.options, match_values))
+    anchor, tuned = (load(donor.anchor, state=state, changed=changed) for state in states)
+    return anchor, tuned

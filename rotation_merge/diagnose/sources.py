@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -16,7 +16,7 @@ from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.mergekit_plugin.document import Document, Path, at, walk
+from rotation_merge.mergekit_plugin.document import Document, Path, walk
 from rotation_merge.mergekit_plugin.donors import Donors
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.models import Models
@@ -24,7 +24,6 @@ from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
-from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows
 from rotation_merge.model.view import View
@@ -180,25 +179,23 @@ def _compare(
     document: Document, recipe: Recipe | None, anchor: View, opened: dict[str, tuple[Path, View]], models: Models
 ) -> None:
     resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
+    excluded: Callable[[str], bool] = lambda _: False  # noqa: E731
+    if recipe is not None:
+        recipe.settle_heads(model for _, model in opened.values())
+        excluded = recipe.excluded
     for path, model in opened.values():
         if model is anchor:
             continue
-        each, carried = recipe is not None and recipe.value("heads_of") == "each", _carried(document, path)
+        carried = _carried(document, path)
         try:
             models.together(anchor.reference, [model.reference], averaged=not carried)
-            if recipe is not None and not each:
-                label_rows(anchor, model, recipe.excluded)
+            if recipe is not None:
+                label_rows(anchor, model, excluded)
         except RotationMergeError as error:
             document.raised(path, error)
             continue
-        heads = head_names(anchor.architecture) if each else set()
-
-        def excluded(name: str, heads: Collection[str] = heads) -> bool:
-            return name in heads or (recipe is not None and recipe.excluded(name))
-
-        for fault in shape_faults(
-            anchor, models[model.reference], excluded, bool(resizes) or carried or recipe is None
-        ):
+        resized = bool(resizes) or carried or recipe is None
+        for fault in shape_faults(anchor, models[model.reference], excluded, resized):
             document.raised(path, fault)
         averaged = any(
             info.vocabulary_axis is not None and not excluded(info.name) for info in anchor.architecture.tensors()
@@ -218,7 +215,9 @@ def _token_ids(document: Document, path: Path, anchor: View, model: View) -> Non
 
 def _carried(document: Document, path: Path) -> bool:
     """Whether the model is carried into the anchor's vocabulary: a fine-tune, or its base."""
-    return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
+    return path[-1] == "finetuned_from" or (*path[:-1], "parameters", "finetuned_from") in dict(
+        references(document.value)
+    )
 
 
 def _residual(document: Document, anchor: View) -> None:
@@ -231,12 +230,11 @@ def _residual(document: Document, anchor: View) -> None:
 
 
 def _plan(document: Document, session: Session) -> None:
-    """Compile the recipe and plan the whole merge as mergekit will, without reading weights."""
+    """Compile the recipe, as the merge does, without reading weights."""
     from rotation_merge.mergekit_plugin.compile import compiled
 
     try:
-        result = compiled(session)
-        result.planner(session.options).plan_to_disk(out_path="unused")
+        compiled(session)
         assert session.donors is not None
         _warn(document, session.donors)
     except RotationMergeError as error:
@@ -251,9 +249,9 @@ def _plan(document: Document, session: Session) -> None:
 def _warn(document: Document, donors: Donors) -> None:
     """Warnings about a questionable merge of the donors."""
     warned = set[str]()
-    for model, donor in donors.found.items():
+    for model, donor in donors.by_model.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
-        for note in (*donor.checked.warnings, *donor.checked.notes) if donor.checked else ():
+        for note in (*donor.pair.warnings, *donor.pair.notes):
             if note not in warned:
                 warned.add(note)
                 document.fault(path, note, error=False)

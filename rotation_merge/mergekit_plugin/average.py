@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from mergekit.common import ModelReference
-from mergekit.config import ConfigReader, OutputSliceDefinition
 from mergekit.merge_methods.base import MergeMethod, ParameterScope
-from mergekit.parameter_resolver import resolve_parameters
+from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, MergeLog
-from rotation_merge.errors import RecipeError, RotationMergeError, nearest, not_written, short
-from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.pair import as_donor, check_pair, check_shapes
-from rotation_merge.matching.statistics import moved_statistics
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin.compile import output_views
+from rotation_merge.mergekit_plugin.delegated import tensor_parameters
 from rotation_merge.mergekit_plugin.document import METHOD, Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
+from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.rules import check_names
+from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.heads import head_names
-from rotation_merge.model.labels import LabelRows, in_class_order
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.statistics import Statistics
@@ -125,90 +119,6 @@ def python_places() -> Iterator[None]:
         raise type(error)(error.what, where=place, remedy=error.remedy) from None
 
 
-def resolved(
-    recipe: Recipe, reader: ConfigReader, name: str, inputs: Mapping[ModelReference, str]
-) -> tuple[dict[str, Any], dict[ModelReference, dict[str, Any]]]:
-    """The delegate's parameters for an output tensor, by mergekit: those of all models, and those of each.
-
-    Args:
-        inputs: its name in each model.
-
-    Raises:
-        RecipeError: a required parameter has no value for the tensor.
-    """
-    base = None if recipe.plain else recipe.base
-    spec, sources, t = recipe.delegate.spec, reader.parameter_sources, reader.t
-    try:
-        return resolve_parameters(spec, tensor_name=name, inputs=inputs, sources=sources, base_model=base, t=t)
-    except RuntimeError as error:
-        raise RecipeError(short(error), remedy="give it a value for every tensor") from error
-
-
-def check_parameters(
-    recipe: Recipe, method: OwnMethod, name: str, shared: Mapping[str, Any], weights: Mapping[Any, float]
-) -> None:
-    """Find what is wrong with a method's parameters for an output tensor.
-
-    Args:
-        weights: of the models, as the method knows them.
-
-    Raises:
-        RotationMergeError: weights are of no use, or every model keeps its head, and the method transports streams.
-    """
-    if recipe.value("heads_of") == "each" and shared.get("stream") == "transport":
-        problem = "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move heads"
-        raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
-    method.participants(name, weights, shared)
-
-
-def _tensor_parameters(recipe: Recipe, anchor: View, method: MergeMethod) -> Callable[[str], dict[str, Any]]:
-    """Gives the parameters of an output tensor; of those with a value for each model a mapping by their numbers."""
-    places, listed = anchor.architecture.places(), recipe.config.models or []
-    inputs = OutputSliceDefinition.model_construct(sources=listed, base_model=None, parameters=None)
-
-    def parameters(name: str) -> dict[str, Any]:
-        block = places[name][0]
-        last = len(anchor.architecture.layers(block.module)) - 1
-        t = 0.0 if block.index is None else block.index / last if last else 1.0
-        reader = ConfigReader.model_construct(config=recipe.config, t=t, slice_out=inputs, module=None)
-        shared, each = resolved(recipe, reader, name, {entry.model: name for entry in listed})
-        by_number = {number: each[entry.model] for number, entry in enumerate(listed)}
-        names = {key for values in each.values() for key in values}
-        of_models = {key: {m: values[key] for m, values in by_number.items() if key in values} for key in names}
-        if isinstance(method, OwnMethod):
-            check_parameters(recipe, method, name, shared, of_models["weight"])
-        return {**shared, **of_models}
-
-    return parameters
-
-
-def _brought_together(views: Sequence[View], recipe: Recipe) -> tuple[list[View], list[LabelRows], list[str]]:
-    """The models with their classes in the anchor's order, what reorders them, and notes for the report.
-
-    Raises:
-        RotationMergeError: they do not compute alike, or differ in sizes or tokens.
-    """
-    anchor, architecture = views[0], views[0].architecture
-    if recipe.value("heads_of") == "each":
-        recipe.own_heads.update(name for view in views for name in head_names(view.architecture))
-    donors = [as_donor(anchor, view) for view in views[1:]]
-    check_names(recipe.document, architecture, (name for view in views for name in view.names))
-    recipe.document.raise_first()
-    for donor in donors:
-        check_shapes(anchor, donor, recipe.excluded)
-    together, rows, notes = [anchor], list[LabelRows]([{}]), list[str]()
-    for donor in donors:
-        pair = check_pair(anchor, donor.as_filed, NOTHING, excluded=recipe.excluded, averaged=True)
-        together.append(in_class_order(donor.as_filed, pair.rows))
-        rows.append(pair.rows)
-        notes += [*pair.warnings, *pair.notes]
-    infos = [info for info in architecture.tensors() if info.vocabulary_axis is not None]
-    if any(name in anchor and not recipe.excluded(name) for info in infos for name in info.names):
-        for donor in together[1:]:
-            check_token_ids(anchor, donor)
-    return together, rows, notes
-
-
 def average_views(
     views: Sequence[View],
     recipe: Recipe,
@@ -229,21 +139,24 @@ def average_views(
     Raises:
         RotationMergeError: the models do not fit together, or parameters mean nothing.
     """
-    together, rows, notes = _brought_together(views, recipe)
-    first, method, log = together[0], recipe.delegate, MergeLog()
+    first, references = views[0], [entry.model for entry in recipe.config.models or []]
+    session = Session.of(recipe, MergeOptions(random_seed=seed), watched=False)
+    session.models.update(zip(references, views, strict=True))
+    _, in_output = output_views(session)
+    ids, method = {model: number for number, model in enumerate(references)}, recipe.delegate
+    parameters = tensor_parameters(recipe, in_output.blocks, ids)
     if isinstance(method, OwnMethod):
-        measured = [
-            moved_statistics(part, first.architecture, {}, rows=order) if order else part
-            for part, order in zip(statistics, rows, strict=False)
-        ]
         pool = (lambda: unpadded(samples, "samples")) if samples else None
-        models = MergedModels.of(together, statistics=dict(enumerate(measured)), samples=pool)
-        method, log = method.on(models), models.log
-    notes += [*log.lines, *([not_written(first.ignored)] if first.ignored else [])]
-    parameters, based = _tensor_parameters(recipe, first, method), not recipe.plain
-    for name in (name for name in first.architecture.named() if name in first and not recipe.excluded(name)):
-        parameters(name)  # finds what is wrong for any tensor, before one is asked for
-    merged = averaged(together, method, parameters, seed=seed, excluded=recipe.excluded, based=based)
+        measured = dict(zip(references, statistics, strict=False))
+        method = told(method, in_output, ids, parameters, statistics=measured, samples=pool)
+    merged = averaged(
+        [in_output.view(model) for model in references],
+        method,
+        parameters.__getitem__,
+        seed=seed,
+        excluded=recipe.excluded,
+        based=not recipe.plain,
+    )
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         if not all(name in merged for name in info.names) or (tensor := read_tensor(info, merged)) is None:
@@ -251,5 +164,5 @@ def average_views(
         rounded = dtype or first.dtype or first.stored_dtypes.get(info.name)
         return tensor.to(rounded) if tensor.is_floating_point() and rounded is not None else tensor
 
-    notes = list(dict.fromkeys([*first.notes, *notes, *log.lines]))
+    notes = dict.fromkeys([*first.notes, *session.run.notes])
     return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))

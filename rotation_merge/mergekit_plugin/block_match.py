@@ -23,8 +23,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.blocks import read_block
-from rotation_merge.model.fold import Fold
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import in_order, workers_for
 
@@ -34,18 +33,17 @@ class BlockMatching:
     """One donor's block that is to be matched to the anchor's.
 
     Attributes:
-        anchor, donor: the models' tensors, by the names of the output.
+        anchor, donor: the models' tensors, folded, by the names of the output.
         names: of both models.
         whole: gives the alignment of the donor's streams, in which local spaces are matched.
     """
 
     out: OutputBlock
-    anchor: Tensors = field(repr=False)
-    donor: Tensors = field(repr=False)
+    anchor: TensorSource = field(repr=False)
+    donor: TensorSource = field(repr=False)
     names: tuple[str, str]
     options: AlignConfig
     run: Run = field(repr=False)
-    fold: Fold | None = None
     whole: Callable[[], Alignment] | None = None
 
     @property
@@ -56,7 +54,8 @@ class BlockMatching:
     @property
     def weights(self) -> int:
         """Number of weights in the block."""
-        return sum(math.prod(shape) for shape in self.anchor.shapes.values())
+        shapes = as_tensors(self.anchor).shapes
+        return sum(math.prod(shapes.get(name, (0,))) for info in self.out.block.tensors for name in info.names)
 
     def matched(self, device: torch.device | None = None) -> BlockMatch:
         """Reads both blocks, and matches them, unless an earlier run has."""
@@ -68,9 +67,7 @@ class BlockMatching:
         with named(*self.names):
             return match_block(self.out.anchor, anchor, donor, self.options, streams)
 
-    def _read(self, source: Tensors) -> dict[str, Tensor]:
-        if self.fold is not None:
-            return self.fold.block(self.out.anchor, read_block(self.out.block, source))
+    def _read(self, source: TensorSource) -> dict[str, Tensor]:
         local = {space.name for space in self.out.block.spaces.values()}
         compared = [i for i in self.out.block.tensors if any(space.name in local for space in i.spaces())]
         return read_block(replace(self.out.block, tensors=tuple(compared)), source)
@@ -86,35 +83,39 @@ class BlockMatches:
 
     Args:
         single: one block at a time (`--low-cpu-memory`).
-        pooled: whether a pool works ahead; not on an accelerator.
+        device: gives the accelerator of a thread; None: a pool works ahead on the CPU.
     """
 
-    def __init__(self, single: bool, pooled: bool) -> None:
-        self.single, self.pooled = single, pooled
+    def __init__(self, single: bool, device: Callable[[], torch.device | None] | None = None) -> None:
+        self.single, self.device = single, device
         self.jobs: list[BlockMatching] = []
         self._ahead = self._matched_ahead()
-        self._found: dict[str, Mapping[str, Transform]] = {}
+        self._transforms: dict[str, Mapping[str, Transform]] = {}
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
-    def of(self, job: BlockMatching, device: torch.device | None) -> Mapping[str, Transform]:
+    def of(self, job: BlockMatching) -> Mapping[str, Transform]:
         """The transforms of a block's local spaces, waited for; the following blocks are started.
 
         Args:
             job: one of the jobs.
-            device: that they are matched and given on; None: the CPU.
 
         Raises:
             AlignmentError: as matching does.
         """
-        with self._locks["" if self.pooled else job.key]:
-            while job.key not in self._found:
-                found, match = next(self._ahead) if self.pooled else (job, job.matched(device))
-                found.run.record(found.names[1], match.rows)
-                found.run.keep(found.names[1], match.transforms)
-                self._found[found.key] = match.transforms
-            if len(self._found) == len(self.jobs):
+        device = None if self.device is None else self.device()
+        if job.key not in self._transforms:
+            self._wait(job, device)
+        return on_device(self._transforms[job.key], device)
+
+    def _wait(self, job: BlockMatching, device: torch.device | None) -> None:
+        with self._locks["" if self.device is None else job.key]:
+            while job.key not in self._transforms:
+                matched_job, match = next(self._ahead) if self.device is None else (job, job.matched(device))
+                matched_job.run.record(matched_job.names[1], match.rows)
+                matched_job.run.keep(matched_job.names[1], match.transforms)
+                self._transforms[matched_job.key] = match.transforms
+            if len(self._transforms) == len(self.jobs):
                 self.end()
-        return on_device(self._found[job.key], device)
 
     def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""
@@ -129,3 +130,33 @@ class BlockMatches:
     def end(self) -> None:
         """Drop all waiting work; running blocks end by themselves, and no process waits for them."""
         self._ahead.close()
+
+
+class DonorTransforms(dict[str, Transform]):
+    """The transforms of one donor by the output's names of its spaces, each found whenever it is asked for.
+
+    Args:
+        spaces: the anchor's names of all spaces, by those of the output.
+        jobs: by name in the output, what matches a local space; all others are those of the whole model.
+        whole: gives the alignment of the whole model, where there is one.
+    """
+
+    def __init__(
+        self,
+        spaces: Mapping[str, str],
+        jobs: Mapping[str, BlockMatching],
+        whole: Callable[[], Alignment] | None,
+        matches: BlockMatches,
+    ) -> None:
+        super().__init__()
+        self.spaces, self.jobs, self.whole, self.matches = spaces, jobs, whole, matches
+
+    def __missing__(self, name: str) -> Transform:
+        if name in self.jobs:
+            return self.matches.of(self.jobs[name])[self.spaces[name]]
+        if self.whole is None:
+            raise KeyError(name)
+        return self.whole().transforms[self.spaces[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.jobs or (self.whole is not None and self.spaces.get(str(name)) in self.whole().transforms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 import tqdm
@@ -17,7 +17,7 @@ from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS
+from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
@@ -27,21 +27,8 @@ from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
 from rotation_merge.model.view import View
 
-ASKS = (*OPTIONS, "preset", "match_on", "carry", "carry_scale", "data")
+ASKS = (*MATCHING, "carry", "carry_scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
-
-
-@dataclass(frozen=True)
-class CarryPlan:
-    """The way a donor's change is carried.
-
-    Attributes:
-        view: carries it with samples: gives the anchor as the donor changes it, unrounded.
-        scale: factor of its task vector.
-    """
-
-    view: Callable[[], View] | None = None
-    scale: float = 1.0
 
 
 def carried(
@@ -53,13 +40,17 @@ def carried(
     origin: ModelReference | None,
     match: AlignConfig,
     shares_vocabulary: bool,
-) -> CarryPlan:
-    """The way a donor is carried.
+) -> tuple[Callable[[], View] | None, float]:
+    """The way a donor's change is carried.
 
     Args:
         origin: the base that it was tuned from, if its change is merged.
         match: by which groups that is matched.
         shares_vocabulary: whether it has the anchor's tokens at the anchor's ids.
+
+    Returns:
+        With samples a function that gives the anchor as the donor changes it, unrounded; else None, and the factor of
+        its task vector.
 
     Raises:
         RecipeError: there is no change to carry, or samples are asked for and its base has tokens at other ids.
@@ -75,7 +66,7 @@ def carried(
         raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
     if origin is None:
         if config.method == "weights":
-            return CarryPlan()
+            return None, 1.0
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
     if types := quantised(folder_of(model.model, options.transformers_cache) or ""):
@@ -83,14 +74,14 @@ def carried(
     if not config.needs_samples:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
         run.note(f"`{model}`: {note}.")
-        return CarryPlan(scale=1.0 if config.factor is None else config.factor)
+        return None, 1.0 if config.factor is None else config.factor
     if not shares_vocabulary:
         problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
         remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
         raise RecipeError(problem, where=str(model), remedy=remedy)
     execution = Execution(str(options.device or "cpu"), "float32", near="carried")
     names = str(model), str(origin), str(recipe.base)
-    return CarryPlan(cache(partial(_with_samples, *names, config, execution, run, options.quiet)))
+    return cache(partial(_with_samples, *names, config, execution, run, options.quiet)), 1.0
 
 
 def check_adapter(model: View, origin: View | None = None) -> None:

@@ -6,43 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
-from mergekit.common import ModelReference
 from transformers import PretrainedConfig
 
 from rotation_merge.architecture import Architecture, find
 from rotation_merge.matching.pair import check_depth, check_shapes
-from rotation_merge.mergekit_plugin.recipe import entries
-from rotation_merge.mergekit_plugin.rules import check_names
+from rotation_merge.mergekit_plugin.recipe import tuned_from
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
-
-Names = Mapping[ModelReference, Mapping[str, str]]
-"""By model, the own name of each output tensor that is called otherwise in the model."""
-
-
-def read_as(name: str, stored_name: str) -> str:
-    """The name under which a model gives an output tensor that it calls otherwise."""
-    return f"{name} of {stored_name}"
 
 
 class AlignedModule(ModuleArchitecture):
-    """One module of one of our architectures.
+    """One module of one of our architectures, in every model of a recipe: views have the output's names and layers."""
 
-    Args:
-        own_names: by which recipes' filters know tensors of single models, where slices renumber layers.
-    """
+    def __init__(self, architecture: Architecture, module: str) -> None:
+        self.architecture, self.module = architecture, module
 
-    def __init__(self, architecture: Architecture, module: str, own_names: Names) -> None:
-        self.architecture, self.module, self.own_names = architecture, module, own_names
-
-    def _weights(self, place: str, index: int | None, stored_names: Mapping[str, str]) -> list[WeightInfo]:
+    def _weights(self, place: str, index: int | None = None) -> list[WeightInfo]:
         return [
-            WeightInfo(
-                name=stored_names.get(name, name),
-                aliases=(read_as(name, stored_names[name]),) if name in stored_names else None,
-                vocabulary_axis=info.vocabulary_axis,
-            )
+            WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
             for block in self.architecture.blocks
             if block.module == self.module and block.place == place
             if index is None or block.index == min(index, self.count() - 1)
@@ -54,21 +35,19 @@ class AlignedModule(ModuleArchitecture):
         return len(self.architecture.layers(self.module))
 
     def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
-        return self._weights("before", None, {})
+        return self._weights("before")
 
     def post_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
-        return self._weights("after", None, {})
+        return self._weights("after")
 
     def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
-        return self._weights("layer", index, self.own_names.get(getattr(config, "placed_model", None), {}))
+        return self._weights("layer", index)
 
     def num_layers_config_key(self) -> str:
         return self.architecture.layers_key[self.module]
 
     def num_layers(self, config: PretrainedConfig) -> int:
-        part, _, nested = self.num_layers_config_key().partition(".")
-        half = bool(nested) and not hasattr(config, part)  # of a text-only model that is a language half
-        return self.count() if half or not part else super().num_layers(config)
+        return self.count()
 
 
 def open_models(session: Session) -> View:
@@ -80,31 +59,25 @@ def open_models(session: Session) -> View:
     recipe, models = session.recipe, session.models
     config, references = recipe.config, recipe.config.referenced_models()
     models.together(recipe.base, references)
-    if recipe.value("heads_of") == "each":
-        recipe.own_heads.update(name for model in references for name in head_names(models[model].architecture))
     anchor = models[recipe.base]
-    names = (name for model in references for name in models[model].names)
-    check_names(recipe.document, anchor.architecture, names)
-    recipe.document.raise_first()
+    recipe.settle([anchor, *map(models.__getitem__, references)])
     for part in (config, *(config.modules or {}).values()):
         whole = [models[model.model] for model in part.models or []]
         for model in whole:
             check_depth(whole[0], model, "pair the layers under 'slices'")
     resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
-    carried = [model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")]
+    carried = tuned_from(config)
     for reference in references:
         check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
     return anchor
 
 
-def describe(
-    architecture: Architecture, config: Mapping[str, Any], own_names: Names | None = None
-) -> ModelArchitecture:
-    """An architecture as mergekit's `ModelArchitecture`; `own_names` as of `AlignedModule`."""
+def describe(architecture: Architecture, config: Mapping[str, Any]) -> ModelArchitecture:
+    """An architecture as mergekit's `ModelArchitecture`."""
     spec = find(config)
     return ModelArchitecture(
         modules={
-            module: ModuleDefinition(architecture=AlignedModule(architecture, module, own_names or {}))
+            module: ModuleDefinition(architecture=AlignedModule(architecture, module))
             for module in architecture.layers_key
         },
         architectures=list(config.get("architectures") or []),

@@ -22,18 +22,16 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
     if method is None:
         return
     name = f"delegate {method.spec.name}"
-    if donors.models[recipe.base].architecture.family == "unknown":
-        remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
-        raise RecipeError(f"{name} does not know this architecture", where=str(recipe.base), remedy=remedy)
-    words = [t.name for t in donors.models[recipe.base].architecture.tensors() if t.vocabulary_axis is not None]
+    method.check_known(donors.base)
+    words = [t.name for t in donors.base.architecture.tensors() if t.vocabulary_axis is not None]
     by_row = bool(method.statistics) and not method.maps_only and not all(map(recipe.excluded, words))
     rearranged = config.tokenizer or config.tokenizer_source or donors.options.unsafe_truncate_embeddings
     if method.whole_models:
         _check_layers(config, donors)
-    for model, donor in donors.found.items():
+    for model, donor in donors.by_model.items():
         if method.whole_models and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
-        if method.statistics and donor.carried.view is not None:
+        if method.statistics and donor.carried is not None:
             problem = f"{name} needs statistics of the carried model, but these are the donor's"
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:

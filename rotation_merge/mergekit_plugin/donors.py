@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -21,18 +21,17 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, check_depth, check_pair, residual_of
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment
-from rotation_merge.mergekit_plugin.carried import CarryPlan, added_as_it_is, carried, check_adapter
+from rotation_merge.mergekit_plugin.carried import added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
 from rotation_merge.mergekit_plugin.models import settle_presets
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.wholes import match_mean, match_whole
-from rotation_merge.model.forms import translated
 from rotation_merge.model.heads import compared
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.rows import vocabulary_subset
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
 LOG = logging.getLogger(__name__)
@@ -43,18 +42,18 @@ class Donor:
     """One donor's part.
 
     Attributes:
+        pair: the checked pair of the anchor and it, or its origin.
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
         whole: gives its alignment across the whole model, found once; None: each block is matched by itself.
-        rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
-        checked: the checked pair of it (or its origin) and the anchor.
-        carried: plan of carrying its task vector.
+        carried: gives the anchor with its change, where samples choose that; else `scale` is the factor of its task
+            vector.
     """
 
+    pair: Pair
     origin: ModelReference | None = None
     whole: Callable[[], Alignment] | None = None
-    rows: RowPair | None = None
-    checked: Pair | None = None
-    carried: CarryPlan = field(default_factory=CarryPlan)
+    carried: Callable[[], View] | None = None
+    scale: float = 1.0
 
 
 class Donors:
@@ -64,7 +63,7 @@ class Donors:
         blocks: of the output.
 
     Attributes:
-        found: by model; the base is not among them.
+        by_model: all of them; the base is not among them.
         folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
         readers: the lookup of each model's parameters, the base's too, in the first block that it goes into.
         layers: of each model, by module, which of the anchor's layers meets which of its own.
@@ -90,21 +89,20 @@ class Donors:
         readers = {model: reader for model, reader in self.readers.items() if model != self.recipe.base}
         settle_presets(self.recipe, self.models, readers, self.run)
         check_adapter(self.base)
-        self.found = {model: self._settled(model, reader) for model, reader in readers.items()}
+        self.by_model = {model: self._settled(model, reader) for model, reader in readers.items()}
         if self.recipe.mean:
             self._align_to_mean()
-        for model, donor in self.found.items():
+        for model, donor in self.by_model.items():
             how = "block by block" if donor.whole is None else "as a whole"
-            shown = "with all others" if donor.checked is None else donor.checked.options
-            LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, shown)
+            LOG.info("%s is aligned %s: %s", title(model, donor.origin), how, donor.pair.options)
 
     def match_wholes(self) -> None:
         """Find all alignments of whole models, and carry what needs samples."""
-        for donor in self.found.values():
+        for donor in self.by_model.values():
             if donor.whole is not None:
                 donor.whole()
-            if donor.carried.view is not None:
-                donor.carried.view()
+            if donor.carried is not None:
+                donor.carried()
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -116,47 +114,40 @@ class Donors:
     def _settled(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin, path = self._origin(model, reader), self.recipe.of_model("alignment", reader, model)
         matched, words, mean = origin or model, "", self.recipe.mean
-        match = match_model if path is not None else self._match(model, origin, reader)
         check_adapter(self.models[model], self.models[origin] if origin is not None else None)
         if origin is not None and path is None:
             unmoved, words = added_as_it_is(reader, model, self.base, self.models[origin])
             if unmoved:
                 self.recipe.relations[model] = UNMOVED
         options = self.recipe.varying(reader, model) if path is None else NOTHING
-        checked = self._checked(matched, model, options, whole=mean, averaged=origin is None)
+        pair = self._checked(matched, model, options, whole=mean, averaged=origin is None)
         if words:
             self.run.note(words)
-            checked = replace(checked, warnings=(*checked.warnings, words))
+            pair = replace(pair, warnings=(*pair.warnings, words))
         if mean:
-            return Donor(checked=checked)
-        streams = checked.options.residual != "none"
-        rows = self._rows(matched, carried=origin is not None) if origin is not None or streams else None
-        if path is not None:
-            whole: Callable[[], Alignment] | None = self._of_file(path, model, origin)
+            return Donor(pair)
+        if origin is not None or pair.options.residual != "none":
+            pair = replace(pair, shared=self._rows(matched, carried=origin is not None))
+        if path is None:
+            whole = self._matched(pair, title(model, origin), self._match(model, origin, reader))
         else:
-            whole = self._matched(model, origin, checked, rows, match)
-        shares_vocabulary = rows is None
-        plan = carried(self.recipe, reader, self.options, self.run, model, origin, checked.options, shares_vocabulary)
-        return Donor(origin, whole, rows, checked, plan)
+            whole = self._of_file(path, model, origin)
+        shared = pair.shared is None
+        plan = carried(self.recipe, reader, self.options, self.run, model, origin, pair.options, shared)
+        return Donor(pair, origin, whole, *plan)
 
-    def _matched(
-        self, model: ModelReference, origin: ModelReference | None, checked: Pair, rows: RowPair | None, match: Match
-    ) -> Callable[[], Alignment] | None:
+    def _matched(self, pair: Pair, name: str, match: Match) -> Callable[[], Alignment] | None:
         """Gives the alignment of the whole model; None where each block is matched by itself."""
-        if checked.options.residual == "none" and match is match_model and not self.recipe.on_whole_models:
+        if pair.options.residual == "none" and match is match_model and not self.recipe.on_whole_models:
             return None
-        self._fold(checked.folded)
-        matched, architecture = origin or model, self.base.architecture
-        anchor, donor = self.base.tensors, self._source(matched)
-        if rows is not None:
-            anchor, donor = (vocabulary_subset(architecture, *pair) for pair in zip((anchor, donor), rows, strict=True))
-        names, name = self._compared(matched), title(model, origin)
-        return cache(partial(match_whole, self.session, names, anchor, donor, name, checked.options, match))
+        remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
+        check_depth(self.base, pair.donor, remedy)
+        self._fold(pair.folded)
+        return cache(partial(match_whole, self.session, pair, self._compared(pair.donor), name, match))
 
-    def _compared(self, *models: ModelReference) -> Architecture:
+    def _compared(self, *models: View) -> Architecture:
         """The anchor's architecture without what is not compared with other models."""
-        views = map(self.models.__getitem__, models)
-        return compared(self.base, views, self.recipe.own_heads, self.recipe.excluded)
+        return compared(self.base, models, self.recipe.own_heads, self.recipe.excluded)
 
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
         """The function that matches a donor: on weights, or on activations ('match_on')."""
@@ -194,22 +185,21 @@ class Donors:
         """
         architecture, options, sources = self.base.architecture, NOTHING, {str(self.recipe.base): self.base.tensors}
         by_block: list[AlignConfig] = []
-        for model, donor in self.found.items():
-            assert donor.checked is not None
-            options, known = donor.checked.options, by_block
+        for model, donor in self.by_model.items():
+            options, of_last = donor.pair.options, by_block
             by_block = [options.at(architecture, block) for block in architecture.blocks]
-            if known and by_block != known:
+            if of_last and by_block != of_last:
                 problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
                 raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
-            self._fold(donor.checked.folded)
-            sources[str(model)] = self._source(model)
-        views = [self.base, *map(self.models.__getitem__, self.found)]
-        if options.residual != "none" and (rows := shared_rows(views)) is not None:
+            self._fold(donor.pair.folded)
+            sources[str(model)] = donor.pair.sources[1]
+        donors = [donor.pair.donor for donor in self.by_model.values()]
+        if options.residual != "none" and (rows := shared_rows([self.base, *donors])) is not None:
             names = zip(sources, rows, strict=True)
             sources = {name: vocabulary_subset(architecture, sources[name], row) for name, row in names}
-        found = cache(partial(match_mean, self.session, self._compared(*self.found), sources, options))
-        for model, donor in self.found.items():
-            self.found[model] = replace(donor, whole=partial(_of_mean, found, str(model)))
+        aligned = cache(partial(match_mean, self.session, self._compared(*donors), sources, options))
+        for model, donor in self.by_model.items():
+            self.by_model[model] = replace(donor, whole=partial(_of_mean, aligned, str(model)))
 
     def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
         """The base that a donor was fine-tuned from, checked with both models."""
@@ -265,18 +255,11 @@ class Donors:
         self.models[model] = in_class_order(self.models[model].as_filed, rows)
         for note in (*checked.warnings, *checked.notes, *rows_note(str(self.recipe.base), str(model), rows)):
             self.run.note(note)
-        return checked
+        return replace(checked, donor=self.models[matched], watched=False)
 
     def _fold(self, streams: tuple[str, ...]) -> None:
         self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
 
-    def _source(self, model: ModelReference) -> Tensors:
-        """A model's tensors under the anchor's names."""
-        donor = self.models[model]
-        remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
-        check_depth(self.base, donor, remedy)
-        return translated(donor.tensors, donor.architecture, self.base.architecture)
 
-
-def _of_mean(found: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:
-    return found()[name]
+def _of_mean(aligned: Callable[[], Mapping[str, Alignment]], name: str) -> Alignment:
+    return aligned()[name]

@@ -19,19 +19,17 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
         *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
         *("MergePlanner", "MultiGPUExecutor", "get_architecture_info"),
     ),
-    "mergekit.card": ("is_hf", "generate_card"),
+    "mergekit.card": ("is_hf", "maybe_link_hf"),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
-    "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
-    "mergekit.plan:MergePlanner": ("normalize_config", "plan_to_disk", "_plan", "_tensors"),
+    "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t"),
+    "mergekit.plan:MergePlanner": ("normalize_config",),
     "mergekit.architecture.base:ModuleArchitecture": (
         *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),
     ),
     "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
-    "mergekit.io.tasks": ("ReturnTensor",),
     "mergekit.io.tensor_writer:TensorWriter": ("save_tensor",),
     "mergekit.merge_methods.registry": ("_METHODS",),
-    "mergekit.merge_methods.passthrough": ("passthrough_merge_method",),
     "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute", "_execute_resolved"),
 }
 """Names of mergekit that are called, replaced or overridden. A name that is missing here would not be an error where we

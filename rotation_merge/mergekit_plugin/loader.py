@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from rotation_merge.mergekit_plugin.definitions import read_as
 from rotation_merge.mergekit_plugin.document import walk, with_models
 from rotation_merge.model.folder import fetched
 from rotation_merge.model.gguf import is_gguf
@@ -55,32 +55,23 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
 class PlacedModel(StandIn, frozen=True):  # type: ignore[call-arg]
     """A model as one run of one recipe of ours sees it."""
 
-    def config(self, trust_remote_code: bool = False) -> Any:
-        """Its config, which knows the reference (see `AlignedModule.layer_weights`)."""
-        config = super().config(trust_remote_code)
-        config.placed_model = self
-        return config
+    def config(self, trust_remote_code: bool = False) -> PretrainedConfig:
+        """An empty one: mergekit asks the architecture of the output alone."""
+        return PretrainedConfig()
 
 
 class ViewLoader:
-    """A view's tensors, as mergekit's `LazyTensorLoader` gives those of files.
+    """A view's tensors, as mergekit's `LazyTensorLoader` gives those of files."""
 
-    Args:
-        own_names: by a tensor's name that by which recipes' filters know it, where that is another.
-    """
-
-    def __init__(self, view: View, own_names: Mapping[str, str] | None = None) -> None:
-        stored_names = own_names or {}
-        self.view = view
-        self.names = {read_as(name, stored_names[name]) if name in stored_names else name: name for name in view}
-        folder = view.name if view.files is None else view.files.folder
-        self.index = SimpleNamespace(tensor_paths=dict.fromkeys(self.names, ""), base_path=folder)
+    def __init__(self, view: View) -> None:
+        self.view, folder = view, view.name if view.files is None else view.files.folder
+        self.index = SimpleNamespace(tensor_paths=dict.fromkeys(view, ""), base_path=folder)
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
     ) -> Tensor | None:
         """A tensor on a device, as of `LazyTensorLoader`."""
-        name = next((self.names[name] for name in (key, *(aliases or ())) if name in self.names), None)
+        name = next((name for name in (key, *(aliases or ())) if name in self.view), None)
         if name is None and raise_on_missing:
             raise KeyError(key)
         return None if name is None else self.view.tensors[name].to(device)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
 
-from rotation_merge.architecture.model import Block
+from rotation_merge.architecture.model import Block, Part, TensorInfo
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
@@ -24,7 +24,7 @@ class OutputBlock:
     """One block of the output.
 
     Attributes:
-        block: the anchor's under the names of the output; it has the anchor's spaces.
+        block: the anchor's under the names of the output; with spaces of its own, where it has another place.
         anchor: the anchor's, whether it is merged or not.
         sources: the block of each model that is merged, by model.
         reader: looks up the parameters that hold here.
@@ -40,9 +40,18 @@ class OutputBlock:
         """Sorts blocks in the order in which mergekit asks for their tensors."""
         return min((name for info in self.block.tensors for name in info.names), default="")
 
+    @property
+    def spaces(self) -> dict[str, str]:
+        """The anchor's names of the local spaces, by their names in the output."""
+        return {self.block.spaces[key].name: space.name for key, space in self.anchor.spaces.items()}
+
+    def source(self, model: ModelReference) -> Block:
+        """The block of a model; the anchor's, where it is not merged."""
+        return self.sources.get(model, self.anchor)
+
     def names_in(self, model: ModelReference) -> dict[str, str]:
         """By the output's names of its tensors those in one model."""
-        pairs = ((info, self.sources[model].tensor(info.key) or info) for info in self.block.tensors)
+        pairs = ((info, self.source(model).tensor(info.key) or info) for info in self.block.tensors)
         return {new: old for info, stored in pairs for new, old in zip(info.names, stored.names, strict=True)}
 
 
@@ -56,6 +65,11 @@ def output_blocks(config: MergeConfiguration, recipe: Recipe, models: Models) ->
         RotationMergeError: a layer is missing in a model.
     """
     return [_block(models[recipe.base], recipe.base, *met) for met in _meeting(config, models)]
+
+
+def names_in(model: ModelReference, outs: Iterable[OutputBlock]) -> dict[str, str]:
+    """The same of several blocks."""
+    return {new: old for out in outs for new, old in out.names_in(model).items()}
 
 
 def same_block(model: View, block: Block) -> Block:
@@ -111,7 +125,27 @@ def _block(
 ) -> OutputBlock:
     anchor = sources.get(reference) or same_block(base, next(iter(sources.values())))
     infos = (replace(info, names=base.architecture.names(info, index)) for info in anchor.tensors)
-    return OutputBlock(replace(anchor, index=index, tensors=tuple(infos)), anchor, sources, reader)
+    block = replace(anchor, index=index, tensors=tuple(infos))
+    return OutputBlock(block if index == anchor.index else _with_own_spaces(block), anchor, sources, reader)
+
+
+def _with_own_spaces(block: Block) -> Block:
+    """A block with other names of its local spaces than the anchor's block has, which may stand elsewhere, too."""
+    spaces = {key: replace(space, name=f"{space.name} as {block.index}") for key, space in block.spaces.items()}
+    renamed = {block.spaces[key].name: space for key, space in spaces.items()}
+
+    def part(known: Part) -> Part:
+        return replace(known, space=renamed.get(known.space.name, known.space))
+
+    def named(info: TensorInfo) -> TensorInfo:
+        axes = (replace(axis, pieces=tuple(tuple(map(part, piece)) for piece in axis.pieces)) for axis in info.axes)
+        common = info.common and renamed.get(info.common.name, info.common)
+        return replace(info, axes=tuple(axes), common=common)
+
+    names = {name: space.name for name, space in renamed.items()}
+    norms = tuple(replace(norm, stream=names.get(norm.stream, norm.stream)) for norm in block.norms)
+    scales = tuple(replace(scale, stream=names.get(scale.stream, scale.stream)) for scale in block.scales)
+    return replace(block, tensors=tuple(map(named, block.tensors)), spaces=spaces, norms=norms, scales=scales)
 
 
 def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:

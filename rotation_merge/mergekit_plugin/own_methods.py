@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from mergekit.common import ModelReference
@@ -11,9 +10,7 @@ from mergekit.common import ModelReference
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.models import MergedModels, MergeLog
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.average import check_parameters, resolved
-from rotation_merge.mergekit_plugin.loader import PlacedModel
-from rotation_merge.mergekit_plugin.output import OutputBlock
+from rotation_merge.mergekit_plugin.delegated import Parameters
 from rotation_merge.mergekit_plugin.statistics import opened_statistics, output_statistics
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.run.data import read_batches, unpadded
@@ -23,37 +20,55 @@ from rotation_merge.run.statistics import Statistics
 SAMPLES = 200
 """Samples that activations are taken on."""
 
-Placed = Mapping[ModelReference, PlacedModel]
-"""The references by which mergekit knows the models of a recipe."""
+Ids = Mapping[ModelReference, Hashable]
+"""By what a method knows the models of a recipe."""
 
 
-def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dtype | None) -> OwnMethod:
-    """A method of our own, told about the models of a recipe, once nothing speaks against any tensor.
+def told(
+    method: OwnMethod,
+    views: RecipeViews,
+    ids: Ids,
+    parameters: Parameters,
+    dtype: torch.dtype | None = None,
+    statistics: Mapping[ModelReference, Statistics] | None = None,
+    samples: Callable[[], Sequence[Batch]] | None = None,
+) -> OwnMethod:
+    """A method of our own, told about models in shared coordinates, once nothing speaks against any tensor.
+
+    Its notes are the run's.
 
     Args:
+        parameters: of the method for each tensor.
         dtype: of the result; None: each tensor has that of the anchor's files.
+        statistics: of models, as measured; None: those that the recipe names.
+        samples: gives the samples that activations are compared on; None: they are what the recipe names.
 
     Raises:
         RotationMergeError: weights are of no use, statistics or samples are missing.
     """
-    base, run, log = views.recipe.base, views.session.run, MergeLog()
-    pairs = [pair for out in views.blocks for pair in zip(out.block.tensors, out.anchor.tensors, strict=True)]
-    stored = {name: info for named, info in pairs for name in named.names}
+    run, log = views.session.run, MergeLog()
+    if statistics is None:
+        statistics = _statistics(method, views, ids, parameters) if method.statistics else {}
+    if samples is None and method.on_samples:
+        samples = _samples(method, views)
     models = MergedModels(
-        base=placed[base],
+        base=ids[views.recipe.base],
         places=views.architecture.places(),
         tied_head=None if views.recipe.untie else views.base.tied_head,
-        views={reference: views.view(model) for model, reference in placed.items()},
-        statistics=_statistics(method, views, placed) if method.statistics else {},
-        storage=lambda name: dtype or views.storage(base, stored[name]),
-        samples=_samples(method, views) if method.on_samples else None,
+        views={number: views.view(model) for model, number in ids.items()},
+        statistics={ids[model]: output_statistics(views, model, stored) for model, stored in statistics.items()},
+        storage=lambda name: dtype or views.recipe.dtype or views.anchor.dtypes.get(name),
+        samples=samples,
         log=log,
     )
     method = method.on(models)
-    for out in views.blocks:
-        for name, values, weights in _resolved(views, out):
-            by_id = {placed[model]: weight for model, weight in weights.items()}
-            check_parameters(views.recipe, method, name, values, by_id)
+    for name, of_tensor in parameters.items():
+        if views.recipe.value("heads_of") == "each" and of_tensor.get("stream") == "transport":
+            problem = (
+                "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move heads"
+            )
+            raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
+        method.participants(name, of_tensor["weight"], of_tensor)
     known = tuple(log.lines)
     for line in known:
         run.note(line)
@@ -61,33 +76,13 @@ def told(method: OwnMethod, views: RecipeViews, placed: Placed, dtype: torch.dty
     return method
 
 
-def _resolved(
-    views: RecipeViews, out: OutputBlock
-) -> Iterator[tuple[str, dict[str, Any], dict[ModelReference, float]]]:
-    """Parameters and weights of a block's tensors, by their names."""
-    own_names = {model: out.names_in(model) for model in out.sources}
-    for name in (name for info in out.block.tensors for name in info.names):
-        if not views.recipe.excluded(name):
-            inputs = {model: names[name] for model, names in own_names.items()}
-            shared, by_model = resolved(views.recipe, out.reader, name, inputs)
-            yield name, shared, {model: float(values["weight"]) for model, values in by_model.items()}
-
-
-def _statistics(method: OwnMethod, views: RecipeViews, placed: Placed) -> dict[Hashable, Statistics]:
-    """The statistics of all models that count, moved with them."""
-    counting = {
-        model: out.reader
-        for out in reversed(views.blocks)
-        for _, _, weights in _resolved(views, out)
-        for model, weight in weights.items()
-        if weight != 0
-    }
-    moved = dict[Hashable, Statistics]()
-    for model, stored in opened_statistics(views.session, method, counting).items():
-        names = [out.names_in(model) for out in views.blocks if model in out.sources]
-        parts = list(zip(views.parts[model], names, strict=True))
-        moved[placed[model]] = output_statistics(parts, stored, views.session.models[model].rows)
-    return moved
+def _statistics(
+    method: OwnMethod, views: RecipeViews, ids: Ids, parameters: Parameters
+) -> dict[ModelReference, Statistics]:
+    """The statistics of all models that count."""
+    counting = {model for of_tensor in parameters.values() for model, weight in of_tensor["weight"].items() if weight}
+    readers = {model: reader for model, reader in views.donors.readers.items() if ids[model] in counting}
+    return opened_statistics(views.session, method, readers)
 
 
 def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Batch]] | None:
@@ -96,7 +91,7 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     Raises:
         RecipeError: models have samples of their own.
     """
-    files = {views.recipe.of_model("data", views.blocks[0].reader, model) for model in views.parts}
+    files = {views.recipe.of_model("data", views.blocks[0].reader, model) for model in views.by_model}
     if len(files) > 1:
         problem = f"delegate {method.spec.name} compares activations on the same samples, but models have their own"
         remedy = "write 'data' once, under the recipe's parameters"

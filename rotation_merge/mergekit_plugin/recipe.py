@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,9 @@ from rotation_merge.mergekit_plugin.keys import (
     checked,
     names,
 )
-from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, leaves, scopes
+from rotation_merge.mergekit_plugin.rules import MODELS, check, check_names, check_structure, is_plain, leaves, scopes
+from rotation_merge.model.heads import head_names
+from rotation_merge.model.view import View
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
@@ -153,6 +155,24 @@ class Recipe:
                     return checked(name, value)
         return None
 
+    def settle_heads(self, models: Iterable[View]) -> None:
+        """Settle which tensors every model keeps of its own."""
+        if self.value("heads_of") == "each":
+            self.own_heads.update(name for model in models for name in head_names(model.architecture))
+
+    def settle(self, models: Sequence[View]) -> None:
+        """Settle heads, and check that the names of layers and tensors in the recipe are those of the models.
+
+        Args:
+            models: the anchor first.
+
+        Raises:
+            RecipeError: the first that is not.
+        """
+        self.settle_heads(models)
+        check_names(self.document, models[0].architecture, (name for model in models for name in model.names))
+        self.document.raise_first()
+
     def excluded(self, tensor: str) -> bool:
         return tensor in self.own_heads or any(part in tensor for part in self.exclude)
 
@@ -206,6 +226,12 @@ def title(model: object, origin: object | None) -> str:
 def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mapping[str, Any]]]:
     """Every model that a recipe merges, with its parameters."""
     return ((part.model, part.parameters or {}) for _, part in scopes(config) if isinstance(part, MODELS))
+
+
+def tuned_from(config: MergeConfiguration) -> dict[ModelReference, ModelReference]:
+    """The donors whose change is carried over, and the base that each was fine-tuned from."""
+    named = ((model, checked("finetuned_from", settings.get("finetuned_from"))) for model, settings in entries(config))
+    return {model: ModelReference.model_validate(base) for model, base in named if base is not None}
 
 
 # --- inputs and outputs ----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def refitted_view(views: RecipeViews) -> tuple[View, Callable[[], View]]:
     values["ridge"] = _number("ridge", first, None, RefitConfig.ridge)
     values["lambda_"] = _number("lambda", first, None, RefitConfig.lambda_)
     refit = RefitConfig(**values, seed=options.random_seed or 0)
-    aligned = {model: views.view(model) for model in views.parts}  # one each: teachers are told by it
+    aligned = {model: views.view(model) for model in views.by_model}  # one each: teachers are told by it
     base = aligned[recipe.base]
     try:
         teachers, pooled = read_teachers(base, _teachers(views, readers, aligned), refit)

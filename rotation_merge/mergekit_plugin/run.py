@@ -26,15 +26,15 @@ from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import AlignmentError
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
 from rotation_merge.mergekit_plugin.compile import compiled
-from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.loader import StandIn
 from rotation_merge.mergekit_plugin.output_check import complete, say
-from rotation_merge.mergekit_plugin.recipe import Recipe, entries, recipe_inputs, recipe_outputs, title
+from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_outputs, title, tuned_from
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.card import add_section
 from rotation_merge.model.folder import fetched, folder_of
+from rotation_merge.model.headers import VOCABULARIES
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
@@ -76,15 +76,15 @@ def run(
 
 def _run(stock: Callable[..., None], session: Session, out_path: str, config_source: str) -> None:
     """`run`, once nothing speaks against writing."""
-    recipe, done, options = session.recipe, session.run, session.options
+    recipe, record, options = session.recipe, session.run, session.options
     fetch_tokenizer(recipe.config, options)
     base, apart = session.models[recipe.base], dict[str, Tensor]()
     ledger = kept_beside(out_path, lambda: _mark(session), session.devices[0])
-    with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(session, apart):
+    with ledger as record.ledger, staged(out_path) as staging, _as_it_is_here(session, apart):
         with unchanged(session.models[model] for model in _read(recipe.config)):
-            result = compiled(session)
-            result.prepare()
-            stock(result, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
+            compiled_recipe, prepare = compiled(session)
+            prepare()
+            stock(compiled_recipe, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
         if base.modules:
             write_modules(base.folder, staging, apart)
         if recipe.value("prove"):
@@ -96,19 +96,19 @@ def _run(stock: Callable[..., None], session: Session, out_path: str, config_sou
 
 def _completed(session: Session, staging: str, config_source: str) -> tuple[MergeReport, list[Defect]]:
     """Add to a written merge what mergekit does not write: saved alignments, the report, heads, the card's section."""
-    recipe, done, config, options = session.recipe, session.run, session.recipe.config, session.options
-    marks, delegate = fingerprints(session), recipe.delegate.spec.name
+    recipe, record, config, options = session.recipe, session.run, session.recipe.config, session.options
+    marks, delegate, ours = fingerprints(session), recipe.delegate.spec.name, recipe.own_method is not None
     keep_alignments(session, staging)
     notes, defects = complete(config, staging, options)
     for note in notes:
-        done.note(note)
+        record.note(note)
     models = origins(map(ModelReference.model_validate, marks), options.transformers_cache)
-    report = done.report(recipe.base, delegate, config_source, marks, models, own_method=delegate in OWN)
+    report = record.report(recipe.base, delegate, config_source, marks, models, own_method=ours)
     report.write(os.path.join(staging, REPORT_FILE))
     if recipe.value("heads_of") == "each":
         donors = {str(model): session.models[model] for model in config.referenced_models() if model != recipe.base}
         moved = [
-            with_moved_head(donor, done.folded, done.transforms_of(name), done.heads.get(name, {}))
+            with_moved_head(donor, record.folded, record.transforms_of(name), record.heads.get(name, {}))
             for name, donor in donors.items()
         ]
         write_heads(staging, moved, report, options.out_shard_size)
@@ -119,9 +119,7 @@ def _completed(session: Session, staging: str, config_source: str) -> tuple[Merg
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:
     """The models that a merge reads, each once: those it merges, and their bases."""
-    tuned_from = [settings.get("finetuned_from") for _, settings in entries(config)]
-    named = [ModelReference.model_validate(name) for name in tuned_from if name not in (None, "none")]
-    return list(dict.fromkeys([*config.referenced_models(), *named]))
+    return list(dict.fromkeys([*config.referenced_models(), *tuned_from(config).values()]))
 
 
 def _mark(session: Session) -> str:
@@ -155,7 +153,7 @@ def prove_files(session: Session, place: str) -> None:
     from rotation_merge.run.proof import prove
 
     assert session.donors is not None
-    for model, donor in session.donors.found.items():
+    for model, donor in session.donors.by_model.items():
         applied = session.run.alignment_files.get(title(model, donor.origin))
         if applied is None or donor.whole is None:
             continue
@@ -217,8 +215,8 @@ def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]
             apart[name] = tensor.detach().cpu().clone()
         else:
             real(writer, name=name, tensor=tensor, **options)
-        done = next(count)
-        tell("writing tensors", done, max(done, len(base)))
+        written = next(count)
+        tell("writing tensors", written, max(written, len(base)))
 
     def architecture(real: Callable[..., Any], config: Any, options: MergeOptions) -> Any:
         return getattr(config, "_architecture", None) or real(config, options)
@@ -274,15 +272,12 @@ def _fenced(text: str, recipe: str) -> str:
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 """Names of models on the hub."""
 
-TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
-"""Prefixes of names of tokenizer files."""
-
 
 def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
     """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
     base = config.base_model
     path = None if base is None else folder_of(base.model, options.transformers_cache)
-    if path is None or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
+    if path is None or any(name.startswith(VOCABULARIES) for name in os.listdir(path)):
         return options
     return options.model_copy(update={"copy_tokenizer": False})
 

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 import yaml
 from mergekit import merge
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
-from mergekit.io.tasks import ReturnTensor
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import hooks
+from rotation_merge.mergekit_plugin.compile import output_views
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import close_files
 
 
-def merged_state(text: str) -> dict[str, Tensor]:
-    """The tensors that a recipe merges, by name, in memory; nothing is written.
-
-    Args:
-        text: the recipe, YAML.
+def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each model of a recipe as they are merged, in float32, in memory; the base first.
 
     Raises:
         RotationMergeError: as the merge does.
     """
-    from rotation_merge.mergekit_plugin.compile import compiled
-
-    session = Session.of(Recipe.read(_configuration(text)), MergeOptions(quiet=True), watched=False)
+    session = Session.of(recipe, MergeOptions(quiet=True), watched=False)
     try:
-        result = compiled(session)
-        result.prepare()
-        plan, dtype = result.planner(session.options), result.out_dtype
-        plan._plan()  # mergekit 0.1.5's own method of a merge in memory fails at its own types
-        tasks = [ReturnTensor.model_construct(weight_info=w, tensor_task=t, dtype=dtype) for w, t in plan._tensors]
-        return {task.weight_info.name: tensor.clone() for task, tensor in Executor(tasks).run(quiet=True)}
+        _, views = output_views(session)
+        views.donors.match_wholes()
+        for model in views.by_model:
+            yield views.served(model).to(torch.float32).state_dict()
     finally:
         session.run.end()
 

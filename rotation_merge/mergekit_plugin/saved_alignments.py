@@ -35,8 +35,8 @@ def keep_alignments(session: Session, folder: str) -> None:
         problem = f"'{setting}' is a file of the merged model"
         raise RecipeError(problem, where="parameters.save_alignment", remedy="name another file")
     os.makedirs(os.path.dirname(first), exist_ok=True)
-    moved = {title(model, donor.origin): donor.checked for model, donor in donors.found.items()}
-    pairs = {name: pair for name, pair in moved.items() if name in run.kept_transforms and pair is not None}
+    pairs = {title(model, donor.origin): donor.pair for model, donor in donors.by_model.items()}
+    pairs = {name: pair for name, pair in pairs.items() if name in run.kept_transforms}
     for number, (name, pair) in enumerate(pairs.items(), 1):
         path, maps, spaces = numbered(first, number)[-1], run.kept_transforms[name], pair.architecture.spaces()
         folded = tuple(s for s in donors.folded if s in maps and (maps[s].turns_stream or spaces[s].kind == "latent"))

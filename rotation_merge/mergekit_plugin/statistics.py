@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 
 import torch
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
-from torch import Tensor
 
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import StatisticsError
-from rotation_merge.matching.basis import hidden_biases
 from rotation_merge.matching.statistics import moved_statistics
-from rotation_merge.mergekit_plugin.moved import MovedBlock
+from rotation_merge.mergekit_plugin.output import names_in
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.views import RecipeViews
+from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.hub import HubFile, local_file
-from rotation_merge.model.labels import LabelRows
-from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
 from rotation_merge.run.statistics import NAME, Statistics
 
@@ -76,43 +73,22 @@ def _open(model: View, setting: str | None, method: OwnMethod) -> Statistics:
     return statistics
 
 
-def output_statistics(
-    parts: Sequence[tuple[MovedBlock, Mapping[str, str]]], stored: Statistics, rows: LabelRows
-) -> Statistics:
-    """The statistics of one model by the names of the output; each block's are moved when they are asked for.
+def output_statistics(views: RecipeViews, model: ModelReference, stored: Statistics) -> Statistics:
+    """The statistics of one model by the names of the output; moved, as the model is, when they are asked for.
 
     Args:
-        parts: the model's part in each block, and by the output's names of its tensors the model's.
         stored: of the whole model, as measured.
-        rows: what puts the model's classes into the anchor's order, by its own names.
     """
-    moved = cache(lambda number: _moved(*parts[number], stored, rows))
-    places, split = dict[str, tuple[int, str]](), set[str]()
-    shapes, dtypes, axes = dict[str, tuple[int, ...]](), dict[str, torch.dtype](), dict[str, str]()
-    for number, (_, own_names) in enumerate(parts):
-        known = stored.renamed(own_names)
-        axes |= {name: f"{number}:{axis}" for name, axis in known.axes.items()}  # a layer may stand in several places
-        split |= {f"{number}:{axis}" for axis in known.split}
-        for key, shape in known.tensors.shapes.items():
-            name = key if key.endswith(".fisher") else f"{number}:{key}"
-            places[name], shapes[name], dtypes[name] = (number, key), shape, known.tensors.dtypes[key]
-
-    def read(key: str) -> Tensor:
-        number, name = places[key]
-        return moved(number)[name]
-
-    names = {new: old for _, own_names in parts for new, old in own_names.items()}
+    names, rows = names_in(model, views.by_model[model]), views.session.models[model].rows
     buffers = [new for new, old in names.items() if old in stored.metadata.get("buffers", ())]
-    uncalled = frozenset(new for new, old in names.items() if old in stored.uncalled)
-    metadata = {**stored.metadata, "buffers": buffers}
-    return Statistics(Tensors(shapes, dtypes, by_name(read)), axes, frozenset(split), uncalled, metadata, stored.path)
-
-
-def _moved(part: MovedBlock, own_names: Mapping[str, str], stored: Statistics, rows: LabelRows) -> Statistics:
-    """The statistics of one block, moved as the model's part is."""
-    matched = part.carried is None and part.maps is not None
-    sources, block = (part.anchor, part.tensors), replace(part.architecture, blocks=(part.block,))
-    anchor, donor = (hidden_biases(block, source, part.folded) if matched else {} for source in sources)
-    rows = {new: rows[old] for new, old in own_names.items() if old in rows}
-    maps, stored = part.alignment.transforms, stored.renamed(own_names)
-    return moved_statistics(stored, block, maps, part.folded, (anchor, donor), rows, torch.float64)
+    sources = ({}, {}) if model in views.origins else (views.anchor, views.stored[model])
+    anchor, donor = (folded_tensors(views.architecture, source, views.folded) for source in sources)
+    return moved_statistics(
+        replace(stored.renamed(names), metadata={**stored.metadata, "buffers": buffers}),
+        views.architecture,
+        views.transforms.get(model, {}),
+        views.folded,
+        (anchor, donor),
+        {new: rows[old] for new, old in names.items() if old in rows},
+        torch.float64,
+    )

@@ -19,24 +19,17 @@ from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices
 
 
-def match_whole(
-    session: Session,
-    architecture: Architecture,
-    anchor: TensorSource,
-    donor: TensorSource,
-    donor_name: str,
-    options: AlignConfig,
-    match: Match = match_model,
-) -> Alignment:
+def match_whole(session: Session, pair: Pair, architecture: Architecture, donor_name: str, match: Match) -> Alignment:
     """The alignment of one whole model to the anchor, on all devices where weights are matched.
 
     Args:
-        anchor, donor: tensors by the names of `architecture`.
+        architecture: what is compared of both.
         donor_name: in the report.
     """
     devices, base, run = session.devices, str(session.recipe.base), session.run
@@ -44,9 +37,10 @@ def match_whole(
     if together:
         match = partial(match_model, over=on_devices(devices))
     else:
-        anchor, donor = _on(anchor, devices[0]), _on(donor, devices[0])
+        pair = replace(pair, device=devices[0])
     with progress_bar(f"Aligning {donor_name}", session.options.quiet) as progress, named(base, donor_name):
-        alignment = match(architecture, anchor, donor, options, progress, ledger=run.ledger.under(donor_name))
+        ledger = run.ledger.under(donor_name)
+        alignment = match(architecture, *pair.matched, pair.options, progress, ledger=ledger)
     if together:  # where every device finds it
         cpu = {name: transform.to(torch.device("cpu")) for name, transform in alignment.transforms.items()}
         alignment = replace(alignment, transforms=cpu)
@@ -63,7 +57,7 @@ def match_mean(
         sources: the models by name, base included.
     """
     devices, base, run = session.devices, str(session.recipe.base), session.run
-    sources = {name: _on(source, devices[0]) for name, source in sources.items()}
+    sources = {name: as_tensors(source).on(devices[0]) for name, source in sources.items()}
     over = in_threads if len(devices) == 1 else on_devices(devices)
     with progress_bar("Aligning to the mean", session.options.quiet) as progress:
         alignments = match_to_mean(architecture, sources, base, options, progress, over, ledger=run.ledger)
@@ -75,12 +69,6 @@ def match_mean(
         f"expressed in the coordinates of `{base}`; distances are those to it."
     )
     return alignments
-
-
-def _on(source: TensorSource, device: str) -> Tensors:
-    """A source with its tensors moved to a device on access."""
-    tensors = as_tensors(source)
-    return tensors if device == "cpu" else tensors.on(device)
 
 
 @contextmanager

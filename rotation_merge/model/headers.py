@@ -17,7 +17,10 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.tensors import Shapes
 
-TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens|chat_template).*")
+VOCABULARIES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+"""Beginnings of names of files that a tokenizer cannot do without."""
+
+TOKENIZER = re.compile(f"({'|'.join((*VOCABULARIES, 'added_tokens', 'special_tokens', 'chat_template'))}).*")
 """Files of a tokenizer."""
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

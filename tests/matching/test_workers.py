@@ -275,7 +275,7 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        blocks = block_match.BlockMatches(single=False, pooled=True)
+        blocks = block_match.BlockMatches(single=False)
         blocks.jobs = jobs
         run = Run(watched=False)
         for key in "abc":
@@ -283,12 +283,12 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
             jobs.append(SimpleNamespace(key=key, out=out, names=("a", "d"), run=run, weights=1, matched=match))
         for job in jobs[:-1]:
             with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
-                assert blocks.of(job, None) == {"threads": 1}  # type: ignore[comparison-overlap]
+                assert blocks.of(job) == {"threads": 1}  # type: ignore[comparison-overlap]
                 assert torch.get_num_threads() == 1
             if failing:
                 break
         else:
-            blocks.of(jobs[-1], None)
+            blocks.of(jobs[-1])
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from mergekit.config import MergeConfiguration
 from mergekit.io import loader
 from mergekit.scripts.run_yaml import main as run_yaml
 from plugin_support import (
@@ -35,6 +36,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.run_recipe import moved_states
 from rotation_merge.model.folder import ShardReader
 
 Pair = tuple[Path, Path]
@@ -93,6 +96,15 @@ def test_slices_of_single_models(pair: Pair, tmp_path: Path) -> None:
     anchor, donor = pair
     recipe = with_slices(recipe_for("passthrough", anchor, donor), [(anchor, [0, 2])], [(donor, [0, 2])])
     assert_same(merged(recipe, tmp_path / "out"), layers_from(state(anchor), [0, 1, 0, 1]))
+
+
+def test_layers_have_the_names_of_the_output(pair: Pair) -> None:
+    """Layers of the base, too, which slices renumber."""
+    anchor, donor = pair
+    pieces = [[(anchor, [0, 2]), (donor, [0, 2])], [(donor, [1, 2]), (anchor, [1, 2])]]
+    recipe = with_slices(recipe_for("linear", anchor, donor), *pieces)
+    for moved in moved_states(Recipe.read(MergeConfiguration(**recipe))):
+        assert_same(moved, layers_from(state(anchor), [0, 1, 1]))
 
 
 @pytest.mark.parametrize("form", ["models", "slices"])

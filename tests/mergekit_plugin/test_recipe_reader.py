@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cli_support import run
 from mergekit.config import ConfigReader, MergeConfiguration
-from plugin_support import recipe_for, write_recipe
+from plugin_support import merged, recipe_for, write_recipe
 
 from rotation_merge.config import EACH, FILE, Count, Option
 from rotation_merge.errors import RecipeError
@@ -122,6 +122,15 @@ def test_a_good_recipe_is_read_alike_from_text_and_python(pair: tuple[Path, Path
         python.values,
     )
     assert text.exclude == ("lm_head", "norm")
+
+
+@pytest.mark.parametrize("off", [False, "none"])
+def test_a_donor_of_no_base_is_merged_as_it_is(off: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    plain = recipe_for("linear", *pair)
+    content = recipe_for("linear", *pair)
+    content["models"][1]["parameters"]["finetuned_from"] = off
+    written, expected = merged(content, tmp_path / "off"), merged(plain, tmp_path / "plain")
+    assert all(written[name].equal(tensor) for name, tensor in expected.items())
 
 
 def alone(method: str, **more: Any) -> dict[str, Any]:
