@@ -29,7 +29,7 @@ from rotation_merge.model.forms import restructured, translated
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.empty_models import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
-from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, StateStore
+from rotation_merge.run.store import PLAIN, SharedKVCache, StateStore, versions
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config for models that read outputs of inner layers after the last layer."""
@@ -111,13 +111,13 @@ class Runner:
         self.opened: set[str] = set()
         self._slots = _slots(self.model, self.architecture)
         self._claimed = self._claims()
-        self._latest: dict[tuple[str, int], Any] = {}
         self._last: dict[str, Block] = {}
         self._every: set[str] = set()
         self._left = SharedKVCache(self.store)
-        self._given = LayerArguments(self.store, prefix)
-        self._known: dict[int, Place] = {}
-        self._replayed: list[Tensor] = []
+        self._replayed: dict[str, Any] = {}
+        self._calls: list[tuple[Any, int]] = []
+        self._arguments: dict[int, Any] = {}
+        self._alone = False
         self._hooks: list[Any] = []
         self._recording = self._inside = self._opening = False
         self._batch = self._first = 0
@@ -131,11 +131,10 @@ class Runner:
         if self.block is not None:
             self._leave(self.block)
         self.block = None
-        self._given.look()
-        self._opening = True
+        self._alone, self._opening = False, True
+        self._arguments.clear()
         self.run(self.least)  # opens the next block where it is entered, and fills what else that enters
-        self._opening = False
-        self._given.looked()
+        self._alone, self._opening = self._runs_alone(), False
         return self.block
 
     def run(self, batch: int) -> None:
@@ -144,12 +143,11 @@ class Runner:
         Modules of another block that a layer enters (T5's first layers use the table of positions before them) are
         filled as well.
         """
-        arguments = self._given.get(self._first + batch, self.device)
         try:
-            if arguments is None:
-                self._forward(batch)
+            if self._first + batch in self._arguments:
+                self._layer_forward(batch)
             else:
-                self._again(batch, arguments)
+                self._forward(batch)
         except _Unfilled as stop:
             if self._inside:
                 self._fill(stop.block)
@@ -164,7 +162,7 @@ class Runner:
             first: the other's number of this one's first batch; those after it follow.
             late: tells tensors, outside of the layers, whose blocks are still to be opened.
         """
-        self.prefix, self._first, self._latest, self._every = earlier.prefix, first, earlier._latest, earlier._every
+        self.prefix, self._first, self._every = earlier.prefix, first, earlier._every
         self._left = earlier._left
         for block in self.architecture.blocks:
             layer = self.module_of(block)
@@ -246,7 +244,6 @@ class Runner:
             return
         for batch in range(len(self.batches)):
             self.store.put(self._key(done.name, batch), self.store.get(self._key(done.module, batch)))
-            self._latest[done.name, batch] = self._latest[done.module, batch]
         self._every.add(done.module)
         layer = self.module_of(done)
         if layer is not None:
@@ -341,21 +338,34 @@ class Runner:
             self._open(unopened)
         self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
 
-    def _enter(self, block: Block, _: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+    def _enter(self, block: Block, _: nn.Module, positional: Any, named: dict[str, Any]) -> None:
         self._left.entered(named)
         if block is self.block:
-            self._given.entered(self._batch, (arguments, named), self._known)
+            self._calls.append(((positional, named), versions((positional, named))))
+            if self._alone:
+                self._arguments[self._batch] = positional, named
+
+    def _runs_alone(self) -> bool:
+        """Whether the current layer can be run by itself on arguments that are kept, and that is worth it.
+
+        So it is if one forward enters it once, with plain values and few tensors beside the hidden states that are in
+        memory anyway, and it leaves them as they are.
+        """
+        if len(self._calls) != 1 or self.device.type != "cpu" or self.store.folder is not None:
+            return False
+        arguments, version = self._calls[0]
+        leaves = _pytree.tree_leaves(arguments)
+        sizes = [x.numel() for x in leaves if isinstance(x, Tensor)]
+        plain = all(isinstance(x, PLAIN) for x in leaves)
+        return plain and sum(sizes[1:]) <= sum(sizes[:1]) and versions(arguments) == version
 
     def _keep(self, block: Block, _: nn.Module, __: Any, named: dict[str, Any], output: Any) -> None:
         self._inside = self._inside and block is not self.block
         if not self._recording or block is not self.block:
             return
-        leaves, form = _pytree.tree_flatten(output)
-        self._given.drop(self._batch)
+        self._arguments.pop(self._batch, None)
         self._left.keep(self._key(f"{block.name}:left"), named)
-        self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
-        still = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
+        self.store.put(self._key(self._stack(block)), output)
 
     def _stack(self, block: Block) -> str:
         """The key of a layer's latest output: its stack, or the layer where a head reads all layers."""
@@ -364,12 +374,10 @@ class Runner:
 
     def _replay(self, stack: str, block: Block, named: dict[str, Any]) -> Any:
         self._left.restore_entries(self._key(f"{block.name}:left"), named, self.device)
-        still, moving, form = self._latest[stack, self._batch]
-        replayed = self.store.get(self._key(stack), self.device)
-        self._replayed = replayed  # alive, so that nothing else has their ids
-        self._known = {id(tensor): (self._key(stack), number) for number, tensor in enumerate(replayed)}
-        tensors = iter(replayed)
-        return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
+        key = self._key(stack)
+        if key not in self._replayed:
+            self._replayed = {key: self.store.get(key, self.device)}
+        return self._replayed[key]
 
     def _key(self, stack: str, batch: int | None = None) -> str:
         return f"{self.prefix}:{stack}:{self._batch if batch is None else batch}"
@@ -391,17 +399,18 @@ class Runner:
     @torch.no_grad()
     def _forward(self, batch: int) -> Any:
         self._batch, self._inside = self._first + batch, False
-        self._known = {}
-        self._given.begins()
+        self._replayed = {}
+        self._calls.clear()
         return self.model(**self.batches[batch])
 
     @torch.no_grad()
-    def _again(self, batch: int, layer_arguments: Arguments) -> None:
+    def _layer_forward(self, batch: int) -> None:
         """Run the current layer by itself."""
-        self._batch, self._inside = self._first + batch, False
-        arguments, named = layer_arguments
         assert self.block is not None
-        self.module(self.block.name)(*arguments, **named)
+        self._batch, self._inside = self._first + batch, False
+        self._calls.clear()
+        positional, named = self._arguments[self._batch]
+        self.module(self.block.name)(*positional, **named)
 
 
 def filled_model(config: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype, device: str) -> Any:
