@@ -12,6 +12,7 @@ it is entered and frees them when it is left.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.forms import restructured, translated
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.run.empty_models import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
 from rotation_merge.run.store import PLAIN, SharedKVCache, StateStore, versions
@@ -125,6 +126,14 @@ class Runner:
         for info in [] if self.whole else self.architecture.tensors():
             if "." not in info.name:  # the model's own, which no module below it is entered for
                 self._read(info)
+
+    @classmethod
+    def of_module(cls, module: Any, batches: Sequence[Batch]) -> Runner:
+        """A runner of a loaded model, whose weights it shares."""
+        config, first = copy.copy(module.config), next(module.parameters())
+        config.architectures = [type(module).__name__]
+        tensors, architecture = as_tensors(module.state_dict()), architecture_of(module)
+        return cls(config, tensors, architecture, batches, dtype=first.dtype, device=str(first.device))
 
     def advance(self) -> Block | None:
         """Leave the current block, after its outputs are recorded, and open the next; None at the end."""
