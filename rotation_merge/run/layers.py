@@ -72,23 +72,23 @@ class WatchedBlocks:
         plain = self._outputs(block, probe)
         check_answers(self.runner.model, plain)
         self.new_axes = probe.axes(self.hooked, self.axes)
-        for splits in [self.new_axes, ()] if plain else [()]:
+        for splits in (self.new_axes, ()):
             self._splits = splits
             with self.hooked.split(splits):
                 split = {self.new_axes[name] for name in self.hooked.splits}
                 again = self._outputs(block, _Probe())
-            if not plain or _same_outputs(plain, again, self.runner.model, must=block.index is not None):
+            if _same_outputs(plain, again, self.runner.model, must=block.index is not None):
                 break
         self.split |= split
 
     def _outputs(self, block: Block, watcher: Watcher) -> list[Tensor]:
-        """Outputs of a layer (or, outside of the layers, the model) for the first batch; empty if it ends early."""
+        """Outputs of a layer (or, outside of the layers, the model) for the first batch; else what goes on from it."""
         outputs: list[Any] = []
         place = self.runner.module_of(block) or self.runner.model
         hook = place.register_forward_hook(lambda _, __, output: outputs.append(output))
         with torch.no_grad(), hooked([hook]), self.hooked.watched(watcher):
-            self.runner.run(0)
-        leaves = _pytree.tree_leaves(outputs[-1]) if outputs else []
+            further = self.runner.run(0)
+        leaves = _pytree.tree_leaves(outputs[-1] if outputs else further)
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 

@@ -44,9 +44,9 @@ class Halt(Exception):
 
 
 class _Unfilled(Halt):
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, arguments: Any) -> None:
         super().__init__(block.name)
-        self.block = block
+        self.block, self.arguments = block, arguments
 
 
 class Runner:
@@ -146,11 +146,14 @@ class Runner:
         self._alone, self._opening = self._runs_alone(), False
         return self.block
 
-    def run(self, batch: int) -> None:
+    def run(self, batch: int) -> Any:
         """Run one batch through the present block (its hooks see it), or as far as a hook lets it.
 
         Modules of another block that a layer enters (T5's first layers use the table of positions before them) are
         filled as well.
+
+        Returns:
+            Where the forward ends before a block that is not open: what it would enter that with.
         """
         try:
             if self._first + batch in self._arguments:
@@ -158,11 +161,13 @@ class Runner:
             else:
                 self._forward(batch)
         except _Unfilled as stop:
-            if self._inside:
-                self._fill(stop.block)
-                self.run(batch)
+            if not self._inside:
+                return stop.arguments
+            self._fill(stop.block)
+            return self.run(batch)
         except Halt:
-            return
+            pass
+        return None
 
     def follow(self, earlier: Runner, first: int, late: Callable[[Block, TensorInfo], bool]) -> None:
         """Continue after a runner of the same layers, with their outputs.
@@ -330,7 +335,8 @@ class Runner:
                 if place is not self.model and block not in blocks.setdefault(place, []):
                     blocks[place].append(block)
         for place, layers in blocks.items():
-            self._hooks.append(place.register_forward_pre_hook(lambda *_, layers=layers: self._check(layers)))
+            check = partial(self._check, layers)
+            self._hooks.append(place.register_forward_pre_hook(check, with_kwargs=True))
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
@@ -338,10 +344,10 @@ class Runner:
                 self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
                 self._hooks.append(layer.register_forward_hook(keep, with_kwargs=True))
 
-    def _check(self, blocks: Sequence[Block]) -> None:
+    def _check(self, blocks: Sequence[Block], _: nn.Module, *arguments: Any) -> None:
         unopened = next((block for block in blocks if block.name not in self.opened), None)
         if unopened is not None and not self._opening:
-            raise _Unfilled(unopened)
+            raise _Unfilled(unopened, arguments)
         if unopened is not None:
             self._opening = False
             self._open(unopened)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from plugin_support import load, make, merged, mergekit_yaml, one_error, recipe_
 from residual_support import checkpoint, report
 from residual_support import twin as residual_twin
 from transformers.models.llama.modeling_llama import LlamaModel
+
+from rotation_merge.matching.activations import Activations
 
 OFF = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
@@ -56,17 +59,23 @@ def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(dat
 def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both models run on what the anchor writes, token by token; the donor would write something else."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    stock, seen = LlamaModel.forward, {}
+    stock, of, writers, reads = LlamaModel.forward, Activations.of, set[float](), []
 
-    def watched(self: LlamaModel, *args: object, **given: object):
-        seen.setdefault(float(self.norm.weight[0]), []).append(given["input_ids"])
+    def written(self: LlamaModel, *args: object, **given: Any):
+        if given["input_ids"].shape[1] == 1:
+            writers.add(float(self.norm.weight[0]))
         return stock(self, *args, **given)
 
-    monkeypatch.setattr(LlamaModel, "forward", watched)
+    def read(model: Any, batches: Any):
+        reads.append([batch["input_ids"] for batch in batches])
+        return of(model, batches)
+
+    monkeypatch.setattr(LlamaModel, "forward", written)
+    monkeypatch.setattr(Activations, "of", read)
     merged(fused(anchor, donor, data="self"), tmp_path / "out")
-    writes, reads = (seen[float(state(path)["model.norm.weight"][0])] for path in (anchor, donor))
-    assert any(ids.shape[1] == 1 for ids in writes)
-    assert all(any(torch.equal(ids, own) for own in writes) for ids in reads)
+    assert writers == {float(state(anchor)["model.norm.weight"][0])}
+    assert len(reads) == 2
+    assert all(torch.equal(*ids) for ids in zip(*reads, strict=True))
 
 
 @pytest.mark.slow
