@@ -342,9 +342,6 @@ class ModelRefit:
         if self.tied_head is not None:
             tied = "which is tied to an embedding ('untie: true' gives it its own tensor)"
             notes.append(f"Refit did not solve the head `{self.tied_head}`, {tied}.")
-        if self.merge.whole:
-            why = "transformers stores it in another form than the files"
-            notes.append(f"Refit held each model whole in memory: {why}.")
         return notes
 
 

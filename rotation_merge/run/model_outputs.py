@@ -98,9 +98,7 @@ class LayerwiseModel:
 
     def _run(self, inputs: Sequence[Batch], fill: Fill) -> list[Batch]:
         architecture = self.files.architecture
-        run = Runner(
-            self.config, self.files.tensors, architecture, inputs, dtype=self.dtype, fill=fill, layered=self.path
-        )
+        run = Runner(self.config, self.files.tensors, architecture, inputs, dtype=self.dtype, fill=fill, name=self.path)
         run.run_through()
         return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 

@@ -3,8 +3,8 @@
 The model is transformers' own, made without weights, and its own forward is what runs: finished layers replay their
 outputs, the current one has its weights, and the forward ends where it would enter a block without weights. So masks,
 positions and whatever else a model hands to its layers are right in every family. Modules outside of the layers stay in
-memory once they are opened. Models that transformers stores in another form than checkpoints have (mixtures of experts)
-are held whole, or joined from their pieces where they must not be.
+memory once they are opened. What transformers stores in another form than checkpoints have (experts, fused maps) is
+joined from its pieces, or taken apart.
 
 `streamed_model` is the same model run as a whole, with only one layer's weights in memory: each layer reads them when
 it is entered and frees them when it is left.
@@ -26,9 +26,9 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.blocks import read_tensor, unstack
-from rotation_merge.model.forms import restructured, translated
+from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import TensorSource, as_tensors
-from rotation_merge.run.empty_models import empty_model, whole_model
+from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
 from rotation_merge.run.store import PLAIN, SharedKVCache, StateStore, versions
 
@@ -55,7 +55,6 @@ class Runner:
     Attributes:
         model: without weights but those of the present block, and of blocks outside of the layers that are done.
         architecture: under the names of the model's own state dict; blocks have their names from here.
-        whole: whether all weights are in memory.
         block: the present one.
         batches: its inputs; `least` is the number of the smallest.
         stored: its tensors by the names of its checkpoint.
@@ -68,11 +67,10 @@ class Runner:
         prefix: of this model's keys in the store.
         fill: see `Fill`.
         untie: give a tied head its own tensor.
-        layered: name of a model that must not be held whole: its pieces are joined to transformers' form.
-            None: it may be.
+        name: of the model, for messages.
 
     Raises:
-        CheckpointError: it is not to be held whole, and cannot be run otherwise.
+        CheckpointError: weights are missing, or the files have another form, from which transformers' cannot be joined.
     """
 
     def __init__(
@@ -87,21 +85,17 @@ class Runner:
         device: str = "cpu",
         fill: Fill = lambda _, tensor: tensor,
         untie: bool = False,
-        layered: str | None = None,
+        name: str | None = None,
     ) -> None:
         self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
         self.store = StateStore() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        named = translated if layered is None else restructured
-        self.stored, self.source = source, named(source, stored, self.architecture)
-        self.whole = not self._covers()
-        if self.whole and layered is not None:
+        self.stored, self.source = source, restructured(source, stored, self.architecture)
+        if not self._covers():
             problem = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
-            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=layered)
-        if self.whole:
-            self.model = whole_model(self.model, source, stored, dtype)
-        self.model.to(self.device) if self.whole else self._buffers()
+            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=name)
+        self._buffers()
         for parameter in self.model.parameters():  # which some models bring their inputs to before any is filled
             if parameter.is_meta and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -123,7 +117,7 @@ class Runner:
         self._recording = self._inside = self._opening = False
         self._batch = self._first = 0
         self._guard()
-        for info in [] if self.whole else self.architecture.tensors():
+        for info in self.architecture.tensors():
             if "." not in info.name:  # the model's own, which no module below it is entered for
                 self._read(info)
 
@@ -220,8 +214,7 @@ class Runner:
     def fill_all(self, late: Collection[str] = ()) -> Any:
         """The model with all of its weights but those tensors that come late, run as a whole from now on."""
         for block in self.architecture.blocks:
-            if not self.whole:
-                self._fill(block, late)
+            self._fill(block, late)
         for hook in self._hooks:
             hook.remove()
         return self.model
@@ -265,8 +258,6 @@ class Runner:
 
     def _fill(self, block: Block, late: Collection[str] = ()) -> None:
         self.opened.add(block.name)
-        if self.whole:
-            return
         for info in block.tensors:
             if self._claimed[info.name] is block and "." in info.name and info.name not in late:
                 self._read(info)
@@ -305,8 +296,6 @@ class Runner:
         if layer is None:
             return
         self._repeat(layer, block)
-        if self.whole:
-            return
         for info in block.tensors:
             for name in info.names:
                 for place, slot in self._slots.get(name, ()):
@@ -466,7 +455,7 @@ def streamed_model(
         CheckpointError: weights are missing, or the files have another form than transformers' model, and cannot be
             brought into it one layer at a time.
     """
-    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, layered=name)
+    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, name=name)
     layers = [block for block in runner.architecture.blocks if runner.module_of(block) is not None]
     owned = {block.name: _alone(runner, block) for block in layers}
     model = runner.fill_all({info.name for infos in owned.values() for info in infos})
