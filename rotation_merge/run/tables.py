@@ -51,8 +51,8 @@ def roles(names: Iterable[str]) -> dict[str, str]:
     if "text" in known or texts[0] not in known:
         texts = next((name for name in TEXTS if name in known), ""), "text_pair"
     image, label = (next((name for name in kind if name in known), "") for kind in (IMAGES, LABELS))
-    found = {"text": texts[0], "text_pair": texts[1], "image": "" if texts[0] in known else image, "label": label}
-    return {role: known[name] for role, name in found.items() if name in known}
+    columns = {"text": texts[0], "text_pair": texts[1], "image": "" if texts[0] in known else image, "label": label}
+    return {role: known[name] for role, name in columns.items() if name in known}
 
 
 def _values(column: Sequence[str]) -> Sequence[Any]:
