@@ -13,6 +13,7 @@ from rotation_merge.model.apply import placed, split_axis, transform_axis
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
+from rotation_merge.run.recorder import Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sums import first_readers
 from rotation_merge.symmetry import Transform
@@ -89,7 +90,7 @@ def _place(block: Block) -> Place:
     return block.module, block.place, block.index
 
 
-class _RowWatcher:
+class _RowWatcher(Watcher):
     """Keeps evenly spread rows of every map: the same positions in every model, equally many of each sample."""
 
     def __init__(self, axes: Mapping[str, str], each: int) -> None:

@@ -109,7 +109,7 @@ def _same_outputs(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.
     return same
 
 
-class _Probe:
+class _Probe(Watcher):
     """The maps that run, and those that share an input tensor."""
 
     def __init__(self) -> None:
@@ -117,9 +117,6 @@ class _Probe:
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         self.inputs.setdefault(name, []).append(x)
-
-    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
-        pass
 
     def axes(self, watched: HookedModel, known: Mapping[str, str]) -> dict[str, str]:
         """The (block, axis) of each map that ran; those that read one tensor behind the same norm have the same.

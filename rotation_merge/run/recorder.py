@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ _PRODUCTS = {
 """Functions that multiply activations by a weight, and the place of the activations among their arguments."""
 
 
-class Watcher(Protocol):
-    """Receives the inputs and outputs of every map that runs."""
+class Watcher:
+    """Receives the inputs and outputs of every map that runs; a subclass takes what it needs."""
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         """A map's inputs, (..., inputs), before gain and shift if the norm is split."""

@@ -417,11 +417,6 @@ class Runner:
         self.module(self.block.name)(*positional, **named)
 
 
-def filled_model(config: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype, device: str) -> Any:
-    """A model with all of its weights, read from any source; see `Runner`."""
-    return Runner(config, source, architecture, [], dtype=dtype, device=device).fill_all()
-
-
 def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:
     """Every place in the model with the same parameter, by tensor name."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -487,16 +482,15 @@ def _read_on_entry(runner: Runner, block: Block, infos: Sequence[TensorInfo]) ->
             absent[name] = nothing.expand(runner.model.get_parameter(name).shape)
             runner.set(name, absent[name])
             parameters[name] = runner.model.get_parameter(name)
-    plain = layer.forward
 
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def enter(*_: Any) -> None:
         for info in infos:
             for name, piece in runner.pieces(info).items():
                 parameters[name].data = piece.to(runner.device, runner.dtype)
-        try:
-            return plain(*arguments, **options)
-        finally:
-            for name, nothing in absent.items():
-                parameters[name].data = nothing
 
-    layer.forward = forward
+    def leave(*_: Any) -> None:
+        for name, nothing in absent.items():
+            parameters[name].data = nothing
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)
