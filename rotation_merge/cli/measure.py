@@ -71,7 +71,7 @@ def command(
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
-    summary = record(checkpoint, loaded, data_set, data, config, place, progress, device).metadata
+    summary = record(checkpoint, loaded, data_set, config, place, progress, device).metadata
     progress.close()
     if as_json:
         print_json({"file": str(place), **summary})

@@ -183,11 +183,10 @@ def split_batches(data: Data, count: int) -> tuple[Data, Data]:
     )
 
 
-def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
+def described(data: Data, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
     """A description of samples, for the metadata of a file made from them.
 
     Args:
-        source: name of the data.
         batches: the batches as used, if they differ from those that were read.
 
     Returns:
@@ -197,7 +196,7 @@ def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -
     tokens = sum(b["input_ids"].numel() if "input_ids" in b else examples_in(b) for b in used)
     shape = {"length": data.length, "batch_size": data.batch_size}
     return {
-        "data": source,
+        "data": data.source,
         "data_hash": data_hash(used),
         "samples": data.examples,
         "tokens": tokens,

@@ -92,7 +92,6 @@ def record(
     checkpoint: View,
     module: nn.Module | None,
     data: Data,
-    source: str,
     options: MeasureConfig,
     out: Path,
     progress: Progress,
@@ -102,15 +101,14 @@ def record(
 
     Args:
         module: see `measured`.
-        source: name of the data.
 
     Raises:
         RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
             except an earlier run's results.
     """
-    batches = unpadded(data.batches, source)
+    batches = unpadded(data.batches, data.source)
     origin = {"model": str(checkpoint.reference), "models": origins([checkpoint.reference])}
-    metadata = _metadata(checkpoint, origin, data, source, batches, options)
+    metadata = _metadata(checkpoint, origin, data, batches, options)
     os.makedirs(out.resolve().parent, exist_ok=True)
     with UnfinishedMeasurement(out, metadata) as state:
         statistics = measured(checkpoint, module, batches, data.task, options, metadata, state, progress, device)
@@ -128,7 +126,7 @@ def measured_in_memory(opened: View, module: nn.Module | None, data: Data, optio
         RotationMergeError: the model or the data do not allow it.
     """
     batches = unpadded(data.batches, data.source)
-    metadata = _metadata(opened, {}, data, data.source, batches, options)
+    metadata = _metadata(opened, {}, data, batches, options)
     return measured(opened, module, batches, data.task, options, metadata, None, lambda *_: None)
 
 
@@ -174,7 +172,7 @@ def _grams(
 
 
 def _metadata(
-    view: View, origin: Mapping[str, Any], data: Data, source: str, batches: Batches, options: MeasureConfig
+    view: View, origin: Mapping[str, Any], data: Data, batches: Batches, options: MeasureConfig
 ) -> dict[str, Any]:
     """What statistics are of: model, samples and options."""
     return {
@@ -182,7 +180,7 @@ def _metadata(
         "fingerprint": view.fingerprint,
         "family": view.architecture.family,
         **origin,
-        **described(data, source, batches),
+        **described(data, batches),
         "kinds": sorted(options.kinds),
         "labels": options.labels,
         "seed": options.seed,

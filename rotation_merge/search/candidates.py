@@ -316,7 +316,7 @@ class CandidateFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             opened, device, source = open_model(model, any_base=True), self.config.device, self.data[model]
             module = model_for(opened, MeasureConfig(), source, device, None)
-            record(opened, module, self._data(model, module), source, MeasureConfig(), path, listener(), device)
+            record(opened, module, self._data(model, module), MeasureConfig(), path, listener(), device)
         return str(path)
 
     def _data(self, model: str, loaded: object) -> Data:

@@ -72,9 +72,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
         options, out, seen = MeasureConfig(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
         forget()
-        record(
-            open_model(str(path), any_base=True), None, data, "data", options, out, lambda *_, s=seen: s.append(alive())
-        )
+        record(open_model(str(path), any_base=True), None, data, options, out, lambda *_, s=seen: s.append(alive()))
         peaks.append(max(seen))
     assert 0 < peaks[1] <= 1.02 * peaks[0]
 
