@@ -283,10 +283,10 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
         RotationMergeError: the model or the samples are of no use.
     """
     opened, config = open_model(model), MeasureConfig.or_default(config)
-    module = for_evaluation(opened)
+    module = for_evaluation(opened) if "fisher" in config.kinds else None
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
-    return measured_in_memory(module, opened, data, config)
+    return measured_in_memory(as_stored(opened), module, data, config)
 
 
 def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None = None) -> dict[str, float]:

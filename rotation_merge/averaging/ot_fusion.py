@@ -34,7 +34,7 @@ from rotation_merge.model.forms import translated
 from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import row_pair
-from rotation_merge.run.functions import Batch, architecture_of, load, module_of
+from rotation_merge.run.functions import Batch, load, module_of
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
 
@@ -171,7 +171,7 @@ class OtFusion(OwnMethod):
         view = self.models.views[model]
         files = view.files if view.at is None else None
         module = module_of(view).float() if files is None else load(str(files.reference))
-        return Activations.of(module, architecture_of(module), self._batches)
+        return Activations.of(module, self._batches)
 
     @cached_property
     def _batches(self) -> Sequence[Batch]:

@@ -34,7 +34,7 @@ from rotation_merge.run.data import Data, Samples, read_samples, with_small_firs
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
-from rotation_merge.run.runner import Runner, filled_model
+from rotation_merge.run.runner import Runner
 from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress, listener
 
@@ -209,7 +209,8 @@ class ModelRefit:
         if teacher.batches is not None:
             return teacher.batches
         model, seed = teacher.original, self.config.seed + number
-        writer = filled_model(model.transformers_config, model.tensors, model.architecture, self.exact, self.device)
+        form = model.transformers_config, model.tensors, model.architecture
+        writer = Runner(*form, [], dtype=self.exact, device=self.device).fill_all()
         return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
     def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
@@ -309,9 +310,6 @@ class ModelRefit:
         if self.tied_head is not None:
             tied = "which is tied to an embedding ('untie: true' gives it its own tensor)"
             notes.append(f"Refit did not solve the head `{self.tied_head}`, {tied}.")
-        if self.merge.whole:
-            why = "transformers stores it in another form than the files"
-            notes.append(f"Refit held each model whole in memory: {why}.")
         return notes
 
 

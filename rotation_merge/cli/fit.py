@@ -143,7 +143,7 @@ def _learn(
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
         result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, data)
-    files = write_alignments(names, result, out, {**described(data_set, data), "seed": options.seed}, untie)
+    files = write_alignments(names, result, out, {**described(data_set), "seed": options.seed}, untie)
     if as_json:
         print_json({"files": files, **result.report.to_dict()})
         return 0

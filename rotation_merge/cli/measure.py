@@ -32,7 +32,7 @@ from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
 @click.option(
     "--by-layer/--whole",
     default=None,
-    help="One layer in memory at a time, or the whole model; if not given, by layer if the model does not fit.",
+    help="Write text by one layer in memory at a time, or the whole model. Not given: by layer if it does not fit.",
 )
 @device_option("")
 @json_option
@@ -50,17 +50,14 @@ def command(
     """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. You need no data with
-    '--data self' (language models) or '--data synthetic' (image models). An interrupted run continues. A model that
-    does not fit in memory is run layer by layer from its files, for Grams only: they are read once, and again for every
-    token of '--data self'.
+    '--data self' (language models) or '--data synthetic' (image models). An interrupted run continues. Grams are
+    measured layer by layer from the model's files, Fisher diagonals of the whole model in memory. A model that does not
+    fit writes its text by layer, too, and reads its files for every token of '--data self'.
     """
     from rotation_merge.model.open import open_model
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.data_checks import check_labels
-    from rotation_merge.run.functions import load
-    from rotation_merge.run.layers import in_layers
-    from rotation_merge.run.measuring import default_statistics_path, record
-    from rotation_merge.run.passes import fits
+    from rotation_merge.run.measuring import default_statistics_path, model_for, record
 
     config = config_of(MeasureConfig, values)
     checkpoint = open_model(model, any_base=True)
@@ -68,16 +65,13 @@ def command(
     if out is None:
         click.get_current_context().with_resource(hold_outputs(STATISTICS.outputs(str(place), "--out")))
     device = usable_device(device)
-    if by_layer is None:
-        by_layer = not fits(checkpoint.shapes, device)
-    loaded = in_layers(checkpoint, config, data, device) if by_layer else load(model).to(device)
+    loaded = model_for(checkpoint, config, data, device, by_layer)
     limit = config.samples or (SAMPLES if data in SOURCES else None)
     data_set = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
-    module = None if by_layer else loaded
-    summary = record(checkpoint, module, data_set, data, config, place, progress, device).metadata
+    summary = record(checkpoint, loaded, data_set, config, place, progress, device).metadata
     progress.close()
     if as_json:
         print_json({"file": str(place), **summary})

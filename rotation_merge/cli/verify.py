@@ -10,7 +10,7 @@ from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.functions import stored_dtype
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.model_outputs import LayerwiseModel, open_for_outputs
+from rotation_merge.run.model_outputs import ModelOutputs
 from rotation_merge.run.proof import ROUNDINGS, largest_difference, least_precise_dtype, rounding_effect
 
 
@@ -52,7 +52,7 @@ def command(
     1: not.
     """
     compute = torch.float64 if double else torch.float32
-    a, b = open_for_outputs(model_a, compute), open_for_outputs(model_b, compute, like=model_a)
+    a, b = ModelOutputs(model_a, compute), ModelOutputs(model_b, compute, like=model_a)
     if a.kind is not b.kind:
         raise CheckpointError(
             f"is a {b.kind.__name__}, {model_a} a {a.kind.__name__}",
@@ -65,7 +65,7 @@ def command(
         from rotation_merge.run.data import read_batches
         from rotation_merge.run.generated_samples import SELF
 
-        if data == SELF and isinstance(a, LayerwiseModel):
+        if data == SELF and a.is_large:
             problem = "is too large to be held in memory, so it cannot write text"
             raise CheckpointError(problem, where=model_a, remedy="give --data a file")
         inputs += read_batches(data, model_a, a.model, limit=32).batches

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space
 from rotation_merge.model.apply import placed, split_axis, transform_axis
+from rotation_merge.run.functions import Batch
+from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
-from rotation_merge.run.measure import Batch, ModelMeasurement
+from rotation_merge.run.recorder import Watcher
+from rotation_merge.run.runner import Runner
 from rotation_merge.run.sums import first_readers
 from rotation_merge.symmetry import Transform
 
@@ -42,36 +45,27 @@ class Activations:
     split: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, model: nn.Module, architecture: Architecture, batches: Sequence[Batch], most: int = MOST_ROWS
-    ) -> Activations:
-        """Run a model over samples.
+    def of(cls, model: nn.Module, batches: Sequence[Batch], most: int = MOST_ROWS) -> Activations:
+        """Run a loaded model over samples.
 
         Args:
-            architecture: under the names of the model's state dict.
             batches: without padding; the same for every model that is compared.
             most: rows that are kept of each map, evenly spread over every sample.
         """
-        measurement = ModelMeasurement(model, architecture, batches, "none")
-        watcher = _RowWatcher(
-            measurement.axes, max(1, most // sum(len(next(iter(batch.values()))) for batch in batches))
-        )
-        with (
-            torch.no_grad(),
-            measurement.tapped.split(measurement.axes, measurement.layers_only),
-            measurement.tapped.watched(watcher),
-        ):
-            for batch in batches:
-                watcher.samples = len(next(iter(batch.values())))
-                measurement.outputs(batch)
-        inputs = {axis: torch.cat(parts) for axis, parts in watcher.inputs.items()}
-        result = cls(inputs=inputs, axes=measurement.axes, split=measurement.split)
-        for name, linear in measurement.tapped.maps.items():
-            if name in measurement.axes and not linear.stacked:
+        runner = Runner.of_module(model, batches)
+        samples = [len(next(iter(batch.values()))) for batch in batches]
+        watched, result = WatchedBlocks(runner), cls()
+        while watched.advance() is not None:
+            watcher = _RowWatcher(watched.new_axes, max(1, most // sum(samples)))
+            with watched.by(watcher):
+                for number, watcher.samples in enumerate(samples):
+                    runner.run(number)
+            result.inputs.update({axis: torch.cat(parts) for axis, parts in watcher.inputs.items()})
+            result.outputs.update({name: torch.cat(parts) for name, parts in watcher.outputs.items()})
+        for linear in watched.maps.values():
+            if linear.info.name in watched.axes and not linear.stacked:
                 result.maps.setdefault(_place(linear.block), []).append(linear)
-                if name in watcher.outputs:
-                    result.outputs[name] = torch.cat(watcher.outputs[name])
-        return result
+        return replace(result, axes=watched.axes, split=frozenset(watched.split))
 
     def around(self, linear: LinearMap) -> tuple[Tensor | None, Tensor | None]:
         """Inputs and outputs of a map, named as in the checkpoint."""
@@ -96,7 +90,7 @@ def _place(block: Block) -> Place:
     return block.module, block.place, block.index
 
 
-class _RowWatcher:
+class _RowWatcher(Watcher):
     """Keeps evenly spread rows of every map: the same positions in every model, equally many of each sample."""
 
     def __init__(self, axes: Mapping[str, str], each: int) -> None:
@@ -110,7 +104,7 @@ class _RowWatcher:
             self.inputs.setdefault(self.axes[name], []).append(self._some(x))
 
     def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
-        if expert is None:
+        if expert is None and name in self.axes:
             self.outputs.setdefault(name, []).append(self._some(y))
 
     def _some(self, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.data import SAMPLES, Data, read_batches, unpadded
-from rotation_merge.run.functions import Batch, architecture_of, load, local_path, unlabelled
+from rotation_merge.run.functions import Batch, load, local_path, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
@@ -186,12 +186,8 @@ class SampleMatcher:
 
 
 def record_activations(model: Any, batches: list[Batch]) -> Activations:
-    """Inputs and outputs of a loaded model's maps on samples; the model is unchanged."""
-    training = model.training
-    try:
-        return Activations.of(model.eval(), architecture_of(model), batches, ROWS)
-    finally:
-        model.train(training)
+    """Inputs and outputs of a loaded model's maps on samples."""
+    return Activations.of(model, batches, ROWS)
 
 
 def activation_matcher(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:

@@ -23,7 +23,7 @@ from rotation_merge.run.data_checks import (
 )
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.examples import KINDS, read_examples, tokenizer_of
-from rotation_merge.run.functions import Batch, check_kind, local_path, module_of, predicts_next, unlabelled
+from rotation_merge.run.functions import Batch, local_path, module_of, predicts_next, unlabelled
 from rotation_merge.run.generated_samples import SOURCES, write_samples
 from rotation_merge.run.sample_kinds import SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
@@ -93,8 +93,6 @@ def read_batches(
     else:
         whole = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
         count = min(whole, limit) if limit else whole
-        if isinstance(examples, dict):
-            check_inputs(examples, model, source)
         draw = torch.Generator().manual_seed(seed)
         rows: Sequence[int] = torch.randperm(whole, generator=draw).tolist()[:count] if mixed else range(count)
         batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, count, batch_size)]
@@ -123,7 +121,6 @@ def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Dat
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
         raise DataError("hold a value that is not a tensor of examples", where=source, remedy=remedy)
-    check_inputs(samples[0], model, source)
     wide = [{name: x.long() if x.dtype in _NARROW else x for name, x in batch.items()} for batch in samples]
     batches, task = _checked(wide, model, source)
     return Data(batches, task, sum(map(examples_in, batches)), source)
@@ -137,7 +134,7 @@ def _checked(
     Args:
         model_path: where the tokenizer lies that says which token masks; None: nothing is masked.
     """
-    check_kind(model, batches[0], source)
+    check_inputs(batches[0], model, source)
     check_shape(model, batches[0], source)
     batches = [_with_decoder_inputs(batch, model) for batch in _all_labelled(batches, model)]
     for batch in batches:
@@ -186,11 +183,10 @@ def split_batches(data: Data, count: int) -> tuple[Data, Data]:
     )
 
 
-def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
+def described(data: Data, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
     """A description of samples, for the metadata of a file made from them.
 
     Args:
-        source: name of the data.
         batches: the batches as used, if they differ from those that were read.
 
     Returns:
@@ -200,7 +196,7 @@ def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -
     tokens = sum(b["input_ids"].numel() if "input_ids" in b else examples_in(b) for b in used)
     shape = {"length": data.length, "batch_size": data.batch_size}
     return {
-        "data": source,
+        "data": data.source,
         "data_hash": data_hash(used),
         "samples": data.examples,
         "tokens": tokens,

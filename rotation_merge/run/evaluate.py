@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -175,37 +174,6 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
     return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
 
 
-@dataclass(frozen=True, eq=False)
-class StraightPath:
-    """The models on the straight path from a to b, weights (1 - t) a + t b.
-
-    Those between compute with a's config, as a merge does; the ends are a and b themselves.
-
-    Attributes:
-        head: a model whose config and head all of them have, as a body merged for several heads does.
-        head_tensors: its head's parameters.
-    """
-
-    a: Any
-    b: Any
-    data: Data
-    head: Any = None
-    head_tensors: Collection[str] = ()
-
-    @cached_property
-    def _between(self) -> Any:
-        return copy.deepcopy(self.a if self.head is None else self.head)
-
-    @torch.no_grad()
-    def evaluate(self, t: float) -> tuple[float, float]:
-        """Loss and accuracy at t."""
-        first, second = dict(self.a.named_parameters()), dict(self.b.named_parameters())
-        for key, parameter in self._between.named_parameters():
-            if key not in self.head_tensors:
-                parameter.copy_(torch.lerp(first[key], second[key], t))
-        return evaluate(self.b if t == 1 and self.head is None else self._between, self.data)
-
-
 def path(
     a: Any,
     b: Any,
@@ -217,24 +185,37 @@ def path(
     head: Any = None,
     head_tensors: Collection[str] = (),
 ) -> Curve:
-    """Loss and accuracy at equally spaced models from a to b.
+    """Loss and accuracy at equally spaced models on the straight path from a to b, weights (1 - t) a + t b.
+
+    Those between compute with a's config, as a merge does; the ends are a and b themselves.
 
     Args:
-        head, head_tensors: see `StraightPath`.
+        head: a model whose config and head all of them have, as a body merged for several heads does.
+        head_tensors: its head's parameters.
         ledger: store of intermediate results, to resume from.
     """
     ts = [i / (points - 1) for i in range(points)]
     points_done: list[tuple[float, float]] = ledger.get(PATH) or []
     for done in range(len(points_done) + 1):
         tick(f"{PATH}{name}", done, points)
-    models = StraightPath(a, b, data, head, head_tensors)
+    between = copy.deepcopy(a if head is None else head)
     for t in ts[len(points_done) :]:
-        loss, accuracy = models.evaluate(t)
+        _place_between(between, a, b, t, head_tensors)
+        loss, accuracy = evaluate(b if t == 1 and head is None else between, data)
         LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
         points_done.append((loss, accuracy))
         ledger.keep(PATH, points_done.copy)
         tick(f"{PATH}{name}", len(points_done), points)
     return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))
+
+
+@torch.no_grad()
+def _place_between(model: Any, a: Any, b: Any, t: float, head_tensors: Collection[str]) -> None:
+    """Give a model the weights (1 - t) a + t b, but for those of its head."""
+    first, second = dict(a.named_parameters()), dict(b.named_parameters())
+    for key, parameter in model.named_parameters():
+        if key not in head_tensors:
+            parameter.copy_(torch.lerp(first[key], second[key], t))
 
 
 NUMBERS = ("pearson", "spearman")

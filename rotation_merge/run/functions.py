@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
-from rotation_merge.errors import CheckpointError, DataError, short
+from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.folder import fetched_weights, stored_tensors
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
@@ -202,22 +201,6 @@ def to_stored_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             if torch.equal(narrow.to(parameter.dtype), parameter):
                 parameter.data = narrow
     return model
-
-
-def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
-    """Check that the data hold the kind of input that the model takes.
-
-    Raises:
-        DataError: they are of another kind.
-    """
-    takes, names = set(inspect.signature(model.forward).parameters), set(batch) - {"labels"}
-    main_input = getattr(model, "main_input_name", None)
-    if not names <= takes or (main_input in takes and main_input not in names and "inputs_embeds" not in names):
-        raise DataError(
-            f"holds {', '.join(sorted(names)) or 'no inputs'}, {type(model).__name__} takes {main_input}",
-            where=source,
-            remedy="give data of the kind that the model was made for",
-        )
 
 
 def unlabelled(batch: Mapping[str, Tensor]) -> Batch:

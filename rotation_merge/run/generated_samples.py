@@ -12,7 +12,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import Batch, check_answers, device_of, fused_attention, local_path, outputs
-from rotation_merge.run.images import normalisation
+from rotation_merge.run.images import image_shape, normalisation
 from rotation_merge.workers import listener
 
 SOURCES = SELF, SYNTHETIC = sample_kinds.SOURCES
@@ -114,15 +114,12 @@ def synthetic_images(model: Any, model_path: str, count: int, seed: int) -> Tens
     Raises:
         DataError: the model does not take images.
     """
-    vision = getattr(model.config, "vision_config", model.config)
-    if not hasattr(vision, "image_size"):
+    if not hasattr(getattr(model.config, "vision_config", model.config), "image_size"):
         raise DataError(
             f"{type(model).__name__} does not take images",
             remedy="'synthetic' is for image models; give a file",
         )
-    side = vision.image_size
-    height, width = side if isinstance(side, list | tuple) else (side, side)
-    channels = getattr(vision, "num_channels", 3)
+    channels, height, width = image_shape(model.config)
     draw = torch.Generator().manual_seed(seed)
     scales = [scale for scale in SCALES if scale < min(height, width)] + [min(height, width)]
     images = []

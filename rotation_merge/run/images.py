@@ -65,10 +65,7 @@ def preparer(directory: str, config: Any) -> Callable[[Any], Tensor]:
         from PIL import Image
     except ImportError as error:
         raise DataError("images need Pillow", remedy="pip install pillow") from error
-    vision = getattr(config, "vision_config", config)
-    side = getattr(vision, "image_size", 224)
-    size = tuple(side) if isinstance(side, list | tuple) else (side, side)
-    channels = getattr(vision, "num_channels", 3)
+    channels, *size = image_shape(config)
     factor, mean, deviation = normalisation(directory, channels)
 
     def prepare(file: Any) -> Tensor:
@@ -80,6 +77,18 @@ def preparer(directory: str, config: Any) -> Callable[[Any], Tensor]:
         return (torch.as_tensor(array.copy()) * factor - mean) / deviation
 
     return prepare
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model takes."""
+    vision = getattr(config, "vision_config", config)
+    return getattr(vision, "num_channels", 3), *both_sides(getattr(vision, "image_size", 224))
+
+
+def both_sides(side: Any) -> tuple[int, int]:
+    """Height and width from a number, or from both."""
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return int(height), int(width)
 
 
 def normalisation(directory: str, channels: int) -> tuple[float, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.functions import Batch
+from rotation_merge.run.images import both_sides, image_shape
 
 SIZE, LENGTH = 2, 24
 """Examples in a random batch, and words in each."""
@@ -39,7 +40,7 @@ def random_batch(model: Any, generator: torch.Generator) -> Batch:
     if "pixel_values" in takes and "input_ids" in takes and image is not None:
         return _around_images(config, image, batch, takes, generator)
     if "pixel_values" in takes:
-        batch["pixel_values"] = _pixels(getattr(config, "vision_config", config), generator)
+        batch["pixel_values"] = torch.randn(SIZE, *image_shape(config), generator=generator)
     if "input_features" in takes:
         bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
         batch["input_features"] = torch.randn(SIZE, bins, frames, generator=generator)
@@ -63,20 +64,10 @@ def _words(config: Any, generator: torch.Generator) -> Tensor:
     return torch.tensor(words)[torch.randint(len(words), (SIZE, length), generator=generator)]
 
 
-def _pixels(vision: Any, generator: torch.Generator) -> Tensor:
-    height, width = _both(getattr(vision, "image_size", 224))
-    return torch.randn(SIZE, getattr(vision, "num_channels", 3), height, width, generator=generator)
-
-
-def _both(side: Any) -> tuple[int, int]:
-    height, width = side if isinstance(side, list | tuple) else (side, side)
-    return int(height), int(width)
-
-
 def _around_images(config: Any, image: int, words: Batch, takes: Collection[str], generator: torch.Generator) -> Batch:
     """Words around one image in each example."""
     vision, inputs = config.vision_config, Batch()
-    height, width = _both(vision.patch_size)
+    height, width = both_sides(vision.patch_size)
     if "image_grid_thw" in takes:  # patches in a row, of images of any size: here two by two of the merged ones
         tokens, side = 4, 2 * vision.spatial_merge_size
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
@@ -94,7 +85,7 @@ def _around_images(config: Any, image: int, words: Batch, takes: Collection[str]
         inputs["pixel_values"] = torch.randn(*shape, generator=generator)
         inputs["image_sizes"] = torch.tensor([[side * height, side * width]] * SIZE)
     else:
-        inputs["pixel_values"] = _pixels(vision, generator)
+        inputs["pixel_values"] = torch.randn(SIZE, *image_shape(config), generator=generator)
         patches = inputs["pixel_values"][0, 0].numel() // (height * width)
         whole = int(getattr(config, "vision_feature_select_strategy", "default") == "full")
         ratio = float(getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", None) or 1)

@@ -1,116 +1,144 @@
-"""Measuring a model that does not fit in memory: the weights and the sums of one layer at a time.
+"""Watches the maps of a model, block by block, whatever the model's size: one layer's weights are in memory.
 
-Recording is as in `measure`: norms run without gain and shift, and hidden states are those of that run. Each weight is
-read once. Fisher diagonals need gradients of the whole model, which are not measured in this way.
+Norms run without gain and shift (see `HookedModel`), and hidden states are those of that run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Block
 from rotation_merge.errors import StatisticsError
-from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import View
-from rotation_merge.run.empty_models import empty_model
-from rotation_merge.run.generated_samples import SELF
-from rotation_merge.run.maps import linear_maps
-from rotation_merge.run.measure import MeasureConfig, Probe, check_watched
-from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, together
+from rotation_merge.run.functions import check_answers
 from rotation_merge.run.recorder import HookedModel, Watcher
-from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.runner import Runner
 from rotation_merge.run.store import hooked
-from rotation_merge.run.sums import Collector, means
+
+MOST_DIFFERENCE = 1e-3
+"""Of outputs while the maps are watched, relative to their size; more means that they cannot be watched in this way."""
 
 
-def in_layers(checkpoint: View, options: MeasureConfig, data: str, device: str) -> Any:
-    """A model that does not fit in memory, to look at, or to write its samples.
+class WatchedBlocks:
+    """A run of a model through its blocks, with its maps watched.
 
-    It has no weights at all where it is only to be looked at; where it is to write text, its layers read their weights
-    as they run.
-
-    Raises:
-        StatisticsError: its Fisher is to be measured.
-        CheckpointError: it cannot be run in that way.
-    """
-    config, name = checkpoint.transformers_config, str(checkpoint.reference)
-    if "fisher" in options.kinds:
-        problem = "a Fisher diagonal needs the whole model in memory"
-        remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
-        raise StatisticsError(problem, where=name, remedy=remedy)
-    if data != SELF:
-        return empty_model(config)
-    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name)
-
-
-class LayerwiseMeasurement:
-    """A model under measurement, layer after layer.
+    Attributes:
+        maps: all of the model's, by name.
+        axes: by map that ran so far, the (block, axis) that it reads.
+        new_axes: those of the maps that run first in the present block.
+        split: of `axes`: those whose norm ran without gain and shift.
 
     Args:
-        runner: about to run on the samples, which are without padding.
+        runner: about to run on samples without padding.
     """
 
-    def __init__(self, runner: Runner, state: UnfinishedMeasurement, progress: Progress) -> None:
-        self.runner, self.state, self.progress = runner, state, progress
-        self.opened = 0
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.hooked = HookedModel.of(runner.model, runner.architecture)
+        self.maps = self.hooked.maps
         self.axes: dict[str, str] = {}
+        self.new_axes: dict[str, str] = {}
         self.split: set[str] = set()
+        self._splits: Iterable[str] = ()
 
-    def run(self) -> Statistics:
-        """Measures all layers; one that an interrupted run has measured is only run forward."""
-        parts: list[Tensors] = []
-        total = len(self.runner.architecture.blocks)
-        while (block := self.runner.advance()) is not None:
-            self.progress("inputs of the maps, layer by layer", self.opened, total)
-            self.opened += 1
-            parts.append(self._block(block))
-        self.progress("inputs of the maps, layer by layer", total, total)
-        uncalled = frozenset(linear_maps(self.runner.architecture)) - self.axes.keys()
-        return Statistics(together(parts), self.axes, frozenset(self.split), uncalled)
+    @property
+    def uncalled(self) -> frozenset[str]:
+        """Maps that have not run."""
+        return frozenset(self.maps) - self.axes.keys()
 
-    def _block(self, block: Block) -> Tensors:
-        """Measure the maps of a block, and carry the hidden states on."""
-        tapped = HookedModel.of(self.runner.model, self.runner.architecture)
-        axes = self._look(block, tapped)
-        layer_pass = StatisticsPass("inputs of the maps", frozenset({block.name}), 0, lambda *_: None, lambda _: {})
-        results = self.state.result(layer_pass)
-        collector = Collector(tapped.maps, axes if results is None else {})
-        with tapped.split(self._splits), tapped.watched(collector), self.runner.recording():
-            for batch in range(len(self.runner.batches)):
-                self.runner.run(batch)
-        self.axes.update(axes)
-        if results is not None:
-            return results
-        dtype = torch.promote_types(self.runner.dtype, torch.float32)
-        return self.state.done(layer_pass, means(collector.sums, dtype))
+    def advance(self) -> Block | None:
+        """Open the next block, and find the inputs of the maps that run in it for the first time; None at the end."""
+        block = self.runner.advance()
+        if block is not None:
+            self._look(block)
+            self.axes.update(self.new_axes)
+        return block
 
-    def _look(self, block: Block, tapped: HookedModel) -> dict[str, str]:
-        """Find the inputs of maps that run for the first time, and settle the split norms."""
-        probe = Probe()
-        plain = self._outputs(block, tapped, probe)
-        axes = probe.axes(tapped, self.axes)
-        for splits in [axes, ()] if plain else [()]:
-            self._splits: Iterable[str] = splits
-            with tapped.split(splits):
-                split = {axes[name] for name in tapped.splits}
-                again = self._outputs(block, tapped, Probe())
-            if not plain or check_watched(plain, again, self.runner.model, must=block.index is not None):
+    @contextmanager
+    def by(self, watcher: Watcher) -> Iterator[None]:
+        """Batches that run within carry their hidden states on, and the watcher sees the maps of the present block."""
+        with self.hooked.split(self._splits), self.hooked.watched(watcher), self.runner.recording():
+            yield
+
+    def _look(self, block: Block) -> None:
+        """Find the inputs of maps, and settle the split norms."""
+        probe = _Probe()
+        plain = self._outputs(block, probe)
+        check_answers(self.runner.model, plain)
+        self.new_axes = probe.axes(self.hooked, self.axes)
+        for splits in (self.new_axes, ()):
+            self._splits = splits
+            with self.hooked.split(splits):
+                split = {self.new_axes[name] for name in self.hooked.splits}
+                again = self._outputs(block, _Probe())
+            if _same_outputs(plain, again, self.runner.model, must=block.index is not None):
                 break
         self.split |= split
-        return axes
 
-    def _outputs(self, block: Block, tapped: HookedModel, watcher: Watcher) -> list[Tensor]:
-        """Outputs of a layer (or, outside of the layers, the model) for the first batch; empty if it ends early."""
+    def _outputs(self, block: Block, watcher: Watcher) -> list[Tensor]:
+        """Outputs of a layer (or, outside of the layers, the model) for the first batch; else what goes on from it."""
         outputs: list[Any] = []
         place = self.runner.module_of(block) or self.runner.model
         hook = place.register_forward_hook(lambda _, __, output: outputs.append(output))
-        with torch.no_grad(), hooked([hook]), tapped.watched(watcher):
-            self.runner.run(0)
-        leaves = _pytree.tree_leaves(outputs[-1]) if outputs else []
+        with torch.no_grad(), hooked([hook]), self.hooked.watched(watcher):
+            further = self.runner.run(0)
+        leaves = _pytree.tree_leaves(outputs[-1] if outputs else further)
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _same_outputs(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
+    """Check that recording leaves the outputs of a model (or a layer) unchanged.
+
+    Raises:
+        StatisticsError: it did not, although it must.
+    """
+    pairs = zip(plain, watched, strict=True)
+    apart = (float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12)) for a, b in pairs)
+    same = max(apart, default=0.0) <= MOST_DIFFERENCE
+    if must and not same:
+        raise StatisticsError(
+            f"the maps of {type(model).__name__} cannot be recorded without changing its outputs",
+            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
+        )
+    return same
+
+
+class _Probe(Watcher):
+    """The maps that run, and those that share an input tensor."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, list[Tensor]] = {}
+
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+        self.inputs.setdefault(name, []).append(x)
+
+    def axes(self, watched: HookedModel, known: Mapping[str, str]) -> dict[str, str]:
+        """The (block, axis) of each map that ran; those that read one tensor behind the same norm have the same.
+
+        Args:
+            known: those of other maps, which are left out.
+        """
+        axes: dict[str, str] = {}
+        by_input: dict[tuple[Any, ...], str] = {}
+        for name, linear in watched.maps.items():
+            if name not in self.inputs or name in known:
+                continue
+            tensors = tuple(map(id, self.inputs[name]))
+            read = linear.block.name, tensors, linear.norm, linear.stacked
+            if read not in by_input:
+                taken = {*known.values(), *by_input.values()}
+                by_input[read] = _unused(f"{linear.block.name}/{linear.inputs.label}", taken)
+            axes[name] = by_input[read]
+        return axes
+
+
+def _unused(axis: str, taken: Collection[str]) -> str:
+    """A name for an input along an axis of a block; further ones are numbered."""
+    names = chain([axis], (f"{axis}/{number}" for number in count(2)))
+    return next(name for name in names if name not in taken)

@@ -1,4 +1,4 @@
-r"""Measuring a model: activations of its maps on samples, and gradients of its outputs with respect to weights.
+r"""Measuring a model: Grams of the inputs of its maps on samples, and squared gradients of its outputs.
 
 The Fisher matrix is the mean of squared gradients of log-probabilities: F = E_x E_{y ~ p(y|x)} (d log p(y|x))^2. Over
 the labels of a classifier the inner expectation is taken exactly: the sum over labels c of p_c (d log p_c)^2 is the sum
@@ -8,9 +8,8 @@ vocabulary of a language model one label is drawn at each position.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, count
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,19 +19,23 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, Count, Length, option
-from rotation_merge.errors import DataError, StatisticsError
+from rotation_merge.errors import DataError
+from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.run.arrays import one_by_one
-from rotation_merge.run.functions import check_answers, device_of, unlabelled
-from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
-from rotation_merge.run.recorder import HookedModel
+from rotation_merge.run.functions import check_answers, inputs_for
+from rotation_merge.run.layers import WatchedBlocks
+from rotation_merge.run.ledger import SECONDS
+from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, Statistic
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.sums import Collector, Sums, first_readers, means
+from rotation_merge.run.sums import Collector, Sums, means
+from rotation_merge.run.unfinished import UnfinishedMeasurement, together
+from rotation_merge.workers import Progress
 
 Batch = Mapping[str, Tensor]
 
-MOST_DIFFERENCE = 1e-3
-"""Of outputs while the maps are watched, relative to their size; more means that they cannot be watched in this way."""
+INPUTS, FISHER = "inputs of the maps", "Fisher"
+"""Names of the parts of a measurement, shown as progress."""
 
 
 @config_dataclass(frozen=True)
@@ -45,9 +48,6 @@ class MeasureConfig(Config):
         "labels of the gradients: sampled from the model (exact for classifiers), or those of the data",
     )
     seed: int = option(0, "seed of the samples that the model writes and of sampled labels")
-    memory: Count | None = option(
-        None, "largest number of bytes for the sums. Not given: half of the free memory", command=False
-    )
     samples: Count | None = option(
         None, f"largest number of samples. Not given: all of a file, {SAMPLES} of `self` and `synthetic`"
     )
@@ -55,217 +55,97 @@ class MeasureConfig(Config):
     length: Length = option(128, "tokens in a window of text")
 
 
-class ModelMeasurement:
-    """A model under measurement."""
+def grams(runner: Runner, state: UnfinishedMeasurement | None, progress: Progress) -> Statistics:
+    """The Grams of all maps that run, under the names of the runner's model; a block's sums in memory at a time.
 
-    def __init__(self, model: nn.Module, architecture: Architecture, batches: Sequence[Batch], task: str) -> None:
-        """Look at one example.
-
-        Args:
-            model: in evaluation mode; left as it is.
-            architecture: under the names of its state dict.
-            batches: without padding.
-        """
-        self.model, self.architecture, self.batches, self.task = model, architecture, batches, task
-        self.tapped = HookedModel.of(model, architecture)
-        _expert_by_expert(model)
-        self.device = device_of(model)
-        first = one_by_one(batches[0])[0]
-        probe = Probe()
-        with torch.no_grad(), self.tapped.watched(probe):
-            plain = self.outputs(first)
-        self.axes = probe.axes(self.tapped)
-        self.layers_only = False
-        for layers_only in (False, True):
-            with torch.no_grad(), self.tapped.split(self.axes, layers_only), self.tapped.watched(probe):
-                self.split = frozenset(self.axes[name] for name in self.tapped.splits)
-                if check_watched(_tensors(plain), _tensors(self.outputs(first)), model, must=layers_only):
-                    self.layers_only = layers_only
-                    return
-
-    def outputs(self, batch: Batch) -> Any:
-        """The model's outputs for a batch, without labels.
-
-        Raises:
-            CheckpointError: NaN.
-        """
-        dtype = next(self.model.parameters()).dtype
-        inputs = {
-            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in unlabelled(batch).items()
-        }
-        result = self.model(**inputs)
-        check_answers(self.model, _tensors(result))
-        return result
-
-    def passes(self, options: MeasureConfig) -> list[StatisticsPass]:
-        """The passes that the options need."""
-        return [*self._input_passes(options), *self._fisher_passes(options)]
-
-    def run(self, options: MeasureConfig, state: UnfinishedMeasurement | None, progress: Progress) -> Statistics:
-        """Everything that the options ask for, by the module's names; without a state all of it stays in memory."""
-        tensors = run_passes(self.passes(options), state, progress)
-        uncalled = frozenset(self.tapped.maps) - self.axes.keys()
-        buffers = sorted(name for name, _ in self.model.named_buffers())
-        return Statistics(tensors, self.axes, self.split, uncalled, {"buffers": buffers})
-
-    def _dtype(self) -> torch.dtype:
-        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-
-    def _input_passes(self, options: MeasureConfig) -> list[StatisticsPass]:
-        if "gram" not in options.kinds:
-            return []
-        sizes: Counter[str] = Counter()
-        for name in first_readers(self.axes).values():
-            linear = self.tapped.maps[name]
-            n = (linear.inputs.size or 0) + 1
-            copies = (linear.info.axes[0].size or 1) if linear.stacked else 1
-            sizes[linear.block.name] += 8 * copies * n * n
-        order = {block.name: sizes[block.name] for block in self.architecture.blocks if sizes[block.name]}
-        return [self._input_pass(blocks) for blocks in packed(order, options.memory or room())]
-
-    def _input_pass(self, blocks: frozenset[str]) -> StatisticsPass:
-        axes = {name: axis for name, axis in self.axes.items() if self.tapped.maps[name].block.name in blocks}
-
-        def run(step: int, sums: Sums) -> None:
-            collector = Collector(self.tapped.maps, axes, sums)
-            with torch.no_grad(), self.tapped.split(self.axes, self.layers_only), self.tapped.watched(collector):
-                self.outputs(self.batches[step])
-
-        def finish(sums: Sums) -> dict[str, Tensor]:
-            return means(sums, self._dtype())
-
-        return StatisticsPass("inputs of the maps", blocks, len(self.batches), run, finish)
-
-    def _fisher_passes(self, options: MeasureConfig) -> list[StatisticsPass]:
-        if "fisher" not in options.kinds:
-            return []
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        parts = [part for batch in self.batches for part in one_by_one(batch)]
-        blocks: dict[str, dict[str, Tensor]] = {}
-        for block in self.architecture.blocks:
-            names = [name for info in block.tensors for name in info.names if name in parameters]
-            blocks[block.name] = {name: parameters[name].requires_grad_() for name in names}
-        sizes = {
-            name: 8 * sum(p.numel() for p in block_parameters.values())
-            for name, block_parameters in blocks.items()
-            if block_parameters
-        }
-        passes = []
-        for group in packed(sizes, options.memory or room()):
-            block_parameters = {name: p for block in sizes if block in group for name, p in blocks[block].items()}
-            passes.append(self._fisher_pass(options, block_parameters, group, parts))
-        return passes
-
-    def _fisher_pass(
-        self,
-        options: MeasureConfig,
-        parameters: dict[str, Tensor],
-        blocks: frozenset[str],
-        parts: Sequence[Batch],
-    ) -> StatisticsPass:
-        def run(step: int, sums: Sums) -> None:
-            batch = parts[step]
-            draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-            with torch.enable_grad():
-                result = self.outputs(batch)
-                label_scores = list(scores(self.model, result, batch, self.task, options.labels, draw))
-            for number, score in enumerate(label_scores):
-                gradients = torch.autograd.grad(
-                    score, list(parameters.values()), retain_graph=number + 1 < len(label_scores), allow_unused=True
-                )
-                for name, gradient in zip(parameters, gradients, strict=True):
-                    key = f"{name}.fisher"
-                    if key not in sums:
-                        sums[key] = torch.zeros(parameters[name].shape, dtype=torch.float64, device=self.device)
-                    if gradient is not None:
-                        sums[key] += gradient.double().square()
-
-        def finish(sums: Sums) -> dict[str, Tensor]:
-            return {key: (total / len(parts)).to(self._dtype()) for key, total in sums.items()}
-
-        return StatisticsPass("Fisher", blocks, len(parts), run, finish)
-
-
-def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
-    """Check that recording leaves the outputs of a model (or a layer) unchanged.
-
-    Raises:
-        StatisticsError: it did not, although it must.
+    Args:
+        runner: about to run on samples without padding.
+        state: a block that an interrupted run has measured is only run forward; None: all stays in memory.
     """
-    same = _difference(plain, watched) <= MOST_DIFFERENCE
-    if must and not same:
-        raise StatisticsError(
-            f"the maps of {type(model).__name__} cannot be recorded without changing its outputs",
-            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
-        )
-    return same
+    watched, total = WatchedBlocks(runner), len(runner.architecture.blocks)
+    dtype, parts = torch.promote_types(runner.dtype, torch.float32), list[Tensors]()
+    while (block := watched.advance()) is not None:
+        progress(INPUTS, len(parts), total)
+        results = None if state is None else state.result(f"{INPUTS} {block.name}")
+        collector = Collector(watched.maps, watched.new_axes if results is None else {})
+        with watched.by(collector):
+            for batch in range(len(runner.batches)):
+                runner.run(batch)
+        if results is None:
+            sums = means(collector.sums, dtype)
+            results = as_tensors(sums) if state is None else state.done(f"{INPUTS} {block.name}", sums)
+        parts.append(results)
+    progress(INPUTS, total, total)
+    return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)
 
 
-class Probe:
-    """The maps that run, and those that share an input tensor."""
+def fisher_diagonals(
+    model: nn.Module,
+    architecture: Architecture,
+    batches: Sequence[Batch],
+    task: str,
+    options: MeasureConfig,
+    state: UnfinishedMeasurement | None,
+    progress: Progress,
+) -> Tensors:
+    """Fisher diagonals of a model's parameters, `TENSOR.fisher` by its own names.
 
-    def __init__(self) -> None:
-        self.inputs: dict[str, list[Tensor]] = {}
-
-    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
-        self.inputs.setdefault(name, []).append(x)
-
-    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
-        pass
-
-    def axes(self, tapped: HookedModel, known: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The (block, axis) of each map that ran; those that read one tensor behind the same norm have the same.
-
-        Args:
-            known: those of other maps, which are left out.
-        """
-        known, axes = known or {}, dict[str, str]()
-        by_input: dict[tuple[Any, ...], str] = {}
-        for name, linear in tapped.maps.items():
-            if name not in self.inputs or name in known:
-                continue
-            tensors = tuple(map(id, self.inputs[name]))
-            read = linear.block.name, tensors, linear.norm, linear.stacked
-            if read not in by_input:
-                taken = {*known.values(), *by_input.values()}
-                by_input[read] = _unused(f"{linear.block.name}/{linear.inputs.label}", taken)
-            axes[name] = by_input[read]
-        return axes
-
-
-def _unused(axis: str, taken: Collection[str]) -> str:
-    """A name for an input along an axis of a block; further ones are numbered."""
-    names = chain([axis], (f"{axis}/{number}" for number in count(2)))
-    return next(name for name in names if name not in taken)
-
-
-def _expert_by_expert(model: nn.Module) -> None:
-    """Make experts run one after the other, so that each one's product is seen."""
-    config: Any = model.config
-    for settings in (config, config.get_text_config() if hasattr(config, "get_text_config") else config):
-        settings._experts_implementation = "eager"
+    Args:
+        model: in evaluation mode.
+        architecture: under the names of its state dict.
+        batches: without padding.
+        task: of their labels.
+        state: sums are kept there once a minute; None: nothing is.
+    """
+    if state is not None and (results := state.result(FISHER)) is not None:
+        return results
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for name in architecture.named() if name in parameters]
+    weights = {f"{name}.fisher": parameters[name].requires_grad_() for name in names}
+    examples = [example for batch in batches for example in one_by_one(batch)]
+    done, sums = (0, Sums()) if state is None else state.begun(FISHER)
+    written = time.monotonic()
+    for step in range(done, len(examples)):
+        progress(FISHER, step, len(examples))
+        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+        _add_squares(sums, model, weights, examples[step], task, options.labels, draw)
+        if state is not None and time.monotonic() - written > SECONDS:
+            state.keep(FISHER, step + 1, sums)
+            written = time.monotonic()
+    progress(FISHER, len(examples), len(examples))
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    diagonals = {key: (total / len(examples)).to(dtype) for key, total in sums.items()}
+    return as_tensors(diagonals) if state is None else state.done(FISHER, diagonals)
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [x for x in result.values() if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """Largest difference of two sets of outputs, relative to the size of each of the first."""
-    return max(
-        (
-            float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12))
-            for a, b in zip(first, second, strict=True)
-        ),
-        default=0.0,
-    )
+def _add_squares(
+    sums: Sums,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    example: Batch,
+    task: str,
+    labels: str,
+    draw: torch.Generator,
+) -> None:
+    """Add the squared gradients of one example's scores to the sums, by the same keys as the weights."""
+    dtype = next(model.parameters()).dtype
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
+    with torch.enable_grad():
+        result = model(**inputs)
+        check_answers(model, (x for x in result.values() if isinstance(x, Tensor)))
+        label_scores = list(scores(model, result, example, task, labels, draw))
+    for number, score in enumerate(label_scores, 1):
+        again = number < len(label_scores)
+        gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
+        for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
+            if key not in sums:
+                sums[key] = torch.zeros(weight.shape, dtype=torch.float64, device=weight.device)
+            if gradient is not None:
+                sums[key] += gradient.double().square()
 
 
 MOST_LABELS = 100
 """Classifiers with more labels have one drawn for each example."""
-
-KINDS = ("sampled", "data")
 
 
 def label_kind(logits: Tensor, config: Any, label_source: str) -> str:

@@ -1,4 +1,4 @@
-"""Measures the model of a checkpoint: in memory or layer by layer, into a value or a file.
+"""Measures a model, its Grams layer by layer, into a value or a file.
 
 Statistics go by the names of the checkpoint, which may hold tensors apart or together that the module in memory does
 not.
@@ -6,31 +6,37 @@ not.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from mergekit.common import ModelReference
 from torch import Tensor, nn
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.errors import StatisticsError
 from rotation_merge.model.forms import names_in, restructured
 from rotation_merge.model.origin import origins
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
-from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.layers import LayerwiseMeasurement
+from rotation_merge.run.empty_models import empty_model
+from rotation_merge.run.functions import architecture_of, load
+from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map, same_map
-from rotation_merge.run.measure import MeasureConfig, ModelMeasurement
-from rotation_merge.run.passes import Progress, UnfinishedMeasurement, together
-from rotation_merge.run.runner import Runner
+from rotation_merge.run.measure import MeasureConfig, fisher_diagonals, grams
+from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics import NAME, SPACE, Statistics
 from rotation_merge.run.store import StateStore
 from rotation_merge.run.sums import first_readers
+from rotation_merge.run.unfinished import UnfinishedMeasurement, together
+from rotation_merge.workers import Progress
 
 Batches = Sequence[dict[str, Tensor]]
 
@@ -41,11 +47,51 @@ def default_statistics_path(reference: ModelReference) -> Path:
     return folder / NAME if folder.is_dir() else Path(NAME)
 
 
+def fits(shapes: Mapping[str, Sequence[int]], device: str, fisher: bool = False) -> bool:
+    """Whether a model takes at most three quarters of the memory that is free.
+
+    Args:
+        fisher: with gradients, and their sums in float64, else its weights alone, all in float32.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+    return (16 if fisher else 4) * sum(math.prod(shape) for shape in shapes.values()) <= 0.75 * free
+
+
+def free_memory() -> int:
+    """Bytes that are free."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
+
+
+def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, by_layer: bool | None) -> Any:
+    """The model as measuring it needs it beside its files: with its weights to write text, and for Fisher diagonals.
+
+    Args:
+        by_layer: layers read their weights as they run; None: if the model does not fit.
+
+    Raises:
+        StatisticsError: its Fisher is to be measured by layer.
+        CheckpointError: it cannot be run in that way.
+    """
+    fisher, name = "fisher" in options.kinds, str(checkpoint.reference)
+    if not fisher and data != SELF:
+        return empty_model(checkpoint.transformers_config)
+    if not (not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer):
+        return load(name).to(device)
+    if fisher:
+        problem = "a Fisher diagonal needs the whole model in memory"
+        remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
+        raise StatisticsError(problem, where=name, remedy=remedy)
+    config, architecture = checkpoint.transformers_config, checkpoint.architecture
+    return streamed_model(config, checkpoint, architecture, torch.float32, device, name)
+
+
 def record(
     checkpoint: View,
     module: nn.Module | None,
     data: Data,
-    source: str,
     options: MeasureConfig,
     out: Path,
     progress: Progress,
@@ -54,47 +100,79 @@ def record(
     """Measure a model and write its statistics; what was interrupted continues.
 
     Args:
-        module: the model, loaded, on the device where it is to run; None: it is run layer by layer, from the files.
-        source: name of the data.
+        module: see `measured`.
 
     Raises:
         RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
             except an earlier run's results.
     """
-    batches = unpadded(data.batches, source)
+    batches = unpadded(data.batches, data.source)
     origin = {"model": str(checkpoint.reference), "models": origins([checkpoint.reference])}
-    metadata = _metadata(checkpoint, origin, data, source, batches, options)
+    metadata = _metadata(checkpoint, origin, data, batches, options)
     os.makedirs(out.resolve().parent, exist_ok=True)
     with UnfinishedMeasurement(out, metadata) as state:
-        if module is None:
-            measured, architecture = _by_layer(checkpoint, batches, state, progress, device)
-        else:
-            measurement = ModelMeasurement(module, architecture_of(module), batches, data.task)
-            measured, architecture = measurement.run(options, state, progress), measurement.architecture
-        statistics = as_stored(measured, architecture, checkpoint, metadata)
+        statistics = measured(checkpoint, module, batches, data.task, options, metadata, state, progress, device)
         statistics.write(out)
     return statistics
 
 
-def measured_in_memory(module: nn.Module, opened: View, data: Data, options: MeasureConfig) -> Statistics:
-    """Measure a model that is in memory.
+def measured_in_memory(opened: View, module: nn.Module | None, data: Data, options: MeasureConfig) -> Statistics:
+    """Measure a model and keep its statistics in memory.
 
     Args:
-        module: in evaluation mode; left as it is.
-        opened: the same one; the statistics go by its names.
+        module: see `measured`.
 
     Raises:
         RotationMergeError: the model or the data do not allow it.
     """
     batches = unpadded(data.batches, data.source)
-    measurement = ModelMeasurement(module, architecture_of(module), batches, data.task)
-    measured = measurement.run(options, None, lambda *_: None)
-    metadata = _metadata(opened, {}, data, data.source, batches, options)
-    return as_stored(measured, measurement.architecture, opened, metadata)
+    metadata = _metadata(opened, {}, data, batches, options)
+    return measured(opened, module, batches, data.task, options, metadata, None, lambda *_: None)
+
+
+def measured(
+    view: View,
+    module: nn.Module | None,
+    batches: Batches,
+    task: str,
+    options: MeasureConfig,
+    metadata: Mapping[str, Any],
+    state: UnfinishedMeasurement | None,
+    progress: Progress,
+    device: str = "cpu",
+) -> Statistics:
+    """Everything that the options ask for, under the names of a model's files.
+
+    Args:
+        module: the model in memory, in evaluation mode, for Fisher diagonals.
+        batches: without padding.
+        state: where finished parts and hidden states are; None: in memory.
+    """
+    model = empty_model(view.transformers_config) if module is None else module
+    architecture, result = architecture_of(model), Statistics(together([]), {}, frozenset(), frozenset())
+    if "gram" in options.kinds:
+        result = _grams(view, batches, state, progress, device)
+    if "fisher" in options.kinds:
+        diagonals = fisher_diagonals(model, architecture, batches, task, options, state, progress)
+        result = replace(result, tensors=together([result.tensors, diagonals]))
+    buffers = {name for name, _ in model.named_buffers()}
+    return as_stored(result, architecture, view, buffers, metadata)
+
+
+def _grams(
+    view: View, batches: Batches, state: UnfinishedMeasurement | None, progress: Progress, device: str
+) -> Statistics:
+    store = StateStore(None if state is None else str(state.path), SPACE)
+    few_first = with_small_first_batch(batches)
+    try:
+        runner = Runner(view.transformers_config, view.tensors, view.architecture, few_first, store, device=device)
+        return grams(runner, state, progress)
+    finally:
+        store.close()
 
 
 def _metadata(
-    view: View, origin: Mapping[str, Any], data: Data, source: str, batches: Batches, options: MeasureConfig
+    view: View, origin: Mapping[str, Any], data: Data, batches: Batches, options: MeasureConfig
 ) -> dict[str, Any]:
     """What statistics are of: model, samples and options."""
     return {
@@ -102,7 +180,7 @@ def _metadata(
         "fingerprint": view.fingerprint,
         "family": view.architecture.family,
         **origin,
-        **described(data, source, batches),
+        **described(data, batches),
         "kinds": sorted(options.kinds),
         "labels": options.labels,
         "seed": options.seed,
@@ -110,24 +188,14 @@ def _metadata(
     }
 
 
-def _by_layer(
-    checkpoint: View, batches: Batches, state: UnfinishedMeasurement, progress: Progress, device: str
-) -> tuple[Statistics, Architecture]:
-    """The statistics, and the architecture whose names they have."""
-    states = StateStore(str(state.path), SPACE)
-    config, batches = checkpoint.transformers_config, with_small_first_batch(batches)
-    runner = Runner(config, checkpoint.tensors, checkpoint.architecture, batches, states, device=device)
-    try:
-        return LayerwiseMeasurement(runner, state, progress).run(), runner.architecture
-    finally:
-        states.close()
-
-
-def as_stored(measured: Statistics, module: Architecture, view: View, metadata: Mapping[str, Any]) -> Statistics:
+def as_stored(
+    measured: Statistics, module: Architecture, view: View, buffers: Collection[str], metadata: Mapping[str, Any]
+) -> Statistics:
     """Statistics of a module under the names of its checkpoint.
 
     Args:
         module: whose names they have.
+        buffers: names of its buffers.
         metadata: of the result, what it holds of itself left out.
     """
     stored = resolve(dict(view.config), view.names, view.name, untie=True)
@@ -135,13 +203,13 @@ def as_stored(measured: Statistics, module: Architecture, view: View, metadata: 
     axes = {name: measured.axes[reader] for name, reader in readers.items() if reader in measured.axes}
     inputs = dict.fromkeys(axes.values())
     grams = measured.tensors.only(f"{axis}.{kind}" for axis in inputs for kind in ("gram", "count"))
-    fishers, buffers = _fishers(measured.tensors, module, stored), measured.metadata.get("buffers", ())
+    fishers = _fishers(measured.tensors, module, stored)
     facts = {
         "fisher_norm": _norm(fishers.only(f"{name}.fisher" for name in stored.named() if name in view)),
         "narrow": _narrow(axes, grams),
         "buffers": sorted(name for name, ours in names.items() if ours in buffers),
     }
-    uncalled = frozenset(readers) - axes.keys()
+    uncalled = frozenset(readers) - axes.keys() if axes else frozenset[str]()
     return Statistics(together([grams, fishers]), axes, measured.split, uncalled, {**metadata, **facts}, view.name)
 
 

@@ -10,7 +10,7 @@ import torch
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.run.functions import Batch, stored_dtype
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.model_outputs import InMemoryModel, LayerwiseModel, open_for_outputs
+from rotation_merge.run.model_outputs import ModelOutputs
 
 ROUNDINGS = 16.0
 """Allowed difference of two models, as a multiple of the effect of rounding the first one's weights."""
@@ -54,7 +54,7 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
         CheckpointError: the result cannot be loaded.
     """
     try:
-        first = open_for_outputs(donor)
+        first = ModelOutputs(donor)
         inputs = [random_batch(first.model, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
         expected = first.on(inputs)
     except RotationMergeError as error:
@@ -64,7 +64,7 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
     coarsest = least_precise_dtype(stored_dtype(donor), stored_dtype(result))
     allowed = ROUNDINGS * rounding_effect(first, inputs, expected, coarsest, probabilities=probabilities)
     del first
-    result_outputs = open_for_outputs(result, like=donor).on(inputs)
+    result_outputs = ModelOutputs(result, like=donor).on(inputs)
     return Proof(
         float(largest_difference(expected, result_outputs, (donor, result), probabilities)["relative"]), allowed
     )
@@ -76,7 +76,7 @@ def least_precise_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def rounding_effect(
-    model: InMemoryModel | LayerwiseModel,
+    model: ModelOutputs,
     inputs: list[Batch],
     expected: list[Batch],
     dtype: torch.dtype,
@@ -91,7 +91,7 @@ def rounding_effect(
         expected: its outputs for the inputs; a model in memory is modified.
     """
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    rounded = model.rounded(inputs, unit, seed)
+    rounded = model.on(inputs, unit, seed)
     names = "the model", "the model, rounded"
     return float(largest_difference(expected, rounded, names, probabilities)["relative"])
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ _PRODUCTS = {
 """Functions that multiply activations by a weight, and the place of the activations among their arguments."""
 
 
-class Watcher(Protocol):
-    """Receives the inputs and outputs of every map that runs."""
+class Watcher:
+    """Receives the inputs and outputs of every map that runs; a subclass takes what it needs."""
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         """A map's inputs, (..., inputs), before gain and shift if the norm is split."""
@@ -84,18 +84,15 @@ class HookedModel:
         return cls(model, architecture, linear_maps(architecture))
 
     @contextmanager
-    def split(self, called: Iterable[str], layers_only: bool = False) -> Iterator[None]:
+    def split(self, called: Iterable[str]) -> Iterator[None]:
         """Run norms without gain and shift, and layer scales as one, if all their readers are recorded.
 
         Args:
             called: the maps that run at all.
-            layers_only: leave the norm behind the layers as it is, which some models give back to their caller.
         """
         running, changed = set(called), []
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for block in self.architecture.blocks:
-            if layers_only and block.index is None:
-                continue
             names = {info.key: info.name for info in block.tensors}
             for norm in block.norms:
                 readers = [m for m in self.maps.values() if m.block is block and m.norm is norm]

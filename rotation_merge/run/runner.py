@@ -3,8 +3,8 @@
 The model is transformers' own, made without weights, and its own forward is what runs: finished layers replay their
 outputs, the current one has its weights, and the forward ends where it would enter a block without weights. So masks,
 positions and whatever else a model hands to its layers are right in every family. Modules outside of the layers stay in
-memory once they are opened. Models that transformers stores in another form than checkpoints have (mixtures of experts)
-are held whole, or joined from their pieces where they must not be.
+memory once they are opened. What transformers stores in another form than checkpoints have (experts, fused maps) is
+joined from its pieces, or taken apart.
 
 `streamed_model` is the same model run as a whole, with only one layer's weights in memory: each layer reads them when
 it is entered and frees them when it is left.
@@ -12,6 +12,7 @@ it is entered and frees them when it is left.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +26,11 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.blocks import read_tensor, unstack
-from rotation_merge.model.forms import restructured, translated
-from rotation_merge.model.tensors import TensorSource
-from rotation_merge.run.empty_models import empty_model, whole_model
+from rotation_merge.model.forms import restructured
+from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.functions import Batch, architecture_of, unlabelled
-from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, StateStore
+from rotation_merge.run.store import PLAIN, SharedKVCache, StateStore, versions
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config for models that read outputs of inner layers after the last layer."""
@@ -43,9 +44,9 @@ class Halt(Exception):
 
 
 class _Unfilled(Halt):
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, arguments: Any) -> None:
         super().__init__(block.name)
-        self.block = block
+        self.block, self.arguments = block, arguments
 
 
 class Runner:
@@ -54,7 +55,6 @@ class Runner:
     Attributes:
         model: without weights but those of the present block, and of blocks outside of the layers that are done.
         architecture: under the names of the model's own state dict; blocks have their names from here.
-        whole: whether all weights are in memory.
         block: the present one.
         batches: its inputs; `least` is the number of the smallest.
         stored: its tensors by the names of its checkpoint.
@@ -67,11 +67,10 @@ class Runner:
         prefix: of this model's keys in the store.
         fill: see `Fill`.
         untie: give a tied head its own tensor.
-        layered: name of a model that must not be held whole: its pieces are joined to transformers' form.
-            None: it may be.
+        name: of the model, for messages.
 
     Raises:
-        CheckpointError: it is not to be held whole, and cannot be run otherwise.
+        CheckpointError: weights are missing, or the files have another form, from which transformers' cannot be joined.
     """
 
     def __init__(
@@ -86,21 +85,17 @@ class Runner:
         device: str = "cpu",
         fill: Fill = lambda _, tensor: tensor,
         untie: bool = False,
-        layered: str | None = None,
+        name: str | None = None,
     ) -> None:
         self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
         self.store = StateStore() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        named = translated if layered is None else restructured
-        self.stored, self.source = source, named(source, stored, self.architecture)
-        self.whole = not self._covers()
-        if self.whole and layered is not None:
+        self.stored, self.source = source, restructured(source, stored, self.architecture)
+        if not self._covers():
             problem = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
-            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=layered)
-        if self.whole:
-            self.model = whole_model(self.model, source, stored, dtype)
-        self.model.to(self.device) if self.whole else self._buffers()
+            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=name)
+        self._buffers()
         for parameter in self.model.parameters():  # which some models bring their inputs to before any is filled
             if parameter.is_meta and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -111,51 +106,62 @@ class Runner:
         self.opened: set[str] = set()
         self._slots = _slots(self.model, self.architecture)
         self._claimed = self._claims()
-        self._latest: dict[tuple[str, int], Any] = {}
         self._last: dict[str, Block] = {}
         self._every: set[str] = set()
         self._left = SharedKVCache(self.store)
-        self._given = LayerArguments(self.store, prefix)
-        self._known: dict[int, Place] = {}
-        self._replayed: list[Tensor] = []
+        self._replayed: dict[str, Any] = {}
+        self._calls: list[tuple[Any, int]] = []
+        self._arguments: dict[int, Any] = {}
+        self._alone = False
         self._hooks: list[Any] = []
         self._recording = self._inside = self._opening = False
         self._batch = self._first = 0
         self._guard()
-        for info in [] if self.whole else self.architecture.tensors():
+        for info in self.architecture.tensors():
             if "." not in info.name:  # the model's own, which no module below it is entered for
                 self._read(info)
+
+    @classmethod
+    def of_module(cls, module: Any, batches: Sequence[Batch]) -> Runner:
+        """A runner of a loaded model, whose weights it shares."""
+        config, first = copy.copy(module.config), next(module.parameters())
+        config.architectures = [type(module).__name__]
+        tensors, architecture = as_tensors(module.state_dict()), architecture_of(module)
+        return cls(config, tensors, architecture, batches, dtype=first.dtype, device=str(first.device))
 
     def advance(self) -> Block | None:
         """Leave the current block, after its outputs are recorded, and open the next; None at the end."""
         if self.block is not None:
             self._leave(self.block)
         self.block = None
-        self._given.look()
-        self._opening = True
+        self._alone, self._opening = False, True
+        self._arguments.clear()
         self.run(self.least)  # opens the next block where it is entered, and fills what else that enters
-        self._opening = False
-        self._given.looked()
+        self._alone, self._opening = self._runs_alone(), False
         return self.block
 
-    def run(self, batch: int) -> None:
+    def run(self, batch: int) -> Any:
         """Run one batch through the present block (its hooks see it), or as far as a hook lets it.
 
         Modules of another block that a layer enters (T5's first layers use the table of positions before them) are
         filled as well.
+
+        Returns:
+            Where the forward ends before a block that is not open: what it would enter that with.
         """
-        arguments = self._given.get(self._first + batch, self.device)
         try:
-            if arguments is None:
-                self._forward(batch)
+            if self._first + batch in self._arguments:
+                self._layer_forward(batch)
             else:
-                self._again(batch, arguments)
+                self._forward(batch)
         except _Unfilled as stop:
-            if self._inside:
-                self._fill(stop.block)
-                self.run(batch)
+            if not self._inside:
+                return stop.arguments
+            self._fill(stop.block)
+            return self.run(batch)
         except Halt:
-            return
+            pass
+        return None
 
     def follow(self, earlier: Runner, first: int, late: Callable[[Block, TensorInfo], bool]) -> None:
         """Continue after a runner of the same layers, with their outputs.
@@ -164,7 +170,7 @@ class Runner:
             first: the other's number of this one's first batch; those after it follow.
             late: tells tensors, outside of the layers, whose blocks are still to be opened.
         """
-        self.prefix, self._first, self._latest, self._every = earlier.prefix, first, earlier._latest, earlier._every
+        self.prefix, self._first, self._every = earlier.prefix, first, earlier._every
         self._left = earlier._left
         for block in self.architecture.blocks:
             layer = self.module_of(block)
@@ -208,8 +214,7 @@ class Runner:
     def fill_all(self, late: Collection[str] = ()) -> Any:
         """The model with all of its weights but those tensors that come late, run as a whole from now on."""
         for block in self.architecture.blocks:
-            if not self.whole:
-                self._fill(block, late)
+            self._fill(block, late)
         for hook in self._hooks:
             hook.remove()
         return self.model
@@ -246,7 +251,6 @@ class Runner:
             return
         for batch in range(len(self.batches)):
             self.store.put(self._key(done.name, batch), self.store.get(self._key(done.module, batch)))
-            self._latest[done.name, batch] = self._latest[done.module, batch]
         self._every.add(done.module)
         layer = self.module_of(done)
         if layer is not None:
@@ -254,8 +258,6 @@ class Runner:
 
     def _fill(self, block: Block, late: Collection[str] = ()) -> None:
         self.opened.add(block.name)
-        if self.whole:
-            return
         for info in block.tensors:
             if self._claimed[info.name] is block and "." in info.name and info.name not in late:
                 self._read(info)
@@ -294,8 +296,6 @@ class Runner:
         if layer is None:
             return
         self._repeat(layer, block)
-        if self.whole:
-            return
         for info in block.tensors:
             for name in info.names:
                 for place, slot in self._slots.get(name, ()):
@@ -324,7 +324,8 @@ class Runner:
                 if place is not self.model and block not in blocks.setdefault(place, []):
                     blocks[place].append(block)
         for place, layers in blocks.items():
-            self._hooks.append(place.register_forward_pre_hook(lambda *_, layers=layers: self._check(layers)))
+            check = partial(self._check, layers)
+            self._hooks.append(place.register_forward_pre_hook(check, with_kwargs=True))
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
@@ -332,30 +333,43 @@ class Runner:
                 self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
                 self._hooks.append(layer.register_forward_hook(keep, with_kwargs=True))
 
-    def _check(self, blocks: Sequence[Block]) -> None:
+    def _check(self, blocks: Sequence[Block], _: nn.Module, *arguments: Any) -> None:
         unopened = next((block for block in blocks if block.name not in self.opened), None)
         if unopened is not None and not self._opening:
-            raise _Unfilled(unopened)
+            raise _Unfilled(unopened, arguments)
         if unopened is not None:
             self._opening = False
             self._open(unopened)
         self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
 
-    def _enter(self, block: Block, _: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+    def _enter(self, block: Block, _: nn.Module, positional: Any, named: dict[str, Any]) -> None:
         self._left.entered(named)
         if block is self.block:
-            self._given.entered(self._batch, (arguments, named), self._known)
+            self._calls.append(((positional, named), versions((positional, named))))
+            if self._alone:
+                self._arguments[self._batch] = positional, named
+
+    def _runs_alone(self) -> bool:
+        """Whether the current layer can be run by itself on arguments that are kept, and that is worth it.
+
+        So it is if one forward enters it once, with plain values and few tensors beside the hidden states that are in
+        memory anyway, and it leaves them as they are.
+        """
+        if len(self._calls) != 1 or self.device.type != "cpu" or self.store.folder is not None:
+            return False
+        arguments, version = self._calls[0]
+        leaves = _pytree.tree_leaves(arguments)
+        sizes = [x.numel() for x in leaves if isinstance(x, Tensor)]
+        plain = all(isinstance(x, PLAIN) for x in leaves)
+        return plain and sum(sizes[1:]) <= sum(sizes[:1]) and versions(arguments) == version
 
     def _keep(self, block: Block, _: nn.Module, __: Any, named: dict[str, Any], output: Any) -> None:
         self._inside = self._inside and block is not self.block
         if not self._recording or block is not self.block:
             return
-        leaves, form = _pytree.tree_flatten(output)
-        self._given.drop(self._batch)
+        self._arguments.pop(self._batch, None)
         self._left.keep(self._key(f"{block.name}:left"), named)
-        self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
-        still = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
+        self.store.put(self._key(self._stack(block)), output)
 
     def _stack(self, block: Block) -> str:
         """The key of a layer's latest output: its stack, or the layer where a head reads all layers."""
@@ -364,12 +378,10 @@ class Runner:
 
     def _replay(self, stack: str, block: Block, named: dict[str, Any]) -> Any:
         self._left.restore_entries(self._key(f"{block.name}:left"), named, self.device)
-        still, moving, form = self._latest[stack, self._batch]
-        replayed = self.store.get(self._key(stack), self.device)
-        self._replayed = replayed  # alive, so that nothing else has their ids
-        self._known = {id(tensor): (self._key(stack), number) for number, tensor in enumerate(replayed)}
-        tensors = iter(replayed)
-        return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
+        key = self._key(stack)
+        if key not in self._replayed:
+            self._replayed = {key: self.store.get(key, self.device)}
+        return self._replayed[key]
 
     def _key(self, stack: str, batch: int | None = None) -> str:
         return f"{self.prefix}:{stack}:{self._batch if batch is None else batch}"
@@ -391,22 +403,18 @@ class Runner:
     @torch.no_grad()
     def _forward(self, batch: int) -> Any:
         self._batch, self._inside = self._first + batch, False
-        self._known = {}
-        self._given.begins()
+        self._replayed = {}
+        self._calls.clear()
         return self.model(**self.batches[batch])
 
     @torch.no_grad()
-    def _again(self, batch: int, layer_arguments: Arguments) -> None:
+    def _layer_forward(self, batch: int) -> None:
         """Run the current layer by itself."""
-        self._batch, self._inside = self._first + batch, False
-        arguments, named = layer_arguments
         assert self.block is not None
-        self.module(self.block.name)(*arguments, **named)
-
-
-def filled_model(config: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype, device: str) -> Any:
-    """A model with all of its weights, read from any source; see `Runner`."""
-    return Runner(config, source, architecture, [], dtype=dtype, device=device).fill_all()
+        self._batch, self._inside = self._first + batch, False
+        self._calls.clear()
+        positional, named = self._arguments[self._batch]
+        self.module(self.block.name)(*positional, **named)
 
 
 def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -442,7 +450,7 @@ def streamed_model(
         CheckpointError: weights are missing, or the files have another form than transformers' model, and cannot be
             brought into it one layer at a time.
     """
-    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, layered=name)
+    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, name=name)
     layers = [block for block in runner.architecture.blocks if runner.module_of(block) is not None]
     owned = {block.name: _alone(runner, block) for block in layers}
     model = runner.fill_all({info.name for infos in owned.values() for info in infos})
@@ -474,16 +482,15 @@ def _read_on_entry(runner: Runner, block: Block, infos: Sequence[TensorInfo]) ->
             absent[name] = nothing.expand(runner.model.get_parameter(name).shape)
             runner.set(name, absent[name])
             parameters[name] = runner.model.get_parameter(name)
-    plain = layer.forward
 
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def enter(*_: Any) -> None:
         for info in infos:
             for name, piece in runner.pieces(info).items():
                 parameters[name].data = piece.to(runner.device, runner.dtype)
-        try:
-            return plain(*arguments, **options)
-        finally:
-            for name, nothing in absent.items():
-                parameters[name].data = nothing
 
-    layer.forward = forward
+    def leave(*_: Any) -> None:
+        for name, nothing in absent.items():
+            parameters[name].data = nothing
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)

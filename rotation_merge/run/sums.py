@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from rotation_merge.run.maps import LinearMap
+from rotation_merge.run.recorder import Watcher
 
 Sums = dict[str, Tensor]
 """Accumulators in float64 by `AXIS.gram` or `TENSOR.fisher`, and counts in int64 by `AXIS.count`."""
 
 
-class Collector:
+class Collector(Watcher):
     """Sums Grams of a watched model.
 
     Args:
@@ -38,9 +39,6 @@ class Collector:
         self._add(f"{self.axes[name]}.count", experts, expert, torch.tensor(len(rows)))
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         self._add(f"{self.axes[name]}.gram", experts, expert, rows.T @ rows)
-
-    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
-        pass
 
     def _add(self, key: str, experts: tuple[int, ...], expert: int | None, value: Tensor) -> None:
         if key not in self.sums:

@@ -1,10 +1,9 @@
-"""Tables as data: CSV and TSV files with a header, as records with one or two texts and a label or score."""
+"""Tables as records, and the columns of records: one or two texts, an image, and a label or score, by their names."""
 
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,83 +13,53 @@ ENDINGS = {".csv": ",", ".tsv": "\t"}
 
 PAIRS = (
     ("sentence1", "sentence2"), ("text1", "text2"), ("text_a", "text_b"), ("a", "b"), ("premise", "hypothesis"),
-    ("query", "passage"), ("question", "answer"), ("question1", "question2"), ("text", "text_pair"),
+    ("query", "passage"), ("question", "answer"), ("question1", "question2"),
 )  # fmt: skip
 """Names of two columns of texts."""
 
 TEXTS = ("text", "sentence", "content", "review", "question", "document", "tweet", "comment")
-LABELS = ("label", "labels", "score", "class", "category", "target", "similarity", "rating", "y")
+IMAGES = ("image", "img")
+LABELS = ("labels", "label", "score", "class")
 """Names of columns that are looked for, in this order."""
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
-    """Records of a table: `text` (and `text_pair`), with `label` if there is one.
-
-    Columns are found by their names; else by content: the longest texts, and a column of numbers or of few different
-    words.
+    """Records of a table with a header.
 
     Raises:
-        DataError: no header, no texts, or a row of another length; says where.
+        DataError: no header, or a row of another length; says where.
     """
-    text = path.read_text(encoding="utf-8-sig")
-    rows = [row for row in csv.reader(io.StringIO(text), delimiter=ENDINGS[path.suffix.lower()]) if any(row)]
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = [row for row in csv.reader(file, delimiter=ENDINGS[path.suffix.lower()]) if any(row)]
     if len(rows) < 2:
         raise DataError(
             "holds no rows below its header", where=str(path), remedy="write a header, then one row a sample"
         )
-    head = [name.strip() for name in rows[0]]
-    odd = next((i for i, row in enumerate(rows) if len(row) != len(head)), None)
+    odd = next((number for number, row in enumerate(rows, 1) if len(row) != len(rows[0])), None)
     if odd is not None:
-        problem = f"row {odd + 1} has {len(rows[odd])} columns, the header has {len(head)}"
+        problem = f"row {odd} has {len(rows[odd - 1])} columns, the header has {len(rows[0])}"
         raise DataError(problem, where=str(path), remedy="put texts that hold commas into quotes")
-    columns = {name: [row[i].strip() for row in rows[1:]] for i, name in enumerate(head)}
-    texts, label = _columns(columns, str(path))
-    values = _values(columns[label]) if label is not None else None
-    return [
-        {
-            "text": columns[texts[0]][i],
-            **({"text_pair": columns[texts[1]][i]} if len(texts) > 1 else {}),
-            **({"label": values[i]} if values is not None else {}),
-        }
-        for i in range(len(rows) - 1)
-    ]
+    names, *cells = ([cell.strip() for cell in row] for row in rows)
+    columns = [_values(column) for column in zip(*cells, strict=True)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _columns(columns: Mapping[str, Sequence[str]], source: str) -> tuple[list[str], str | None]:
-    """The columns of the texts, and the column of the labels."""
-    known = {name.lower(): name for name in columns}
-    label = next((known[name] for name in LABELS if name in known), None)
-    pair = next((names for names in PAIRS if all(name in known for name in names)), None)
-    text_column = next((known[name] for name in TEXTS if name in known), None)
-    if pair is not None:
-        return [known[name] for name in pair], label
-    if text_column is not None:
-        return [text_column], label
-    wordy = [name for name, column in columns.items() if name != label and sum(map(_number, column)) < len(column) / 2]
-    few = [n for n in wordy if len(set(columns[n])) <= max(2, len(columns[n]) // 4)]
-    short = [n for n in few if all(len(text.split()) < 3 for text in columns[n])]
-    texts = sorted((name for name in wordy if name not in short), key=lambda n: -sum(map(len, columns[n])))[:2]
-    if not texts:
-        names = ", ".join(columns)
-        raise DataError(
-            f"columns are {names}; none holds texts", where=source, remedy="call one 'text' (and one 'label')"
-        )
-    if label is None:
-        numbers = [name for name in columns if name not in wordy]
-        label = numbers[-1] if numbers else short[-1] if short else None
-    return sorted(texts, key=list(columns).index), label
+def roles(names: Iterable[str]) -> dict[str, str]:
+    """The columns that are `text` and `text_pair`, or `image`, and `label`, by their names."""
+    known = {name.strip().lower(): name for name in names}
+    texts = next((pair for pair in PAIRS if all(name in known for name in pair)), ("", "text_pair"))
+    if "text" in known or texts[0] not in known:
+        texts = next((name for name in TEXTS if name in known), ""), "text_pair"
+    image, label = (next((name for name in kind if name in known), "") for kind in (IMAGES, LABELS))
+    columns = {"text": texts[0], "text_pair": texts[1], "image": "" if texts[0] in known else image, "label": label}
+    return {role: known[name] for role, name in columns.items() if name in known}
 
 
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _values(column: Sequence[str]) -> list[Any]:
-    """Convert cells: whole numbers to int, other numbers to float, words unchanged."""
-    if all(text.lstrip("-").isdigit() for text in column):
-        return [int(text) for text in column]
-    return [float(text) for text in column] if all(map(_number, column)) else list(column)
+def _values(column: Sequence[str]) -> Sequence[Any]:
+    """Cells as whole numbers if all are, else as numbers if all are, else as they are."""
+    for kind in (int, float):
+        try:
+            return [kind(cell) for cell in column]
+        except ValueError:
+            continue
+    return column

@@ -22,7 +22,7 @@ from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import record
+from rotation_merge.run.measuring import model_for, record
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.workers import listener
@@ -314,9 +314,9 @@ class CandidateFiles:
         path = self.files / f"statistics-{number}.safetensors"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            loaded = load(model).to(self.config.device)
-            data = self._data(model, loaded)
-            record(open_model(model, any_base=True), loaded, data, self.data[model], MeasureConfig(), path, listener())
+            opened, device, source = open_model(model, any_base=True), self.config.device, self.data[model]
+            module = model_for(opened, MeasureConfig(), source, device, None)
+            record(opened, module, self._data(model, module), MeasureConfig(), path, listener(), device)
         return str(path)
 
     def _data(self, model: str, loaded: object) -> Data:

@@ -19,9 +19,11 @@ from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.measure import ModelMeasurement
-from rotation_merge.run.passes import UnfinishedMeasurement
+from rotation_merge.run.measure import fisher_diagonals, grams
+from rotation_merge.run.recorder import HookedModel
+from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.unfinished import UnfinishedMeasurement
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
@@ -29,9 +31,12 @@ LOCAL = {"heads": "permutation"}
 
 
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, kind: str):
+    batches, state = [inputs(case, model)], UnfinishedMeasurement(where, {})
     with keep_float64():
-        found = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
-        return found.run(MeasureConfig((kind,)), UnfinishedMeasurement(where, {}), lambda *_: None)
+        if kind == "gram":
+            return grams(Runner.of_module(model, batches), state, lambda *_: None)
+        options = MeasureConfig((kind,))
+        return fisher_diagonals(model, architecture, batches, "none", options, state, lambda *_: None)
 
 
 def read(found: Statistics, one: LinearMap, tensors: dict[str, Tensor]) -> Tensor:
@@ -141,16 +146,14 @@ def test_what_a_rotation_destroys_is_refused():
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
-def test_what_norms_do_is_put_back_by_multiplication(case: Case, tmp_path: Path):
+def test_what_norms_do_is_put_back_by_multiplication(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From what was normalised: what maps really read."""
     model = make(case)
     architecture = architecture_of(model)
     own = measured(model, case, architecture, tmp_path / "own", "gram")
     with keep_float64():
-        plain = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
-        plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
-        plain.split = frozenset()
-        raw = plain.run(MeasureConfig(("gram",)), UnfinishedMeasurement(tmp_path / "raw", {}), lambda *_: None)
+        monkeypatch.setattr(HookedModel, "split", lambda *_: contextlib.nullcontext())
+        raw = measured(model, case, architecture, tmp_path / "raw", "gram")
     for block in architecture.blocks:
         tensors = read_block(block, model.state_dict())
         for info in block.tensors:

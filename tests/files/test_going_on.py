@@ -24,8 +24,7 @@ from rotation_merge.matching import visit
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.serialisation import packed
 from rotation_merge.mergekit_plugin import block_match
-from rotation_merge.run import ledger
-from rotation_merge.run.evaluate import StraightPath
+from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
 
 
@@ -160,17 +159,17 @@ def test_a_barrier(
     np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (4, 8)))
     recipe = write_recipe(recipe_for("linear", *four, far, residual="permutation"), tmp_path / "recipe.yml")
     given = ["barrier", recipe, "--data", tmp_path / "data.npz", "--points", 3]
-    points: list[float] = []
-    real = StraightPath.evaluate
+    points: list[Any] = []
+    real = evaluate.evaluate
 
-    def evaluate(self: StraightPath, t: float) -> tuple[float, float]:
+    def counted_points(model: Any, data: Any) -> tuple[float, float]:
         if len(points) == most[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        points.append(t)
-        return real(self, t)
+        points.append(model)
+        return real(model, data)
 
     most, told = [1000], list[Result]()
-    monkeypatch.setattr(StraightPath, "evaluate", evaluate)
+    monkeypatch.setattr(evaluate, "evaluate", counted_points)
     whole = counted.of(lambda: told.append(run(*given, "--json")))
     wanted, every, matched = json.loads(told[0].stdout), len(points), 0
     points.clear()

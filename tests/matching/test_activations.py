@@ -23,7 +23,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
     with keep_float64():
         given = [inputs(case, model, seed) for seed in range(2, 8)]
         architecture = rm.average([model]).architecture
-        pair = [Activations.of(m, architecture, given, ROWS) for m in (model, other)]
+        pair = [Activations.of(m, given, ROWS) for m in (model, other)]
     draw = torch.Generator().manual_seed(3)
     states = [
         {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}

@@ -119,5 +119,5 @@ def test_what_does_not_fit_is_said_in_one_line(change: dict, said: str, models: 
 def test_an_image_counts_once_wherever_its_label_stands(order: tuple[str, str]) -> None:
     """`merge` hands regmean arrays whose labels stand first."""
     given = {"pixel_values": torch.zeros(5, 3, 4, 4), "labels": torch.zeros(5, dtype=torch.long)}
-    found = described(Data([{name: given[name] for name in order}], "label", 5), "digits.npz")
+    found = described(Data([{name: given[name] for name in order}], "label", 5, "digits.npz"))
     assert (found["samples"], found["tokens"]) == (5, 5)

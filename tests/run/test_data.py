@@ -1,4 +1,4 @@
-"""Data that people have reaches the models: dataset directories with text, images and audio."""
+"""Data that people have reaches the models: dataset directories with text and images, tables, records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from cli_support import CHECKPOINTS
 from plugin_support import build
@@ -17,8 +16,9 @@ from tiny_models import ALL, make
 from rotation_merge import RotationMergeError
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.examples import read_dataset, tokenizer_of
+from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import load
+from rotation_merge.run.tables import read_table, roles
 
 datasets = pytest.importorskip("datasets")
 
@@ -51,27 +51,6 @@ def test_image_columns_become_pixels_with_labels(tmp_path: Path):
     found = read_batches(str(tmp_path / "d"), path, load(path))
     assert found.batches[0]["pixel_values"].shape == (4, 1, 8, 8)
     assert found.batches[0]["labels"].tolist() == [0, 1, 2, 3]
-
-
-def unasked():
-    raise AssertionError("images are prepared only where there are some")
-
-
-def test_audio_columns_go_through_the_feature_extractor(tmp_path: Path):
-    class Extractor:
-        sampling_rate = 16000
-
-        def __call__(self, clips, sampling_rate, return_tensors, padding):
-            assert sampling_rate == self.sampling_rate
-            return {"input_features": torch.tensor(np.stack(clips)), "attention_mask": torch.ones(1)}
-
-    clip = {"array": [0.0, 0.5], "sampling_rate": 16000}
-    datasets.Dataset.from_dict({"audio": [clip, clip]}).save_to_disk(tmp_path / "d")
-    found = read_dataset(tmp_path / "d", unasked, Extractor)
-    assert found["input_features"].shape == (2, 2)
-    datasets.Dataset.from_dict({"audio": [{**clip, "sampling_rate": 8000}]}).save_to_disk(tmp_path / "slow")
-    with pytest.raises(ValueError, match="8000 Hz"):
-        read_dataset(tmp_path / "slow", unasked, Extractor)
 
 
 def test_a_dataset_without_a_known_column_is_refused_in_one_line(tmp_path: Path):
@@ -126,36 +105,36 @@ def test_what_are_no_numbers(record: str | dict, said: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "wanted", "columns"),
     [
-        ("text,label\na b,1\n\"c, d\",0\n", [{"text": "a b", "label": 1}, {"text": "c, d", "label": 0}]),
-        ("id,Review,Class\n1,good film,pos\n2,bad one,neg\n", [
-            {"text": "good film", "label": "pos"}, {"text": "bad one", "label": "neg"}]),
-        ("a,b,score\nx y,z w,0.5\n", [{"text": "x y", "text_pair": "z w", "label": 0.5}]),
-        ("what,n\nlong words here,3\nother words there,4\n", [
-            {"text": "long words here", "label": 3}, {"text": "other words there", "label": 4}]),
-        ("text\nonly this\n", [{"text": "only this"}]),
+        ("text,label\na b,1\n\"c, d\",0\n", [["a b", "c, d"], [1, 0]], ["text", "label"]),
+        ("id,Review,Class\n1,good film,pos\n2,bad,neg\n", [["good film", "bad"], ["pos", "neg"]], ["text", "label"]),
+        ("a,b,score\nx y,z w,0.5\n", [["x y"], ["z w"], [0.5]], ["text", "text_pair", "label"]),
+        ("text,a,b\nonly this,1,2\n", [["only this"]], ["text"]),
     ],
 )  # fmt: skip
-def test_tables(text: str, wanted: list[dict], tmp_path: Path):
-    from rotation_merge.run.tables import read_table
-
+def test_tables(text: str, wanted: list[list], columns: list[str], tmp_path: Path):
     (tmp_path / "t.csv").write_text(text)
-    assert read_table(tmp_path / "t.csv") == wanted
-    (tmp_path / "t.tsv").write_text(text.replace(",", "\t") if '"' not in text else "text\tlabel\na b\t1\n")
-    assert read_table(tmp_path / "t.tsv")[0] == wanted[0]
+    (tmp_path / "t.tsv").write_text(text.replace("c, d", "c d").replace(",", "\t"))
+    records = read_table(tmp_path / "t.csv")
+    known = roles(records[0])
+    assert list(known) == columns
+    assert [[record[known[role]] for record in records] for role in columns] == wanted
+    assert roles(read_table(tmp_path / "t.tsv")[0]) == known
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("text,label\n", "no rows"), ("text,label\na,b,c\n", "row 2 has 3 columns"), ("n\n1\n2\n", "texts")],
-)
+    [
+        ("text,label\n", "no rows"),
+        ("text,label\na,b,c\n", "row 2 has 3 columns"),
+        ("n,m\n1,2\n2,3\n", "columns are n, m; none holds texts"),
+    ],
+)  # fmt: skip
 def test_tables_that_are_none(text: str, said: str, tmp_path: Path):
-    from rotation_merge.run.tables import read_table
-
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(RotationMergeError, match=said):
-        read_table(tmp_path / "t.csv")
+        read_batches(str(tmp_path / "t.csv"), "", build("bert"))
 
 
 @pytest.mark.parametrize(("family", "makes_its_own"), [("t5", False), ("bart", True)])

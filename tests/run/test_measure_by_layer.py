@@ -1,8 +1,9 @@
-"""Measuring one layer at a time finds what measuring the whole model does, in the memory of a layer."""
+"""Measuring one layer at a time finds what a forward of the whole model shows, in the memory of a layer."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +23,44 @@ from rotation_merge import MeasureConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.open import open_model
+from rotation_merge.run import measure
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.layers import LayerwiseMeasurement
-from rotation_merge.run.measure import ModelMeasurement
+from rotation_merge.run.layers import WatchedBlocks
+from rotation_merge.run.measure import fisher_diagonals, grams
 from rotation_merge.run.measuring import record
-from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run_passes
+from rotation_merge.run.recorder import HookedModel
 from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics import NAME, Statistics, write_error
+from rotation_merge.run.statistics import NAME, write_error
+from rotation_merge.run.sums import Collector, means
+from rotation_merge.run.unfinished import UnfinishedMeasurement
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
-OPTIONS = MeasureConfig(("gram",))
-
-
-def both(case: Case, where: Path) -> tuple[Statistics, Statistics]:
-    """What is found of the whole model, and layer by layer."""
-    model = make(case)
-    given: Any = inputs(case, model)
-    config, state = save(model, where / "model")
-    own = transformers.AutoConfig.from_pretrained(where / "model")
-    stored = resolve(config, list(state), case.name)
-    with keep_float64():
-        runner = Runner(own, state, stored, [given], dtype=torch.float64)
-        by_layer = LayerwiseMeasurement(runner, UnfinishedMeasurement(where / "layers", {}), lambda *_: None).run()
-        whole = ModelMeasurement(model, architecture_of(model), [given], "none")
-        return whole.run(OPTIONS, UnfinishedMeasurement(where / "whole", {}), lambda *_: None), by_layer
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
-def test_layer_by_layer_finds_what_the_whole_model_shows(case: Case, tmp_path: Path) -> None:
-    whole, found = both(case, tmp_path)
-    assert found.axes == whole.axes
-    assert found.uncalled == whole.uncalled
-    assert found.tensors.keys() == whole.tensors.keys()
-    apart = whole.split - found.split  # behind the layers of a tower that is not the last
-    assert found.split <= whole.split
-    assert not any(".layers." in axis for axis in apart)
-    for key, wanted in whole.tensors.items():
-        if key.rpartition(".")[0] not in apart:
-            torch.testing.assert_close(found[key], wanted, rtol=1e-9, atol=1e-9)
+def test_layer_by_layer_finds_what_the_whole_model_shows(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs as they are, of one forward of the whole model."""
+    model = make(case)
+    given: Any = inputs(case, model)
+    config, state = save(model, tmp_path / "model")
+    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    stored = resolve(config, list(state), case.name)
+    monkeypatch.setattr(HookedModel, "split", lambda *_: nullcontext())
+    with keep_float64(), torch.no_grad():
+        runner = Runner(own, state, stored, [given], dtype=torch.float64)
+        found = grams(runner, UnfinishedMeasurement(tmp_path / "layers", {}), lambda *_: None)
+        whole = HookedModel.of(model, architecture_of(model))
+        collector = Collector(whole.maps, found.axes)
+        with whole.watched(collector):
+            model(**given)
+    wanted = means(collector.sums, torch.float64)
+    assert found.tensors.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -73,25 +72,19 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
         options, out, seen = MeasureConfig(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
         forget()
-        record(
-            open_model(str(path), any_base=True), None, data, "data", options, out, lambda *_, s=seen: s.append(alive())
-        )
+        record(open_model(str(path), any_base=True), None, data, options, out, lambda *_, s=seen: s.append(alive()))
         peaks.append(max(seen))
     assert 0 < peaks[1] <= 1.02 * peaks[0]
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that does not fit is run by layer: the same statistics, the same after an interruption; or one line."""
+    """The same statistics after an interruption, and of text that a model writes by layer or as a whole."""
     path = make_checkpoint("llama", tmp_path / "model")
     np.savez(tmp_path / "data.npz", input_ids=np.arange(48).reshape(4, 12) % 40)
     given = ("measure", path, "--data", tmp_path / "data.npz", "--batch-size", "2")
-    assert run(*given).exit_code == 0
-    whole = load_file(path / NAME)
-    assert run(*given, "--by-layer", "--out", tmp_path / "once").exit_code == 0
-    (path / NAME).unlink()
-    monkeypatch.setattr("rotation_merge.run.passes.room", lambda: 1)
-    stock, calls = LayerwiseMeasurement._outputs, []
+    assert run(*given, "--out", tmp_path / "once").exit_code == 0
+    stock, calls = WatchedBlocks._outputs, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -99,15 +92,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return stock(self, *arguments)
 
-    monkeypatch.setattr(LayerwiseMeasurement, "_outputs", interrupted)
+    monkeypatch.setattr(WatchedBlocks, "_outputs", interrupted)
     assert run(*given).exit_code != 0
     assert not (path / NAME).exists()
+    assert [p.name for p in path.iterdir() if "unfinished" in p.name]
     assert run(*given).exit_code == 0
     assert (path / NAME).read_bytes() == (tmp_path / "once").read_bytes()
-    found = load_file(path / NAME)
-    assert found.keys() == whole.keys()
-    for key in whole:
-        torch.testing.assert_close(found[key], whole[key])
     assert sorted(p.name for p in path.iterdir() if "unfinished" in p.name) == []
     wanted = [*given[:2], "--data", "self", "--samples", "3", "--length", "12"]
     for how in ("whole", "by-layer"):
@@ -119,7 +109,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fisher_diagonal_needs_the_whole_model(fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint("llama", tmp_path / "model")
     if not fits:
-        monkeypatch.setattr("rotation_merge.run.passes.room", lambda: 1)
+        monkeypatch.setattr("rotation_merge.run.measuring.free_memory", lambda: 1)
     done = run("measure", path, "--data", "self", "--kinds", "gram,fisher", *(["--by-layer"] if fits else []))
     assert done.exit_code == 2
     assert "a Fisher diagonal needs the whole model in memory; measure the kind 'gram', or" in one_error(done.output)
@@ -155,28 +145,31 @@ def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> No
         assert logits.isfinite().all()
 
 
-def counting(stop: BaseException | None = None, within: bool = False) -> StatisticsPass:
-    """A pass of three steps that add one and two; it is stopped in the second, between the two or before both."""
-
-    def run(step: int, sums: dict[str, torch.Tensor]) -> None:
-        for number in (1, 2):
-            if stop is not None and step == 1 and number == 1 + within:
-                raise stop
-            sums.setdefault("a", torch.zeros(()))
-            sums["a"] += number
-
-    return StatisticsPass("counting", frozenset({"a"}), 3, run, dict)
+def diagonals(model: Any, state: UnfinishedMeasurement | None) -> dict[str, torch.Tensor]:
+    batches = [{"input_ids": torch.arange(24).view(4, 6)}]
+    options = MeasureConfig(("fisher",))
+    return {**fisher_diagonals(model, architecture_of(model), batches, "next token", options, state, lambda *_: None)}
 
 
-@pytest.mark.parametrize("within", [False, True])
-def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_path: Path) -> None:
-    state = UnfinishedMeasurement(tmp_path / "out", {})
-    with pytest.raises(KeyboardInterrupt), state:
-        run_passes([counting(KeyboardInterrupt(), within)], state, lambda *_: None)
-    assert state.begun(counting())[0] == (0 if within else 1)
+def test_what_is_stopped_within_a_step_counts_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of whole steps are kept, and the next run adds the others."""
+    model = make(next(case for case in ALL if case.family == "llama")).float()
+    wanted, stock, calls = diagonals(model, None), measure._add_squares, []
+
+    def stopped(sums: dict[str, torch.Tensor], *arguments: Any) -> None:
+        stock(sums, *arguments)
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_add_squares", stopped)
+    with pytest.raises(KeyboardInterrupt), UnfinishedMeasurement(tmp_path / "out", {}) as state:
+        diagonals(model, state)
     with UnfinishedMeasurement(tmp_path / "out", {}) as again:
-        found = run_passes([counting()], again, lambda *_: None)
-        assert float(found["a"]) == 9
+        found = diagonals(model, again)
+        assert len(calls) == 3 + 2
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
     assert not list(tmp_path.iterdir())
 
 
@@ -186,7 +179,7 @@ def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path)
     state = UnfinishedMeasurement(tmp_path / "out", {})
     full = write_error(tmp_path / "out", OSError(28, "No space left on device"))
     if done:
-        run_passes([counting()], state, lambda *_: None)
+        state.done("a", {"a": torch.ones(2)})
     with pytest.raises(RotationMergeError, match=r"no space left.*the same command continues"), state:
         raise full
     assert state.path.exists() == kept

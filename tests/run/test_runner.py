@@ -17,9 +17,6 @@ from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.store import StateStore
 
-HELD = ("nomic_bert",)
-"""Families that transformers takes apart, and that are held whole."""
-
 FIRST = list({case.family: case for case in reversed(ALL)}.values())
 HARD = [case for case in ALL if case.name in ("classifier, all layers", "t5-mt5", "v2, own keys, convolution")]
 
@@ -35,8 +32,7 @@ def runner(case: Case, folder: Path, store: StateStore | None = None) -> tuple[R
     config, state = save(model, folder)
     architecture = resolve(config, list(state), case.name)
     own = transformers.AutoConfig.from_pretrained(folder)
-    layered, twice = None if case.family in HELD else case.name, [given, dict(given)]
-    found = Runner(own, state, architecture, twice, store, dtype=torch.float64, layered=layered)
+    found = Runner(own, state, architecture, [given, dict(given)], store, dtype=torch.float64)
     return found, outputs(model, given)
 
 
@@ -51,7 +47,7 @@ def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
                     run.run(batch)
             layers = [run.module_of(b) for b in run.architecture.blocks if b.index is not None]
             filled.append(sum(all(p.device.type != "meta" for p in m.parameters()) for m in layers if m is not None))
-            assert filled[-1] <= 1 or case.family in HELD, block.name
+            assert filled[-1] <= 1, block.name
         assert difference(outputs(run.model, run.batches[1]), expected) <= 1e-9
         assert functions.outputs(run.model, run.batches[1]).keys() == expected.keys()
     assert max(filled) >= 1

@@ -12,7 +12,7 @@ from test_refit import Few, case_of
 from torch import Tensor, nn
 from transformers.models.bert import modeling_bert
 
-from rotation_merge.run.store import LayerArguments, SettledOutputs, StateStore
+from rotation_merge.run.store import SettledOutputs, StateStore
 
 
 class Part(nn.Module):
@@ -58,20 +58,6 @@ def test_parts_give_what_they_gave(what: str, runs: int) -> None:
             with settled.replaying(0, cpu):
                 assert_equal_up_to_rounding(layer(x), wanted)
     assert layer.part.runs == runs
-
-
-def test_a_layer_that_changes_what_it_is_given_is_not_run_alone() -> None:
-    x = torch.ones(2, 3)
-    for change, arguments, alone in [(0.0, (x,), True), (1.0, (x,), False), (0.0, (x, object()), False)]:
-        given = LayerArguments(StateStore(), "one")
-        given.look()
-        given.begins()
-        given.entered(0, (arguments, {"scale": 2.0}), {})
-        x.add_(change) if change else None
-        given.looked()
-        assert given.alone == alone
-        given.entered(0, (arguments, {"scale": 2.0}), {})
-        assert (given.get(0, torch.device("cpu")) is not None) == alone
 
 
 def test_attention_runs_once_and_embeddings_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
