@@ -8,7 +8,7 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment
+from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment, with_basis
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import SampleMatcher
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
@@ -153,7 +153,7 @@ def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, led
     """Both models, with the donor aligned by its file or by matching."""
     if donor.file is None:
         bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
-        alignment, _ = match_pair(bodies, tick, _finder(donor), ledger)
+        alignment = with_basis(bodies, match_pair(bodies, tick, _finder(donor), ledger))
     else:
         alignment = read_alignment(pair, donor.file)
     if alignment.folded:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.aligned_output import reported
+from rotation_merge.matching.aligned_output import reported, with_basis
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.basis import Basis
 from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed, same_tensors
@@ -90,7 +90,7 @@ class FitResult:
         entries = {**(facts or {}), "learned": self.report.to_dict()}
         for (file, donor), alignment in zip(donors.items(), self.alignments, strict=True):
             pair = open_pair(anchor, donor, self.match, untie)
-            alignment, _ = reported(pair, self._named(alignment, pair))
+            alignment = with_basis(pair, reported(pair, self._named(alignment, pair)))
             replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
 
     def of_checkpoints(self, views: Sequence[View]) -> FitResult:
@@ -99,7 +99,7 @@ class FitResult:
         for donor, alignment in zip(views[1:], self.alignments, strict=True):
             untie = alignment.basis is not None and alignment.basis.untie
             pair = open_pair(open_model(views[0], untie=untie), open_model(donor, untie=untie), self.match, untie)
-            alignments.append(replace(self._named(alignment, pair), basis=pair.basis(alignment.folded)))
+            alignments.append(with_basis(pair, self._named(alignment, pair)))
             architecture = pair.architecture
         return replace(self, architecture=architecture, alignments=alignments)
 
