@@ -212,8 +212,8 @@ def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> Mat
 def match_neurons(neurons: Neurons, space: Space) -> Matched:
     """Order and scales, G = 1; never farther than the identity order."""
     index, best = torch.arange(neurons.size), neurons
-    if neurons.permute and neurons.before != 0:
-        order, moved = nearest_order(neurons) or assigned(neurons)
+    if neurons.permute and neurons.before != 0 and not in_best_order(neurons):
+        order, moved = assigned(neurons)
         if float(moved.distances.sum()) < float(neurons.distances.sum()):
             index, best = order, moved
     element = Monomial(index[None], best.factor[None].cpu(), space.degree or 1)
@@ -230,43 +230,22 @@ def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
     return order, neurons.reordered(order)
 
 
-def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
-    """The same for the order of nearest neighbours in a sketch, if that proves it the best; None if it does not.
+def in_best_order(neurons: Neurons) -> bool:
+    """Whether sketches prove that the donor's neurons, as of a fine-tune of the anchor, stand in the best order.
 
-    With D_ij the squared distance of anchor neuron i and donor neuron j, moved to where they should be, at their best
-    scale, the order is optimal if D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it
-    attains. For Q of orthonormal rows |Q (a_i - b_j)|^2, over the coordinates that no rescaling touches, is at most
-    D_ij.
+    With D_ij the squared distance of anchor neuron i and donor neuron j at their best scale, they do if D_ij >= (D_ii +
+    D_jj) / 2 for all pairs: these halves are feasible prices that their order attains. For Q of orthonormal rows
+    |Q (a_i - b_j)|^2, over the coordinates that no rescaling touches, is at most D_ij.
     """
     pairs = neurons.gates if neurons.degree else neurons.pairs
     if neurons.size < SMALLEST or not pairs:
-        return None
-    anchor, donor = (torch.cat([_sketch(pair[which], n) for n, pair in enumerate(pairs)], 1) for which in (0, 1))
-    every = torch.arange(neurons.size, device=anchor.device)
+        return False
+    sketches = [torch.cat([_sketch(pair[which], n) for n, pair in enumerate(pairs)], 1) for which in (0, 1)]
+    halves = (neurons.distances / 2).to(sketches[0])
+    every = torch.arange(neurons.size, device=halves.device)
     probe = every[:: max(1, len(every) // PROBED)]
-    order, first, second = every, _folded(anchor, WIDTHS[1]), _folded(donor, WIDTHS[1])
-    if float((_nearest(first, second, probe) == probe).double().mean()) < 0.9:
-        order = _nearest(first, second, every)
-        if len(order.unique()) < len(order):
-            return None
-    moved = neurons.reordered(order)
-    halves = (moved.distances / 2).to(anchor)
-    for width in WIDTHS:
-        sketches = [_folded(anchor, width), _folded(donor[order], width)]
-        if _all_apart(sketches, halves, probe) and _all_apart(sketches, halves, every):
-            return order.cpu(), moved
-    return None
-
-
-def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
-    """The donor's rows that lie nearest to some of the anchor's."""
-    squares = donor.square().sum(1) / 2
-    products = anchor.new_empty(min(len(rows), max(1, ROWS // len(donor))), len(donor))  # freed ones pile up
-    result = torch.empty_like(rows)
-    for part in torch.arange(len(rows)).split(len(products)):
-        near = torch.mm(anchor[rows[part]], donor.T, out=products[: len(part)])
-        result[part] = near.sub_(squares).argmax(1)
-    return result
+    folded = ([_folded(sketch, width) for sketch in sketches] for width in WIDTHS)
+    return any(_all_apart(pair, halves, probe) and _all_apart(pair, halves, every) for pair in folded)
 
 
 def _all_apart(sketches: list[Tensor], halves: Tensor, rows: Tensor) -> bool:
