@@ -6,11 +6,14 @@ the step, and tells whether anything was gained. Distillation after Hinton, Viny
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -25,10 +28,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.matching.resume import TrainingState
-from rotation_merge.matching.teachers import AnsweredSamples, divergence
+from rotation_merge.matching.teachers import Answered, divergence
+from rotation_merge.matching.training import Training, kept_in, restore, train, trained
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.run.functions import check_answers, device_of, fused_attention, unlabelled
+from rotation_merge.run.functions import check_answers, device_of, fused_attention, inputs_for
+from rotation_merge.run.ledger import Ledger
 from rotation_merge.workers import Progress
 
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
@@ -63,6 +67,9 @@ LOOKS = 10
 LEAST_GAIN = 1e-3
 """A held-out divergence lower by less than this share is no gain."""
 
+RATE = "rate"
+"""What a ledger calls the learning rate that was chosen, and the trials."""
+
 ROUNDING = 1e-6
 """Nats from the teachers that a model which is one of them may show, of either sign."""
 
@@ -91,7 +98,7 @@ class PolishOptions:
         rates: learning rates that are tried; empty: the usual ones.
         last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
         seed: of everything random.
-        state: file for the state of an unfinished run; found there, the run goes on from it.
+        state: folder for the state of an unfinished run; found there, the run goes on from it.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
     """
 
@@ -162,7 +169,7 @@ class SharedBody(nn.ModuleList):
 
 
 def polish(
-    model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Progress | None = None
+    model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Progress | None = None
 ) -> PolishReport:
     """Train a model in place towards the teachers' outputs, and keep the best state on held-out samples.
 
@@ -175,22 +182,19 @@ def polish(
     Raises:
         DataError: too few samples to hold some out.
     """
-    device = device_of(model)
     with ExitStack() as attention:
         for student, answers in zip(_students(model, answered), answered, strict=True):
-            attention.enter_context(fused_attention(student, unlabelled(answers.read(0, device)[0])))
+            attention.enter_context(fused_attention(student, inputs_for(student, answers[0][0])))
         return _Polish(model, answered, options, watch or (lambda *_: None)).run()
 
 
-def _students(model: nn.Module, answered: Sequence[AnsweredSamples]) -> list[nn.Module]:
+def _students(model: nn.Module, answered: Sequence[Answered]) -> list[nn.Module]:
     """The model that learns from each teacher."""
     return list(model) if isinstance(model, SharedBody) else [model] * len(answered)
 
 
 class _Polish:
-    def __init__(
-        self, model: nn.Module, answered: Sequence[AnsweredSamples], options: PolishOptions, watch: Progress
-    ) -> None:
+    def __init__(self, model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Progress) -> None:
         torch.manual_seed(options.seed)
         self.model, self.answered, self.options, self.watch = model, answered, options, watch
         self.students, self.device = _students(model, answered), device_of(model)
@@ -198,13 +202,14 @@ class _Polish:
         draw = torch.Generator().manual_seed(options.seed)
         parts = [self._parts(number, draw) for number in range(len(answered))]
         self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
-        tokens = sum(answers.tokens / answers.count for answers in answered)
+        sizes = ([batch["input_ids"].numel() for batch, _ in samples if "input_ids" in batch] for samples in answered)
+        tokens = sum(fmean(texts) for texts in sizes if texts)
         wanted = round(STEP_TOKENS / tokens) if tokens else 1
         self.batches = options.batches or max(1, min(wanted, *map(len, self.training)))
 
     def _parts(self, teacher: int, draw: torch.Generator) -> tuple[list[int], list[int]]:
         """The batches of a teacher that are held out, and those that are trained on."""
-        count = self.answered[teacher].count
+        count = len(self.answered[teacher])
         if count < 2:
             problem, remedy = f"{count} batches of samples are too few to hold one out", "give more of them ('samples')"
             raise DataError(problem, where=f"teacher {teacher + 1}", remedy=remedy)
@@ -220,75 +225,81 @@ class _Polish:
         report = PolishReport(before, before, history=[(0, 0.0, before)])
         if self.options.new:
             initialise_along_gradient(self.model, self.accumulate_gradients)
-        start = self.kept()
-        if self.options.state is None or not self.options.state.exists():
-            report.rate = self.chosen_rate(start, report)
-        self.restore(self.train(report, began, start))
+        start = copy.deepcopy(trained(self.model))
+        with kept_in(self.options.state, partial(self.mark, start)) as ledger:
+            report.rate, report.trials = ledger.get(RATE) or self.chosen_rate(start, before)
+            ledger.keep(RATE, lambda: (report.rate, report.trials))
+            self.train(report, began, ledger)
         report.seconds = time.perf_counter() - began
         return report
 
-    def chosen_rate(self, start: dict[str, Tensor], report: PolishReport) -> float:
-        """The learning rate that trials choose, from `start`, which the model then is again."""
+    def chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
+        """The learning rate that trials choose, from `start`, which the model then is again; and the trials."""
         kind = "weights" if not self.options.lora else "new lora" if self.options.new else "lora"
         rates = list(self.options.rates or RATES[kind])
         lower = [] if self.options.rates else [rate for rate in LOWER if rate < min(rates)]
-        for rate in rates if len(rates) > 1 else ():
-            report.trials[f"{rate:g}"] = self.trial(rate, start)
-        while (best := best_rate(rates, report.trials, report.before)) == min(rates) and lower:
+        trials = {f"{rate:g}": self.trial(rate, start) for rate in rates if len(rates) > 1}
+        while (best := best_rate(rates, trials, before)) == min(rates) and lower:
             rates.append(lower.pop(0))
-            report.trials[f"{rates[-1]:g}"] = self.trial(rates[-1], start)
-        _check_number(report.trials.get(f"{best:g}", 0.0))
-        return best
+            trials[f"{rates[-1]:g}"] = self.trial(rates[-1], start)
+        _check_number(trials.get(f"{best:g}", 0.0))
+        return best, trials
 
     def trial(self, rate: float, start: dict[str, Tensor]) -> float:
         """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
         steps, optimiser = max(1, round(self.options.steps * TRIAL)), self.optimiser(rate)
         schedule, generator = one_cycle(optimiser, rate, steps), torch.Generator().manual_seed(self.options.seed + 1)
         for step in range(steps):
-            self.step(optimiser, schedule, generator)
+            self.step(optimiser, generator)
+            schedule.step()
             self.watch(f"learning rate {rate:g}", step + 1, steps)
         held_out_divergence = self.score()
-        self.restore(start)
+        restore(self.model, start)
         return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
-    def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, report: PolishReport, began: float, ledger: Ledger) -> None:
+        """Take all steps at the chosen rate."""
         steps, optimiser = self.options.steps, self.optimiser(report.rate or 1.0)
         schedule = one_cycle(optimiser, report.rate or 1.0, steps)
         generator = torch.Generator().manual_seed(self.options.seed + 1)
-        state = TrainingState(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
-        first, best = state.restore(report)
-        best = best if first else start
-        for step in range(first + 1, steps + 1):
-            _check_number(self.step(optimiser, schedule, generator))
-            if step % max(1, steps // LOOKS) == 0 or step == steps:
-                value = self.score()
-                report.history.append((step, time.perf_counter() - began, value))
-                if value < report.after:
-                    report.after, report.best_step, best = value, step, self.kept()
-                state.save(step, best, report)
-            self.watch("polishing", step, steps)
-        state.remove()
-        return best
+
+        def step() -> float:
+            loss = self.step(optimiser, generator)
+            _check_number(loss)
+            return loss
+
+        look = partial(self.look, report)
+        run = Training(self.model, optimiser, schedule, generator, report, step, look, steps, LOOKS, began)
+        train(run, lambda done, _: self.watch("polishing", done, steps), ledger)
+
+    def look(self, report: PolishReport, step: int, seconds: float) -> bool:
+        """Score the model; whether it is nearer to the teachers than any before."""
+        value = self.score()
+        report.history.append((step, seconds, value))
+        if value >= report.after:
+            return False
+        report.after, report.best_step = value, step
+        return True
 
     def mark(self, start: dict[str, Tensor]) -> str:
         """The fingerprint of a polishing run: weights, answers and every option that has an effect."""
         fingerprint = Fingerprint()
-        for name, tensor in start.items():
-            fingerprint.add(name, tensor)
-        chosen = {name: value for name, value in asdict(self.options).items() if name != "state"}
-        return fingerprint.hexdigest({"answers": [answers.mark for answers in self.answered], **chosen})
+        pairs = (pair for samples in self.answered for pair in samples)
+        for number, tensors in enumerate([start, *itertools.chain.from_iterable(pairs)]):
+            for name, tensor in tensors.items():
+                fingerprint.add(f"{number}.{name}", tensor)
+        return fingerprint.hexdigest({**asdict(self.options), "state": None})
 
     def optimiser(self, rate: float) -> Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def step(self, optimiser: Optimizer, schedule: LRScheduler, generator: torch.Generator) -> float:
+    def step(self, optimiser: Optimizer, generator: torch.Generator) -> float:
         """Run one step on random batches of each teacher and return the divergence before it."""
         optimiser.zero_grad()
         numbers = [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
         total = sum(self.gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
-        schedule.step()
         return total
 
     def gradient(self, teacher: int, number: int) -> float:
@@ -299,8 +310,9 @@ class _Polish:
 
     def divergence(self, teacher: int, number: int) -> Tensor:
         """Divergence from a teacher on one of its batches."""
-        batch, target = self.answered[teacher].read(number, self.device)
-        return divergence(self.students[teacher](**unlabelled(batch)), target)
+        student, (batch, answer) = self.students[teacher], self.answered[teacher][number]
+        target = {name: tensor.to(self.device) for name, tensor in answer.items()}
+        return divergence(student(**inputs_for(student, batch)), target)
 
     def accumulate_gradients(self) -> None:
         """Accumulate the gradients of the first training batches of every teacher."""
@@ -313,15 +325,6 @@ class _Polish:
         """Divergence on held-out samples, the mean over teachers."""
         each = [fmean(float(self.divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held)]
         return fmean(each)
-
-    def kept(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
-
-    @torch.no_grad()
-    def restore(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name in values:
-                parameter.copy_(values[name])
 
 
 def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float) -> float:

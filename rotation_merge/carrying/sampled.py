@@ -20,7 +20,7 @@ from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answe
 from rotation_merge.carrying.judge import AT_ONCE, HELD_OUT, SCALES, RecoveredLift, TransferSamples, read_parts
 from rotation_merge.carrying.lora import new_adapter
 from rotation_merge.carrying.refit import refit_change
-from rotation_merge.files import STATE, Store, TemporaryFolder
+from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.forms import translated
@@ -235,7 +235,7 @@ class _Sampling:
             loaders = {name: partial(self.module, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
-            state = work.file(STATE)
+            state = work.file("state")
             training = PolishOptions(
                 config.steps, self.rank, seed=config.seed, last=last, state=state, batches=AT_A_STEP
             )
