@@ -27,7 +27,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
 from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.stream import StreamSums, measured, piece, residual_groups
 from rotation_merge.model.blocks import read_tensor
@@ -183,6 +183,11 @@ class SampleMatcher:
         if not same_tokens(a, d):
             problem = f"its vocabulary differs from that of {self.anchor}, so samples cannot be shared"
             raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
+
+
+def matcher(how: str, anchor: str, donor: str, **samples: Any) -> Match:
+    """The function that matches two checkpoints: on weights, or as a `SampleMatcher` with these attributes."""
+    return match_model if how == WEIGHTS else SampleMatcher(how, anchor, donor, **samples)
 
 
 def record_activations(model: Any, batches: list[Batch]) -> Activations:
