@@ -212,8 +212,8 @@ def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> Mat
 def match_neurons(neurons: Neurons, space: Space) -> Matched:
     """Order and scales, G = 1; never farther than the identity order."""
     index, best = torch.arange(neurons.size), neurons
-    if neurons.permute and neurons.before != 0 and not in_best_order(neurons):
-        order, moved = assigned(neurons)
+    if neurons.permute and neurons.before != 0:
+        order, moved = nearest_order(neurons) or assigned(neurons)
         if float(moved.distances.sum()) < float(neurons.distances.sum()):
             index, best = order, moved
     element = Monomial(index[None], best.factor[None].cpu(), space.degree or 1)
@@ -230,36 +230,55 @@ def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
     return order, neurons.reordered(order)
 
 
-def in_best_order(neurons: Neurons) -> bool:
-    """Whether sketches prove that the donor's neurons, as of a fine-tune of the anchor, stand in the best order.
+def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
+    """The same for the order of nearest neighbours in a sketch, if that proves it the best; None if it does not.
 
-    With D_ij the squared distance of anchor neuron i and donor neuron j at their best scale, they do if D_ij >= (D_ii +
-    D_jj) / 2 for all pairs: these halves are feasible prices that their order attains. For Q of orthonormal rows
-    |Q (a_i - b_j)|^2, over the coordinates that no rescaling touches, is at most D_ij.
+    With D_ij the squared distance of anchor neuron i and donor neuron j, moved to where they should be, at their best
+    scale, the order is optimal if D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it
+    attains. For Q of orthonormal rows |Q (a_i - b_j)|^2, over the coordinates that no rescaling touches, is at most
+    D_ij.
     """
     pairs = neurons.gates if neurons.degree else neurons.pairs
     if neurons.size < SMALLEST or not pairs:
-        return False
-    sketches = [torch.cat([_sketch(pair[which], n) for n, pair in enumerate(pairs)], 1) for which in (0, 1)]
-    halves = (neurons.distances / 2).to(sketches[0])
-    every = torch.arange(neurons.size, device=halves.device)
+        return None
+    anchor, donor = (torch.cat([_sketch(pair[which], n) for n, pair in enumerate(pairs)], 1) for which in (0, 1))
+    order = every = torch.arange(neurons.size, device=anchor.device)
     probe = every[:: max(1, len(every) // PROBED)]
-    folded = ([_folded(sketch, width) for sketch in sketches] for width in WIDTHS)
-    return any(_all_apart(pair, halves, probe) and _all_apart(pair, halves, every) for pair in folded)
+    if float((_nearest(anchor, donor, probe) == probe).double().mean()) < 0.9:
+        order = _nearest(anchor, donor, every)
+        if len(order.unique()) < len(order):
+            return None
+    moved = neurons.reordered(order)
+    halves = (moved.distances / 2).to(anchor)
+    for width in WIDTHS:
+        sketches = [_folded(anchor, width), _folded(donor[order], width)]
+        if _all_apart(sketches, halves, probe) and _all_apart(sketches, halves, every):
+            return order.cpu(), moved
+    return None
+
+
+def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
+    """The donor's rows that lie nearest to some of the anchor's."""
+    first, second = _folded(anchor, WIDTHS[1]), _folded(donor, WIDTHS[1])
+    return torch.cat([near.argmax(1) for _, near in _products(first, second, second.square().sum(1) / 2, rows)])
 
 
 def _all_apart(sketches: list[Tensor], halves: Tensor, rows: Tensor) -> bool:
     """Whether the sketch excludes every pair (i, j) of these rows, j != i."""
-    anchor, donor = sketches
-    squares = [((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in sketches]
-    donor = torch.cat([donor, -squares[1][:, None]], 1).T
-    anchor = torch.cat([anchor, torch.ones_like(anchor[:, :1])], 1)
-    for part in rows.split(max(1, 2 * CACHED // donor.shape[1])):
-        near = anchor[part] @ donor
+    first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in sketches)
+    for part, near in _products(sketches[0], sketches[1], second, rows):
         near[torch.arange(len(part), device=part.device), part] = -torch.inf
-        if bool((near.amax(1) > squares[0][part]).any()):
+        if bool((near.amax(1) > first[part]).any()):
             return False
     return True
+
+
+def _products(anchor: Tensor, donor: Tensor, offsets: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """<a_i, b_j> - offset_j for some rows i of the anchor's, a few of them at a time."""
+    donor = torch.cat([donor, -offsets[:, None]], 1).T
+    anchor = torch.cat([anchor, torch.ones_like(anchor[:, :1])], 1)
+    for part in rows.split(max(1, 2 * CACHED // donor.shape[1])):
+        yield part, anchor[part] @ donor
 
 
 def _folded(sketch: Tensor, width: int) -> Tensor:
