@@ -602,7 +602,7 @@ def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
         batches = read_samples(anchor, samples, SAMPLES, module=modules[0]).batches
     plain = [unlabelled(batch) for batch in batches]
     data_in_memory(plain, modules[1])
-    return activation_matcher("samples")(how, modules[0], modules[1], plain)
+    return activation_matcher(how, modules[0], modules[1], plain, "samples")
 
 
 def _as_it_is(opened: View) -> nn.Module:

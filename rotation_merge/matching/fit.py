@@ -24,7 +24,7 @@ from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import reported, with_basis
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.basis import Basis
-from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed, same_tensors
+from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed
 from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
 from rotation_merge.matching.gauge import space_groups
 from rotation_merge.matching.learned import LearnedTransforms
@@ -32,14 +32,15 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.matching.pair import Pair, check_pair, open_pair
+from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.matching.training import Training, kept_in, train
+from rotation_merge.model.fingerprint import checksum
 from rotation_merge.model.labels import in_order
-from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Samples, data_hash, data_in_memory, listed, read_samples
+from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
 from rotation_merge.run.functions import Batch, architecture_of, device_of, inputs_for, module_of, unlabelled
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 
@@ -93,23 +94,19 @@ class FitResult:
             facts: further entries of the files' metadata.
         """
         entries = {**(facts or {}), "learned": self.report.to_dict()}
-        for (file, donor), alignment in zip(donors.items(), self.alignments, strict=True):
-            pair = open_pair(anchor, donor, self.match, untie)
-            alignment = with_basis(pair, reported(pair, self._named(alignment, pair)))
+        stored = self.of_checkpoints([anchor, *donors.values()], untie)
+        for file, alignment in zip(donors, stored.alignments, strict=True):
             replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
 
-    def of_checkpoints(self, views: Sequence[View]) -> FitResult:
-        """The same for models as they are stored, the anchor first, instead of for the modules that were fitted."""
+    def of_checkpoints(self, models: Sequence[ModelLike], untie: bool) -> FitResult:
+        """The same for stored models, the anchor first, instead of the modules that were fitted; with reports."""
         alignments, architecture = [], self.architecture
-        for donor, alignment in zip(views[1:], self.alignments, strict=True):
-            untie = alignment.basis is not None and alignment.basis.untie
-            pair = open_pair(open_model(views[0], untie=untie), open_model(donor, untie=untie), self.match, untie)
-            alignments.append(with_basis(pair, self._named(alignment, pair)))
+        for donor, alignment in zip(models[1:], self.alignments, strict=True):
+            pair = open_pair(models[0], donor, self.match, untie)
             architecture = pair.architecture
+            transforms = renamed(alignment.transforms, self.architecture, architecture)
+            alignments.append(with_basis(pair, reported(pair, replace(alignment, transforms=transforms))))
         return replace(self, architecture=architecture, alignments=alignments)
-
-    def _named(self, alignment: Alignment, pair: Pair) -> Alignment:
-        return replace(alignment, transforms=renamed(alignment.transforms, self.architecture, pair.architecture))
 
 
 def fit(
@@ -152,13 +149,16 @@ def fit(
     modules = [
         model if isinstance(model, nn.Module) else module_of(view) for model, view in zip(models, views, strict=True)
     ]
-    for module, view in zip(modules[1:], views[1:], strict=True):
-        same_tensors(modules[0], module, (views[0].name, view.name))
+    first, *others = (open_model(module, view.name) for module, view in zip(modules, views, strict=True))
+    for other in others:
+        check_names(first, other)
+        check_shapes(first, other, remedy="bring the models to one vocabulary and one size first")
     samples = _samples(batches, views[0], modules)
     with seeded(options.seed):
         result = _Fit(modules, samples, match, options, watch or (lambda *_: None), label).run()
-    stored = any(module is not model for module, model in zip(modules, models, strict=True))
-    return result.of_checkpoints(views) if stored else result
+    if all(module is model for module, model in zip(modules, models, strict=True)):
+        return result
+    return result.of_checkpoints(views, any(alignment.known_basis.untie for alignment in result.alignments))
 
 
 def _as_list(donors: Any) -> list[ModelLike]:
@@ -330,7 +330,7 @@ class _Fit:
             return match_model
         samples = [self.batches[i] for i in self.training]
         anchor, donor = (self._runnable(self.models[i]) for i in (0, number))
-        return activation_matcher(self.label)(self.options.match_on, anchor, donor, samples)
+        return activation_matcher(self.options.match_on, anchor, donor, samples, self.label)
 
     def _runnable(self, model: nn.Module) -> nn.Module:
         """A model in float32 at least, on the samples' device; a copy if it has to change."""
@@ -406,7 +406,7 @@ class _Fit:
         """A stable key of the fit: models, data, and every option that has an effect."""
         chosen = {name: value for name, value in asdict(self.options).items() if name not in WITHOUT_EFFECT}
         models = [(type(view.module).__name__, view.fingerprint) for view in self.views]
-        batches = data_hash([{name: tensor.cpu() for name, tensor in batch.items()} for batch in self.batches])
+        batches = [{name: checksum(tensor) for name, tensor in batch.items()} for batch in self.batches]
         return mark_of([], fitted=models, batches=batches, match=asdict(self.match), options=chosen)
 
     def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> float:
