@@ -22,7 +22,7 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
-from rotation_merge.matching.aligned_output import match_pair
+from rotation_merge.matching.aligned_output import match_pair, with_basis
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
@@ -93,12 +93,13 @@ def align(
     match = _matcher(match_on, samples, first, second)
     stored = first.files is not None and second.files is not None
     pair = open_pair(first, second, chosen, untie, watched=not stored)
-    alignment, report = match_pair(pair, match=match)
+    alignment = with_basis(pair, match_pair(pair, match=match))
     if second.unread and alignment.moves_streams(pair.architecture):
         further = not_written(second.unread)
         LOG.warning("%s", further)
-        report = replace(report, notes=[*report.notes, further])
-    return replace(alignment, report=report)
+        report = alignment.known_report
+        return replace(alignment, report=replace(report, notes=[*report.notes, further]))
+    return alignment
 
 
 def average(
@@ -601,7 +602,7 @@ def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
         batches = read_samples(anchor, samples, SAMPLES, module=modules[0]).batches
     plain = [unlabelled(batch) for batch in batches]
     data_in_memory(plain, modules[1])
-    return activation_matcher("samples")(how, modules[0], modules[1], plain)
+    return activation_matcher(how, modules[0], modules[1], plain, "samples")
 
 
 def _as_it_is(opened: View) -> nn.Module:

@@ -326,8 +326,6 @@ UNFINISHED, MATCHING = ".unfinished", ".matching"
 MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
 KEY, PART = "run.txt", ".pt"
 """In such a folder, the file that says which run it belongs to, and the ending of the others."""
-STATE = f"state{PART}"
-"""The file with the state of training."""
 
 
 class Store:

@@ -6,11 +6,14 @@ the step, and tells whether anything was gained. Distillation after Hinton, Viny
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -25,10 +28,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.matching.resume import TrainingState
-from rotation_merge.matching.teachers import AnsweredSamples, divergence
+from rotation_merge.matching.teachers import Answered, divergence
+from rotation_merge.matching.training import Training, kept_in, restore, train, trained
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.run.functions import check_answers, device_of, fused_attention, unlabelled
+from rotation_merge.run.functions import check_answers, device_of, fused_attention, inputs_for
+from rotation_merge.run.ledger import Ledger
 from rotation_merge.workers import Progress
 
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
@@ -62,6 +66,9 @@ LOOKS = 10
 
 LEAST_GAIN = 1e-3
 """A held-out divergence lower by less than this share is no gain."""
+
+RATE = "rate"
+"""What a ledger calls the learning rate that was chosen, and the trials."""
 
 ROUNDING = 1e-6
 """Nats from the teachers that a model which is one of them may show, of either sign."""
@@ -147,7 +154,7 @@ class Polish:
         new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
         last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
-        state: file for the state of an unfinished run; where there is one, the run goes on from it.
+        state: folder for the state of an unfinished run; found there, the run goes on from it.
         watch: called at every step with a label, the steps done and the total.
 
     Raises:
@@ -155,7 +162,7 @@ class Polish:
     """
 
     model: nn.Module
-    answered: Sequence[AnsweredSamples]
+    answered: Sequence[Answered]
     config: PolishConfig
     new: bool = False
     last: Sequence[int] = ()
@@ -171,13 +178,14 @@ class Polish:
         draw = torch.Generator().manual_seed(self.config.seed)
         parts = [self._parts(number, draw) for number in range(len(self.answered))]
         self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
-        tokens = sum(answers.tokens / answers.count for answers in self.answered)
+        sizes = ([batch["input_ids"].numel() for batch, _ in each if "input_ids" in batch] for each in self.answered)
+        tokens = sum(fmean(texts) for texts in sizes if texts)
         wanted = round(STEP_TOKENS / tokens) if tokens else 1
         self.batches = self.batches or max(1, min(wanted, *map(len, self.training)))
 
     def _parts(self, teacher: int, draw: torch.Generator) -> tuple[list[int], list[int]]:
         """The batches of a teacher that are held out, and those that are trained on."""
-        count = self.answered[teacher].count
+        count = len(self.answered[teacher])
         if count < 2:
             problem, remedy = f"{count} batches of samples are too few to hold one out", "give more of them ('samples')"
             raise DataError(problem, where=f"teacher {teacher + 1}", remedy=remedy)
@@ -190,7 +198,7 @@ class Polish:
         """Train; with the fast attention that gives each student's usual outputs."""
         with ExitStack() as attention:
             for student, answers in zip(self.students, self.answered, strict=True):
-                attention.enter_context(fused_attention(student, unlabelled(answers.read(0, self.device)[0])))
+                attention.enter_context(fused_attention(student, inputs_for(student, answers[0][0])))
             return self._trained()
 
     def _trained(self) -> PolishReport:
@@ -200,77 +208,83 @@ class Polish:
         report = PolishReport(before, before, history=[(0, 0.0, before)])
         if self.new:
             initialise_along_gradient(self.model, self.accumulate_gradients)
-        start = self.kept()
-        if self.state is None or not self.state.exists():
-            report.rate = self.chosen_rate(start, report)
-        self.restore(self.train(report, began, start))
+        start = copy.deepcopy(trained(self.model))
+        with kept_in(self.state, partial(self.mark, start)) as ledger:
+            report.rate, report.trials = ledger.get(RATE) or self.chosen_rate(start, before)
+            ledger.keep(RATE, lambda: (report.rate, report.trials))
+            self.train(report, began, ledger)
         report.seconds = time.perf_counter() - began
         return report
 
-    def chosen_rate(self, start: dict[str, Tensor], report: PolishReport) -> float:
-        """The learning rate that trials choose, from `start`, which the model then is again."""
+    def chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
+        """The learning rate that trials choose, from `start`, which the model then is again; and the trials."""
         kind = "weights" if not self.config.lora else "new lora" if self.new else "lora"
         given = self.config.learning_rate
         rates = list(RATES[kind]) if given is None else [given]
         lower = [rate for rate in LOWER if given is None and rate < min(rates)]
-        for rate in rates if len(rates) > 1 else ():
-            report.trials[f"{rate:g}"] = self.trial(rate, start)
-        while (best := best_rate(rates, report.trials, report.before)) == min(rates) and lower:
+        trials = {f"{rate:g}": self.trial(rate, start) for rate in rates if len(rates) > 1}
+        while (best := best_rate(rates, trials, before)) == min(rates) and lower:
             rates.append(lower.pop(0))
-            report.trials[f"{rates[-1]:g}"] = self.trial(rates[-1], start)
-        _check_number(report.trials.get(f"{best:g}", 0.0))
-        return best
+            trials[f"{rates[-1]:g}"] = self.trial(rates[-1], start)
+        _check_number(trials.get(f"{best:g}", 0.0))
+        return best, trials
 
     def trial(self, rate: float, start: dict[str, Tensor]) -> float:
         """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
         steps, optimiser = max(1, round(self.config.steps * TRIAL)), self.optimiser(rate)
         schedule, generator = one_cycle(optimiser, rate, steps), torch.Generator().manual_seed(self.config.seed + 1)
         for step in range(steps):
-            self.step(optimiser, schedule, generator)
+            self.step(optimiser, generator)
+            schedule.step()
             self.watch(f"learning rate {rate:g}", step + 1, steps)
         held_out_divergence = self.score()
-        self.restore(start)
+        restore(self.model, start)
         return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
-    def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, report: PolishReport, began: float, ledger: Ledger) -> None:
+        """Take all steps at the chosen rate."""
         steps, optimiser = self.config.steps, self.optimiser(report.rate or 1.0)
         schedule = one_cycle(optimiser, report.rate or 1.0, steps)
         generator = torch.Generator().manual_seed(self.config.seed + 1)
-        state = TrainingState(self.state, self.model, optimiser, schedule, generator, self.mark(start))
-        first, best = state.restore(report)
-        best = best if first else start
-        for step in range(first + 1, steps + 1):
-            _check_number(self.step(optimiser, schedule, generator))
-            if step % max(1, steps // LOOKS) == 0 or step == steps:
-                value = self.score()
-                report.history.append((step, time.perf_counter() - began, value))
-                if value < report.after:
-                    report.after, report.best_step, best = value, step, self.kept()
-                state.save(step, best, report)
-            self.watch("polishing", step, steps)
-        state.remove()
-        return best
+
+        def step() -> float:
+            loss = self.step(optimiser, generator)
+            _check_number(loss)
+            return loss
+
+        look = partial(self.look, report)
+        run = Training(self.model, optimiser, schedule, generator, report, step, look, steps, LOOKS, began)
+        train(run, lambda done, _: self.watch("polishing", done, steps), ledger)
+
+    def look(self, report: PolishReport, step: int, seconds: float) -> bool:
+        """Score the model; whether it is nearer to the teachers than any before."""
+        value = self.score()
+        report.history.append((step, seconds, value))
+        if value >= report.after:
+            return False
+        report.after, report.best_step = value, step
+        return True
 
     def mark(self, start: dict[str, Tensor]) -> str:
         """The fingerprint of a polishing run: weights, answers and every option that has an effect."""
         fingerprint = Fingerprint()
-        for name, tensor in start.items():
-            fingerprint.add(name, tensor)
-        facts = {"answers": [answers.mark for answers in self.answered], "last": list(self.last)}
+        pairs = (pair for samples in self.answered for pair in samples)
+        for number, tensors in enumerate([start, *itertools.chain.from_iterable(pairs)]):
+            for name, tensor in tensors.items():
+                fingerprint.add(f"{number}.{name}", tensor)
         options = asdict(replace(self.config, merge_lora=False))  # which is of writing
-        return fingerprint.hexdigest({**facts, "new": self.new, "batches": self.batches, **options})
+        return fingerprint.hexdigest({"new": self.new, "last": list(self.last), "batches": self.batches, **options})
 
     def optimiser(self, rate: float) -> Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def step(self, optimiser: Optimizer, schedule: LRScheduler, generator: torch.Generator) -> float:
+    def step(self, optimiser: Optimizer, generator: torch.Generator) -> float:
         """Run one step on random batches of each teacher and return the divergence before it."""
         optimiser.zero_grad()
         numbers = [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
         total = sum(self.gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
-        schedule.step()
         return total
 
     def gradient(self, teacher: int, number: int) -> float:
@@ -281,8 +295,9 @@ class Polish:
 
     def divergence(self, teacher: int, number: int) -> Tensor:
         """Divergence from a teacher on one of its batches."""
-        batch, target = self.answered[teacher].read(number, self.device)
-        return divergence(self.students[teacher](**unlabelled(batch)), target)
+        student, (batch, answer) = self.students[teacher], self.answered[teacher][number]
+        target = {name: tensor.to(self.device) for name, tensor in answer.items()}
+        return divergence(student(**inputs_for(student, batch)), target)
 
     def accumulate_gradients(self) -> None:
         """Accumulate the gradients of the first training batches of every teacher."""
@@ -295,15 +310,6 @@ class Polish:
         """Divergence on held-out samples, the mean over teachers."""
         each = [fmean(float(self.divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held)]
         return fmean(each)
-
-    def kept(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
-
-    @torch.no_grad()
-    def restore(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name in values:
-                parameter.copy_(values[name])
 
 
 def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float) -> float:

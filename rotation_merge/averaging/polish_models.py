@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody
 from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.files import PART
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.teachers import AnsweredSamples, write_answers
+from rotation_merge.matching.teachers import Answered, read_answers, write_answers
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model
@@ -108,7 +110,7 @@ def polished(
         merged: where it has heads (`heads_of: each`), each of their teachers trains the body under its own.
         samples: for all teachers, or a list with those of each (`run.data.for_each`).
         work: a folder for the teachers' answers; those that are there already are used.
-        state: file for the state of unfinished training, which continues from there.
+        state: folder for the state of unfinished training, which continues from there.
 
     Raises:
         RotationMergeError: models or samples are of no use.
@@ -150,19 +152,19 @@ def _answers(
     config: PolishConfig,
     work: Path,
     device: str,
-) -> list[AnsweredSamples]:
+) -> list[Answered]:
     """The answers of every teacher, in its student's order of classes; existing ones are used."""
     answered, size = [], max(1, min(TOGETHER // len(teachers), config.samples // 4))
     for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
-        path, seed = work / f"answers-{number}.safetensors", config.seed + number
-        name = source if isinstance(source, str | os.PathLike) else "in memory"
+        seed, name = config.seed + number, source if isinstance(source, str | os.PathLike) else "in memory"
         mark = f"{teacher.name} {name} {config.samples} {config.length} {seed}"
-        if not path.exists() or AnsweredSamples(path).mark != mark:
+        path = work / f"answers-{number}-{zlib.crc32(mark.encode()):08x}{PART}"
+        if not path.exists():
             module = _in_memory(teacher, student).to(device)
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
-            write_answers(module, unpadded(data.batches, data.source), path, mark, teacher.name)
+            write_answers(module, unpadded(data.batches, data.source), path, teacher.name)
             del module
-        answered.append(AnsweredSamples(path))
+        answered.append(read_answers(path))
     return answered
 
 

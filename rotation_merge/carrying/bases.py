@@ -25,8 +25,8 @@ from rotation_merge.carrying.tokens import (
 from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.matching.aligned_output import pair_report, read_alignment
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.options import NOTHING, WEIGHTS
+from rotation_merge.matching.match import Match
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
 from rotation_merge.matching.run import AppliedAlignment, Run, change_note
 from rotation_merge.model.adapter_base import check_base
@@ -155,13 +155,11 @@ class Bases(Pair):
         alignment = config.alignment
         if isinstance(alignment, Alignment):
             return lambda *_, **__: alignment
-        if config.matched_on == WEIGHTS:
-            return match_model
-        from rotation_merge.matching.match_on import SampleMatcher
+        from rotation_merge.matching.match_on import matcher
 
         part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
-        count, seed, length = config.sample_count, config.seed, config.length
-        return SampleMatcher(config.matched_on, *self.names, config.data, count, seed, device, length, part)
+        samples: dict[str, Any] = {"data": config.data, "count": config.sample_count, "seed": config.seed}
+        return matcher(config.matched_on, *self.names, **samples, device=device, length=config.length, part=part)
 
     def check_head(self) -> None:
         """Refuse to change a model's head that is tied in the new base and apart in the old one.

@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import Store, TemporaryFolder
+from rotation_merge.files import PART, Store, TemporaryFolder
 from rotation_merge.matching.objective import is_distribution, main_output
-from rotation_merge.matching.teachers import AnsweredSamples, write_answers
+from rotation_merge.matching.teachers import Answered, read_answers, write_answers
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
@@ -72,7 +72,7 @@ def answered_by_target(
     samples: Sequence[Batch],
     base_texts: Sequence[Batch],
     work: Store,
-) -> tuple[float, list[AnsweredSamples]]:
+) -> tuple[float, list[Answered]]:
     """The better target's answers to samples, and the new base's own to its texts.
 
     Args:
@@ -83,18 +83,16 @@ def answered_by_target(
     Returns:
         The target's share of the new base's logits, and the answers; those to the texts only where there are any.
     """
-    path = work.file("answers.safetensors")
-    if not path.exists():
+    paths = [work.file(f"answers{PART}"), work.file(f"answers-of-new-base{PART}")]
+    if (share := work.get("share")) is None:
         target = best_target({name: make() for name, make in models.items()}, choice)
-        write_answers(target, samples, path, f"{target.share:g}")
+        write_answers(target, samples, paths[0])
+        share = target.share
+        work.put("share", share)
         del target
-    answered = [AnsweredSamples(path)]
-    if base_texts:
-        path = work.file("answers-of-new-base.safetensors")
-        if not path.exists():
-            write_answers(models["new"](), base_texts, path, "new base")
-        answered.append(AnsweredSamples(path))
-    return float(answered[0].mark), answered
+    if base_texts and not paths[1].exists():
+        write_answers(models["new"](), base_texts, paths[1])
+    return share, [read_answers(path) for path in paths[: 1 + bool(base_texts)]]
 
 
 def adapter_in_training(model: Any, written: AdapterWeights) -> Any:

@@ -28,7 +28,7 @@ from rotation_merge.carrying.judge import (
     read_parts,
 )
 from rotation_merge.carrying.refit import refit_change
-from rotation_merge.files import STATE, Store, TemporaryFolder
+from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.forms import translated
@@ -253,7 +253,7 @@ class _Sampling:
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
             training = PolishConfig(steps=config.steps, lora=self.rank, seed=config.seed)
-            state = work.file(STATE)
+            state = work.file("state")
             report = Polish(student, answered, training, False, last, AT_A_STEP, state, self.progress).run()
         target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
         return f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."

@@ -73,7 +73,7 @@ def command(
     want --alignment. The outputs of OUT on random inputs are compared with the donor's; if they differ by more than
     rounding, OUT is kept as OUT.rejected. After an interruption, matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.matching.aligned_output import match_pair, write_aligned
+    from rotation_merge.matching.aligned_output import match_pair, with_basis, write_aligned
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.model.writing import StorageOptions, parse_size
@@ -101,7 +101,7 @@ def command(
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
         with unchanged([pair.anchor, pair.donor]), on_backend(backend, worker_device) as over:
             how = matcher(match, anchor, donor, device, over)
-            alignment, report = match_pair(pair, progress, how, ledger)
+            alignment = with_basis(pair, match_pair(pair, progress, how, ledger))
         if out is not None:
             proofs: list[Proof] = []
 
@@ -110,14 +110,13 @@ def command(
                 return not proofs[0].failed, proofs[0].words
 
             storage = StorageOptions(shard_bytes, dtype, untie)
-            left_out_notes = write_aligned(
-                pair, alignment, report, out, storage, progress, check if verify else None
-            ).notes
+            written = write_aligned(pair, alignment, out, storage, progress, check if verify else None)
+            left_out_notes = written.notes
             proof = proofs[0] if proofs else None
         if alignment_file is not None:
             alignment.write(alignment_file, half)
     progress.close()
-    name = str(pair.donor.reference)
+    name, report = str(pair.donor.reference), alignment.known_report
     before, after = report.relative_distances(name)
     if as_json:
         print_json(

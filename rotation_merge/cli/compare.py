@@ -35,7 +35,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     options = config_of(AlignConfig, values)
     pair = open_pair(anchor, donor, options, untie, watched=False)
     progress = Progress()
-    alignment, _ = match_pair(pair, progress)
+    alignment = match_pair(pair, progress)
     measured_gaps = list(gaps(pair.architecture, *pair.matched, alignment))
     progress.close()
     if as_json:

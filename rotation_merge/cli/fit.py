@@ -30,7 +30,7 @@ from rotation_merge.cli.paths import (
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.config import Count, Length, option
 from rotation_merge.errors import RecipeError
-from rotation_merge.files import FILE, STATE, Output, Store
+from rotation_merge.files import FILE, Output, Store
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
 from rotation_merge.run.data import KINDS, described, read_batches
@@ -98,7 +98,7 @@ def command(
     places = _model_devices(device, devices)
     with Store(out) as work:
         work.begin("fit")
-        options = replace(options, state=work.file(STATE), half=places[0].startswith("cuda"))
+        options = replace(options, state=work.file("state"), half=places[0].startswith("cuda"))
         return _learn(names, match, options, out, data, reading, places, untie, as_json)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +12,7 @@ from rotation_merge.cli.options import config_of, config_options, device_option,
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import DATA, FOLDER, STATE, Input, Output, Store, check_output
+from rotation_merge.files import DATA, FOLDER, Input, Output, Store, check_output
 from rotation_merge.run.data import KINDS
 
 if TYPE_CHECKING:
@@ -111,8 +110,7 @@ def write_polished(
     progress = Progress()
     with Store(out) as work:
         work.begin("polish")
-        training = f"{merged} {config.steps} {config.lora} {config.learning_rate} {config.seed}"
-        state = work.file(f"{zlib.crc32(training.encode()):08x}-{STATE}")
+        state = work.file("state")
         result = polished(opened, parents, sources, config, work.path, state=state, device=device, progress=progress)
         progress.close()
         if result.report.gained:

@@ -8,9 +8,8 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment
-from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.match_on import SampleMatcher
+from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment, with_basis
+from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.mergekit_plugin.run_recipe import moved_states
@@ -153,19 +152,13 @@ def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, led
     """Both models, with the donor aligned by its file or by matching."""
     if donor.file is None:
         bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
-        alignment, _ = match_pair(bodies, tick, _finder(donor), ledger)
+        match = matcher(donor.match_on, donor.anchor, donor.name, data=donor.data, count=donor.samples)
+        alignment = with_basis(bodies, match_pair(bodies, tick, match, ledger))
     else:
         alignment = read_alignment(pair, donor.file)
     if alignment.folded:
         anchor = loaded(pair.anchor, alignment.apply_anchor(pair.anchor_view, strict=False))
     return anchor, loaded(pair.donor, aligned_view(pair, alignment))
-
-
-def _finder(donor: RecipeDonor) -> Match:
-    """The function that matches a donor: on weights or on samples."""
-    if donor.match_on == WEIGHTS:
-        return match_model
-    return SampleMatcher(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)
 
 
 def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:

@@ -31,8 +31,8 @@ from rotation_merge.workers import Progress
 
 def match_pair(
     pair: Pair, progress: Progress | None = None, match: Match = match_model, ledger: Ledger = NOWHERE
-) -> tuple[Alignment, MergeReport]:
-    """Match the donor to the anchor; the report is that of the alignment.
+) -> Alignment:
+    """Match the donor to the anchor; the alignment has a report, and no basis yet.
 
     Args:
         ledger: store of intermediate results, to resume from.
@@ -42,15 +42,19 @@ def match_pair(
     return reported(pair, alignment)
 
 
-def reported(pair: Pair, alignment: Alignment) -> tuple[Alignment, MergeReport]:
-    """The alignment of a pair with its report, with what applying it needs of both models, and what its file keeps."""
+def reported(pair: Pair, alignment: Alignment) -> Alignment:
+    """The alignment of a pair with its report, and what its file keeps."""
     run, name = Run(), str(pair.donor.reference)
     if alignment.transforms and not alignment.rows:
         alignment = recorded(pair.architecture, *pair.sources, alignment)
     run.aligned(name, alignment)
     report = pair_report(pair, run, yaml.safe_dump(asdict(pair.options), sort_keys=False))
-    basis, facts = pair.basis(alignment.folded), file_metadata(report, name)
-    return replace(alignment, report=report, basis=basis, metadata=facts), report
+    return replace(alignment, report=report, metadata=file_metadata(report, name))
+
+
+def with_basis(pair: Pair, alignment: Alignment) -> Alignment:
+    """The alignment of a pair with what applying and writing it need of both models."""
+    return replace(alignment, basis=pair.basis(alignment.folded))
 
 
 def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
@@ -86,7 +90,6 @@ def aligned_view(pair: Pair, alignment: Alignment, dtype: torch.dtype | None = N
 def write_aligned(
     pair: Pair,
     alignment: Alignment,
-    report: MergeReport,
     out: str,
     storage: StorageOptions,
     progress: Progress | None = None,
@@ -97,7 +100,7 @@ def write_aligned(
     Nothing is left behind if writing fails.
     """
     view = aligned_view(pair, alignment, dtype_from_name(storage.dtype))
-    report = replace(report, notes=[*report.notes, *view.notes])
+    report = replace(alignment.known_report, notes=[*alignment.known_report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
     write_checkpoint(view, report, text, out, storage, progress, check)
     return view

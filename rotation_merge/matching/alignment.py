@@ -69,7 +69,7 @@ class Alignment:
         summary: iterations, objective and the like, for the report.
         notes: what the user should know.
         samples: where it was matched on samples: what they are called, and how many.
-        report: what was done, where `rotation_merge.align` made it.
+        report: what was done, where it was matched outside a merge, or made by `rotation_merge.align`.
         basis: of the two models what applying it needs; None where only a merge that has both at hand uses it.
         metadata: what its file keeps beside it, such as options and figures.
     """
@@ -290,6 +290,12 @@ class Alignment:
             remedy = "make it with rotation_merge.align, or load it from its file"
             raise AlignmentError("the alignment has no facts on its models", remedy=remedy)
         return self.basis
+
+    @property
+    def known_report(self) -> MergeReport:
+        """The report of an alignment that has one."""
+        assert self.report is not None
+        return self.report
 
     def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> View:
         """Open a model to move, and check its architecture; strict: also its weights."""

@@ -19,7 +19,6 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.apply import at_least_float32
@@ -188,25 +187,6 @@ def _disable_cache(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             cast(Any, module).config.use_cache = False
-
-
-def same_tensors(anchor: nn.Module, donor: nn.Module, names: tuple[str, str]) -> None:
-    """Refuse a donor with other tensors, or with other shapes, such as those of another vocabulary.
-
-    Args:
-        names: what the two are called.
-
-    Raises:
-        CheckpointError: names the first tensor that only one of the two has, or that has another shape.
-    """
-    first, second = anchor.state_dict(), donor.state_dict()
-    if odd := sorted(set(first) ^ set(second)):
-        raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")
-    for name, tensor in first.items():
-        if second[name].shape != tensor.shape:
-            problem = f"tensor '{name}' is {list(second[name].shape)}, in {names[0]} it is {list(tensor.shape)}"
-            remedy = "bring the models to one vocabulary and one size first"
-            raise CheckpointError(problem, where=names[1], remedy=remedy)
 
 
 def renamed(

@@ -71,14 +71,22 @@ def row_of(
 
 @dataclass(frozen=True)
 class BlockMatch:
-    """Transforms of a block's local spaces by space name, and what the report says of each."""
+    """The match of a block.
+
+    Attributes:
+        transforms: of its local spaces, by name.
+        rows: what the report says of each.
+        whole: where streams move, the squared distance of all its tensors before and after, and the anchor's squared
+            norm.
+    """
 
     transforms: dict[str, Transform]
     rows: list[SpaceRow]
+    whole: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def to(self, device: torch.device) -> BlockMatch:
         """The same, its transforms on a device."""
-        return BlockMatch({name: transform.to(device) for name, transform in self.transforms.items()}, self.rows)
+        return replace(self, transforms={name: transform.to(device) for name, transform in self.transforms.items()})
 
 
 class NotFiniteError(AlignmentError):

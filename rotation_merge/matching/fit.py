@@ -12,7 +12,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.aligned_output import reported
+from rotation_merge.matching.aligned_output import reported, with_basis
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.basis import Basis
-from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed, same_tensors
+from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed
 from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
 from rotation_merge.matching.gauge import space_groups
 from rotation_merge.matching.learned import LearnedTransforms
@@ -31,10 +32,12 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.matching.pair import Pair, check_pair, open_pair
-from rotation_merge.matching.resume import TrainingState, fit_mark
+from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
+from rotation_merge.matching.training import Training, kept_in, train
+from rotation_merge.model.fingerprint import checksum
 from rotation_merge.model.labels import in_order
-from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.model.open import ModelLike, check_names, open_model
+from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
@@ -51,6 +54,9 @@ LEAST_GAIN = 1e-6
 
 LARGEST_ANSWERS = 1 << 30
 """Bytes of the parents' outputs that are kept; others are computed again."""
+
+WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
+"""Options that do not change where a fit goes."""
 
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points of the path from the anchor to the donors that a fit is judged at."""
@@ -88,23 +94,19 @@ class FitResult:
             facts: further entries of the files' metadata.
         """
         entries = {**(facts or {}), "learned": self.report.to_dict()}
-        for (file, donor), alignment in zip(donors.items(), self.alignments, strict=True):
-            pair = open_pair(anchor, donor, self.match, untie)
-            alignment, _ = reported(pair, self._named(alignment, pair))
+        stored = self.of_checkpoints([anchor, *donors.values()], untie)
+        for file, alignment in zip(donors, stored.alignments, strict=True):
             replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
 
-    def of_checkpoints(self, views: Sequence[View]) -> FitResult:
-        """The same for models as they are stored, the anchor first, instead of for the modules that were fitted."""
+    def of_checkpoints(self, models: Sequence[ModelLike], untie: bool) -> FitResult:
+        """The same for stored models, the anchor first, instead of the modules that were fitted; with reports."""
         alignments, architecture = [], self.architecture
-        for donor, alignment in zip(views[1:], self.alignments, strict=True):
-            untie = alignment.basis is not None and alignment.basis.untie
-            pair = open_pair(open_model(views[0], untie=untie), open_model(donor, untie=untie), self.match, untie)
-            alignments.append(replace(self._named(alignment, pair), basis=pair.basis(alignment.folded)))
+        for donor, alignment in zip(models[1:], self.alignments, strict=True):
+            pair = open_pair(models[0], donor, self.match, untie)
             architecture = pair.architecture
+            transforms = renamed(alignment.transforms, self.architecture, architecture)
+            alignments.append(with_basis(pair, reported(pair, replace(alignment, transforms=transforms))))
         return replace(self, architecture=architecture, alignments=alignments)
-
-    def _named(self, alignment: Alignment, pair: Pair) -> Alignment:
-        return replace(alignment, transforms=renamed(alignment.transforms, self.architecture, pair.architecture))
 
 
 def fit(
@@ -147,13 +149,16 @@ def fit(
     modules = [
         model if isinstance(model, nn.Module) else module_of(view) for model, view in zip(models, views, strict=True)
     ]
-    for module, view in zip(modules[1:], views[1:], strict=True):
-        same_tensors(modules[0], module, (views[0].name, view.name))
+    first, *others = (open_model(module, view.name) for module, view in zip(modules, views, strict=True))
+    for other in others:
+        check_names(first, other)
+        check_shapes(first, other, remedy="bring the models to one vocabulary and one size first")
     samples = _samples(batches, views[0], modules)
     with seeded(options.seed):
         result = _Fit(modules, samples, match, options, watch or (lambda *_: None), label).run()
-    stored = any(module is not model for module, model in zip(modules, models, strict=True))
-    return result.of_checkpoints(views) if stored else result
+    if all(module is model for module, model in zip(modules, models, strict=True)):
+        return result
+    return result.of_checkpoints(views, any(alignment.known_basis.untie for alignment in result.alignments))
 
 
 def _as_list(donors: Any) -> list[ModelLike]:
@@ -204,8 +209,8 @@ class _Fit:
         self.models, self.options, self.watch, self.label = [m.eval() for m in models], options, watch, label
         self.device = device_of(models[0])
         self.architecture = architecture_of(models[0], untie=True)
-        views = [open_model(model, type(model).__name__, untie=True) for model in models]
-        pairs = [check_pair(views[0], donor, match, untie=True) for donor in views[1:]]
+        self.views = [open_model(model, type(model).__name__, untie=True) for model in models]
+        pairs = [check_pair(self.views[0], donor, match, untie=True) for donor in self.views[1:]]
         self.match, self.folded, self.rows = pairs[-1].options, pairs[-1].folded, [pair.rows for pair in pairs]
         self.states = [dict(model.state_dict()) for model in models]
         for state, rows in zip(self.states[1:], self.rows, strict=True):
@@ -325,7 +330,7 @@ class _Fit:
             return match_model
         samples = [self.batches[i] for i in self.training]
         anchor, donor = (self._runnable(self.models[i]) for i in (0, number))
-        return activation_matcher(self.label)(self.options.match_on, anchor, donor, samples)
+        return activation_matcher(self.options.match_on, anchor, donor, samples, self.label)
 
     def _runnable(self, model: nn.Module) -> nn.Module:
         """A model in float32 at least, on the samples' device; a copy if it has to change."""
@@ -349,7 +354,7 @@ class _Fit:
         ).to(self.device)
         loss, barrier = scores[name]
         report = FitReport(name, self.objective, loss, loss, barrier, barrier, plain[0], 0, 0.0)
-        learned.load_state_dict(self._optimise(learned, report, began))
+        self._optimise(learned, report, began)
         report.seconds = time.perf_counter() - began
         final = [cast(LearnedTransforms, module).final_transforms() for module in learned]
         alignments = [
@@ -365,37 +370,46 @@ class _Fit:
         anchor, *donors = (open_model(*pair, untie=untie) for pair in zip(self.models, names, strict=True))
         return [check_pair(anchor, donor, self.match, untie=untie).basis(self.folded) for donor in donors]
 
-    def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
-        """Take the steps and return the parameters with the lowest held-out loss."""
+    def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> None:
+        """Take the steps, and leave the parameters with the lowest held-out loss."""
         if next(learned.parameters(), None) is None:
             problem = "the groups chosen have nothing to learn (signs and permutations only)"
             remedy = "allow 'attention: rotation', 'scaling' or 'residual: rotation', or learn permutations"
             raise RecipeError(problem, remedy=remedy)
-        steps, every = self.options.steps, max(1, self.options.steps // LOOKS)
-        optimiser = torch.optim.Adam(learned.parameters(), lr=self.options.learning_rate, betas=(0.9, 0.95))
+        options, steps = self.options, self.options.steps
+        optimiser = torch.optim.Adam(learned.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
-        mark = fit_mark(self.models, self.batches, self.match, self.options) if self.options.state else ""
-        state = TrainingState(self.options.state, learned, optimiser, schedule, self.generator, mark)
-        first, best = state.restore(report)
-        report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
-        for step in range(first + 1, steps + 1):
-            if step > report.best_step + self.options.patience * every:
-                break
-            loss = self._step(learned, optimiser)
-            schedule.step()
-            seconds = time.perf_counter() - began
-            late = self.options.minutes and seconds > 60 * self.options.minutes
-            if step % every == 0 or step == steps or late:
-                best = self._keep_best(learned, report, best, step, seconds)
-            state.save(step, best, report)
-            figures = {"loss": float(loss), "held out": report.after, "barrier": report.barrier_after}
-            self.watch(step, steps, figures)
-            if late:
-                break
-        state.remove()
-        return best
+        report.history = [(0, 0.0, report.before, report.barrier_before)]
+        step, look = partial(self._step, learned, optimiser), partial(self._look, learned, report)
+        run = Training(
+            learned,
+            optimiser,
+            schedule,
+            self.generator,
+            report,
+            step,
+            look,
+            steps,
+            LOOKS,
+            began,
+            options.patience,
+            options.minutes,
+        )
 
-    def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> Tensor:
+        def watch(done: int, loss: float) -> None:
+            self.watch(done, steps, {"loss": loss, "held out": report.after, "barrier": report.barrier_after})
+
+        with kept_in(options.state, self._mark) as ledger:
+            train(run, watch, ledger)
+
+    def _mark(self) -> str:
+        """A stable key of the fit: models, data, and every option that has an effect."""
+        chosen = {name: value for name, value in asdict(self.options).items() if name not in WITHOUT_EFFECT}
+        models = [(type(view.module).__name__, view.fingerprint) for view in self.views]
+        batches = [{name: checksum(tensor) for name, tensor in batch.items()} for batch in self.batches]
+        return mark_of([], fitted=models, batches=batches, match=asdict(self.match), options=chosen)
+
+    def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> float:
         """Run one step and return the loss before it.
 
         Nothing else may survive the step: a remaining graph would fragment memory for the next one.
@@ -408,20 +422,18 @@ class _Fit:
                 loss.backward()
         nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
         optimiser.step()
-        return loss.detach()
+        return float(loss.detach())
 
-    def _keep_best(
-        self, learned: nn.ModuleList, report: FitReport, best: dict[str, Tensor], step: int, seconds: float
-    ) -> dict[str, Tensor]:
-        """Keep the parameters if they have the lowest held-out loss so far."""
-        with torch.no_grad():
-            value, barrier = self.score([module() for module in learned])
+    @torch.no_grad()
+    def _look(self, learned: nn.ModuleList, report: FitReport, step: int, seconds: float) -> bool:
+        """Score the learned transforms; whether they have the lowest held-out loss so far."""
+        value, barrier = self.score([module() for module in learned])
         report.history.append((step, seconds, value, barrier))
         LOG.info("step %d: held-out loss %.4f (so far %.4f), barrier %.4f", step, value, report.after, barrier)
         if value > report.after - LEAST_GAIN:
-            return best
+            return False
         report.after, report.barrier_after, report.best_step = value, barrier, step
-        return {name: tensor.detach().clone() for name, tensor in learned.state_dict().items()}
+        return True
 
 
 def along(point: float, models: int) -> Tensor:

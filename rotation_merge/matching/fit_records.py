@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass as config_dataclass
 
-from rotation_merge.config import Config, Count, NotNegative, Numbers, Rate, Share, option
+from rotation_merge.config import FOLDER, Config, Count, NotNegative, Numbers, Rate, Share, option
 from rotation_merge.matching.objective import Objective
 from rotation_merge.matching.options import MatchOn
 
@@ -56,9 +56,9 @@ class FitConfig(Config):
     seed: int = option(0, "seed of all random numbers")
     half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
-    state: FilePath | None = option(
+    state: Annotated[FilePath, FOLDER] | None = option(
         None,
-        "file for the state of an unfinished fit. A fit continues from it if it exists",
+        "folder for the state of an unfinished fit. The same fit continues from it if it exists",
         command=False,
     )
 

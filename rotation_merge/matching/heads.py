@@ -13,6 +13,7 @@ biases take part, too, and queries and keys are permuted separately from values 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,66 +134,53 @@ class HeadPart:
             by_size.setdefault(len(coordinates), []).append(coordinates)
         return [torch.stack(coordinates) for size, coordinates in by_size.items() if size]
 
-    @cached_property
-    def norms(self) -> tuple[Tensor, ...]:
-        """Squared norms (G, d) of primal and dual side, of the donor and then of the anchor."""
-        sums = [self._norms(pairs, which) for which in (1, 0) for pairs in (self.primal, self.dual)]
-        return tuple(sums)
+    @property
+    def sides(self) -> tuple[Pairs, ...]:
+        """Primal and dual, and what follows where there is any."""
+        return (self.primal, self.dual, self.follow) if self.follow else (self.primal, self.dual)
 
     @cached_property
-    def follow_norms(self) -> Tensor:
-        """Squared norms, (G, d), of what the donor's coordinates are followed by."""
-        return self._norms(self.follow, 1)
-
-    def _norms(self, pairs: Pairs, which: int) -> Tensor:
+    def norms(self) -> Tensor:
+        """Squared norms of anchor and donor on either side and of what follows, (2, 3, G, d)."""
         groups, _, size = self.shape
-        total = torch.zeros(groups, size, dtype=torch.float64, device=self.device)
-        for pair in pairs:
-            for g, x in enumerate(pair[which]):
-                total[g] += at_least_float32(x.to(self.device)).square().sum(-1).sum(0, dtype=torch.float64)
+        total = torch.zeros(2, 3, groups, size, dtype=torch.float64, device=self.device)
+        for side, pairs in enumerate(self.sides):
+            for which, model in ((which, pair[which]) for pair in pairs for which in (0, 1)):
+                for g, x in enumerate(model):
+                    squares = at_least_float32(x.to(self.device)).square().sum(-1)
+                    total[which, side, g] += squares.sum(0, dtype=torch.float64)
         return total
 
     def stats(self, pairing: Pairing) -> Stats:
         """The statistics of pairs of groups."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        donor, anchor = (self.norms[0][j], self.norms[1][j]), (self.norms[2][i], self.norms[3][i])
-        primal, dual = self._summed(self.primal, pairing), self._summed(self.dual, pairing)
-        stats = Stats(primal, dual, donor, anchor, rounding=self.rounding)
-        if not self.follow:
-            return stats
-        return replace(stats, follow=self._products(self.follow, pairing), follow_norms=self.follow_norms[j])
-
-    def _products(self, pairs: Pairs, pairing: Pairing) -> Tensor:
-        """A B^T of the paired heads, summed over those of a group, (N, d, d)."""
-        size = self.shape[2]
-        total = torch.zeros(len(pairing.anchor), size, size, dtype=torch.float64, device=self.device)
-        for n, x, y in _met(pairs, pairing):
-            x, y = at_least_float32(x.to(self.device)), at_least_float32(y.to(self.device))
-            total[n] += torch.bmm(*_alike(x, y)).sum(0, dtype=torch.float64)
-        return total
+        anchor, donor = self.norms[0][:, i], self.norms[1][:, j]
+        primal, dual, *follow = (self._summed(side, pairing) for side in range(len(self.sides)))
+        stats = Stats(primal, dual, (donor[0], donor[1]), (anchor[0], anchor[1]), rounding=self.rounding)
+        return replace(stats, follow=follow[0], follow_norms=donor[2]) if follow else stats
 
     def tabulate(self) -> None:
         """Form the products of all heads with all; before, those inside every group with itself are known."""
-        self.__dict__["tables"] = tuple(self._table(pairs, every=True) for pairs in (self.primal, self.dual))
+        self.__dict__["tables"] = [self._table(pairs, every=True) for pairs in self.sides]
 
     @cached_property
-    def tables(self) -> tuple[list[Tensor], ...]:
-        """Products of heads with heads on either side, for the blocks of each size.
+    def tables(self) -> list[list[Tensor]]:
+        """Products of heads with heads on each side, for the blocks of each size, in the inputs' precision.
 
-        (G, r, r, k, s, s) inside the groups, or of all with all (G, r, G, r, k, s, s), in the inputs' precision.
+        (G, r, 1, r, k, s, s) inside the groups, or of all with all (G, r, G, r, k, s, s).
         """
-        return tuple(self._table(pairs, every=False) for pairs in (self.primal, self.dual))
+        return [self._table(pairs, every=False) for pairs in self.sides]
 
-    def _tables_of(self, i: Tensor, j: Tensor) -> tuple[list[Tensor], ...]:
-        """The tables, with the products of groups `i` with groups `j`."""
+    def _tables_of(self, i: Tensor, j: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+        """The tables, with the products of groups `i` with groups `j`, and where these are."""
         if not (self.every or torch.equal(i, j)):
             self.tabulate()
-        return self.tables
+        return self.tables, j if self.every else torch.zeros_like(j)
 
     @property
     def every(self) -> bool:
         """Whether the products of all heads with all are known."""
-        return self.tables[0][0].ndim == 7
+        return self.tables[0][0].shape[2] == self.shape[0]
 
     def _table(self, pairs: Pairs, every: bool) -> list[Tensor]:
         return [self._block_table(blocks, pairs, every) for blocks in self.blocks]
@@ -201,17 +189,16 @@ class HeadPart:
         groups, _, width = self.shape
         per_group = pairs[0][0].shape[1] if pairs else 1
         count, size = blocks.shape
-        batch, heads = (1, groups * per_group) if every else (groups, per_group)
+        batch, met = (1, groups) if every else (groups, 1)
+        heads = met * per_group
         index = (torch.arange(heads)[None, :, None] * width + blocks[:, None]).flatten(1).to(self.device)
         total = torch.zeros(1, device=self.device)
         for pair in pairs:
             x, y = (self._rows(t.flatten(0, 2).to(self.device).unflatten(0, (batch, -1)), index) for t in pair)
             total = total + torch.bmm(*_alike(x, y))
-        shape = (count, groups, per_group, size) if every else (groups, count, per_group, size)
         total = total.expand(batch * count, heads * size, heads * size)
-        if every:
-            return total.reshape(*shape, *shape[1:]).permute(1, 2, 4, 5, 0, 3, 6)
-        return total.reshape(*shape, *shape[2:]).permute(0, 2, 4, 1, 3, 5)
+        apart = total.reshape(batch, count, met, per_group, size, met, per_group, size)
+        return apart.permute(0, 2, 3, 5, 6, 1, 4, 7).flatten(0, 1)
 
     @staticmethod
     def _rows(x: Tensor, index: Tensor) -> Tensor:
@@ -219,15 +206,15 @@ class HeadPart:
         whole = index.numel() == x.shape[1] and len(index) == 1
         return at_least_float32(x if whole else x[:, index].flatten(0, 1))
 
-    def _summed(self, pairs: Pairs, pairing: Pairing) -> Tensor:
+    def _summed(self, side: int, pairing: Pairing) -> Tensor:
         """A B^T of pairs of groups, summed over their heads, (N, d, d), zero outside of blocks."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        size = self.shape[2]
+        size, (tables, places) = self.shape[2], self._tables_of(i, j)
         result = torch.zeros(len(i), size, size, dtype=torch.float64, device=self.device)
-        for blocks, table in zip(self.blocks, self._tables_of(i, j)[pairs is self.dual], strict=True):
+        for blocks, table in zip(self.blocks, tables[side], strict=True):
             rows = torch.arange(table.shape[1], device=self.device)
             queries = pairing.queries.to(self.device) if len(rows) > 1 else torch.zeros_like(i)[:, None]
-            picked = table[i[:, None], rows, j[:, None], queries] if self.every else table[i[:, None], rows, queries]
+            picked = table[i[:, None], rows, places[:, None], queries]
             index = blocks.to(self.device)
             result[:, index[:, :, None], index[:, None, :]] = picked.sum(1, dtype=torch.float64)
         return result
@@ -235,7 +222,8 @@ class HeadPart:
     def inner(self, i: Tensor, j: Tensor) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
         i, j = i.to(self.device), j.to(self.device)
-        return [(table[i, :, j] if self.every else table[i]).double() for table in self._tables_of(i, j)[1]]
+        tables, places = self._tables_of(i, j)
+        return [table[i, :, places].double() for table in tables[1]]
 
     @property
     def compact(self) -> bool:
@@ -248,14 +236,13 @@ class HeadPart:
         Without a table of all heads, or where the coordinates of a block have scales of their own, the anchor's squared
         norms: all that can be gained.
         """
-        follow = self._norms(self.follow, 0).sum(1)[:, None]
         if not self.every or (self.group.permutes and self.group.scaled):
-            return ((self.norms[2] + self.norms[3]).sum(1)[:, None] + follow).expand(-1, self.shape[0]).cpu()
-        total = follow.repeat(1, self.shape[0])
-        for blocks, primal, dual in zip(self.blocks, *self.tables, strict=True):
+            return self.norms[0].sum((0, 2))[:, None].expand(-1, self.shape[0]).cpu()
+        total = self.norms[0, 2].sum(1)[:, None].repeat(1, self.shape[0])
+        for blocks, primal, dual in zip(self.blocks, *self.tables[:2], strict=True):
             root = blocks.shape[1] ** 0.5 * (1 + self.rounding)
             p, q = (root * torch.linalg.matrix_norm(table).double().amax(3).sum(1) for table in (primal, dual))
-            first, second = (x[:, blocks.to(self.device)].sum(-1)[None] for x in self.norms[:2])
+            first, second = (x[:, blocks.to(self.device)].sum(-1)[None] for x in self.norms[1, :2])
             scale = best_scale(first, second, p, q) if self.group.scaled else torch.ones_like(p)
             total -= cost(scale, first, second, p, q).sum(-1)
         return total.cpu()
@@ -270,22 +257,19 @@ class HeadPart:
         return element, float(gained.sum())
 
     def _equal(self, pairing: Pairing) -> Tensor:
+        """Whether the heads that meet are equal in both models, (N,)."""
         equal = torch.ones(len(pairing.anchor), dtype=torch.bool, device=self.device)
-        for n, x, y in _met([*self.primal, *self.dual, *self.follow], pairing):
-            equal[n] &= torch.equal(x.to(self.device), y.to(self.device, x.dtype))
+        places = list(zip(pairing.anchor.tolist(), pairing.donor.tolist(), pairing.queries, strict=True))
+        for a, b in itertools.chain.from_iterable(self.sides):
+            for n, (i, j, queries) in enumerate(places):
+                x, y = a[i].to(self.device), b[j].to(self.device, a.dtype)
+                equal[n] &= torch.equal(x, y if len(y) == 1 else y[queries.to(self.device)])
         return equal
 
     def chunks(self, count: int) -> Iterator[Tensor]:
         """Numbers of N pairs, a few at a time."""
         size = self.shape[2]
         yield from torch.arange(count).split(max(1, ENTRIES // (size * size * self.shape[1])))
-
-
-def _met(pairs: Pairs, pairing: Pairing) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The number of a pair of groups with the heads of both that meet, (r, d, m), for all tensors."""
-    for a, b in pairs:
-        for n, (i, j) in enumerate(zip(pairing.anchor.tolist(), pairing.donor.tolist(), strict=True)):
-            yield n, a[i], b[j] if b.shape[1] == 1 else b[j][pairing.queries[n].to(b.device)]
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

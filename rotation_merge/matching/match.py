@@ -14,16 +14,16 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import row_of
+from rotation_merge.matching.block import BlockMatch, row_of
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.serialisation import match_of, packed, part_of, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
-from rotation_merge.matching.visit import FINAL, MEASURE, PASS, FinalMatch, Step, Visits
+from rotation_merge.matching.visit import FINAL, MEASURE, PASS, Step, Visits
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -271,35 +271,24 @@ class ModelMatching:
         rows, streams, began = list[SpaceRow](), dict(transforms), time.perf_counter()
         sums = [0.0, 0.0, 0.0]
         for match in self._final_matches(streams):
-            if match is not None:
-                transforms.update(match.match.transforms)
-                rows += match.match.rows
-                sums = [a + b for a, b in zip(sums, (match.before, match.after, match.norm), strict=True)]
+            transforms.update(match.transforms)
+            rows += match.rows
+            sums = [a + b for a, b in zip(sums, match.whole, strict=True)]
         seconds, notes = time.perf_counter() - began, ["distances of all tensors of the model"]
         spaces = self.visits.architecture.streams
         rows += [row_of(self.blocks[0], spaces[name], t, sums, seconds, notes) for name, t in streams.items()]
         return rows
 
-    def _final_matches(self, streams: Transforms) -> Iterator[FinalMatch | None]:
+    def _final_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
         """The last match of every block, from an earlier run if it is known."""
-        known = {number: self._known(block) for number, block in enumerate(self.blocks)}
-        pending = [number for number, match in known.items() if match is None]
+        known = {number: self.ledger.get(block.name) for number, block in enumerate(self.blocks)}
+        pending = [number for number, part in known.items() if part is None]
         fresh = self.each("matching", Step(FINAL, streams), pending, len(known) - len(pending))
         for number, block in enumerate(self.blocks):
-            match = known[number]
-            if match is None:
-                match = next(fresh)[1]
-                self._keep(block, match)
+            match: BlockMatch = next(fresh)[1] if (part := known[number]) is None else match_of(part)
+            if part is None and (match.transforms or any(match.whole)):
+                self.ledger.keep(block.name, partial(part_of, match))
             yield match
-
-    def _keep(self, block: Block, match: FinalMatch | None) -> None:
-        if match is not None:
-            distances = match.before, match.after, match.norm
-            self.ledger.keep(block.name, lambda: {"match": part_of(match.match), "distances": distances})
-
-    def _known(self, block: Block) -> FinalMatch | None:
-        part = self.ledger.get(block.name)
-        return None if part is None else FinalMatch(match_of(part["match"]), *part["distances"])
 
 
 @dataclass

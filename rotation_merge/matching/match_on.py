@@ -27,7 +27,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
 from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.stream import StreamSums, measured, piece, residual_groups
 from rotation_merge.model.blocks import read_tensor
@@ -82,35 +82,23 @@ def match_on_activations(
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
     plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
-    activation_tensors = _ActivationTensors(*activations, *plain)
-    blocks = [
-        activation_tensors.block(block, bool(options.at(architecture, block).scaling)) for block in architecture.blocks
-    ]
-    rows = max((len(x) for x, _ in activation_tensors.tensors.values()), default=0)
-    if not rows:
+    recordings = _Recordings(activations, plain[0])
+    whole = replace(architecture, blocks=tuple(map(recordings.added, architecture.blocks)))
+    alone = replace(
+        whole, blocks=tuple(recordings.alone(b, bool(options.at(architecture, b).scaling)) for b in whole.blocks)
+    )
+    if not (rows := max((len(x) for x, _ in recordings.tensors.values()), default=0)):
         raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
     first, second = (
-        as_tensors(source).replaced({name: pair[which] for name, pair in activation_tensors.tensors.items()})
+        as_tensors(source).replaced({name: pair[which] for name, pair in recordings.tensors.items()})
         for which, source in enumerate(plain)
     )
-    start = {
-        ACTIVATIONS: _start(
-            architecture, streams, [(b, activation_infos) for b, _, activation_infos in blocks], first, second
-        )
-    }
-    alone = replace(
-        architecture,
-        blocks=tuple(
-            replace(b, tensors=(*weight_infos, *activation_infos)) for b, weight_infos, activation_infos in blocks
-        ),
-    )
-    match = partial(match_model, fold=False, ledger=ledger.under(ACTIVATIONS))
-    alignment = match(alone, first, second, options, progress, start if streams else None)
-    if how == BOTH:
-        start = {ACTIVATIONS: {name: alignment.transforms[name] for name in streams}}
-        whole = replace(architecture, blocks=tuple(replace(b, tensors=(*b.tensors, *m)) for b, _, m in blocks))
-        match = partial(match_model, fold=False, ledger=ledger.under(BOTH))
-        alignment = match(whole, first, second, options, progress, start if streams else None)
+    start = _start(architecture, streams, [recordings.of(block) for block in whole.blocks], first, second)
+    for step, compared in {ACTIVATIONS: alone, BOTH: whole}.items() if how == BOTH else [(ACTIVATIONS, alone)]:
+        starts = {ACTIVATIONS: start} if streams else None
+        within = ledger.under(step)
+        alignment = match_model(compared, first, second, options, progress, starts, fold=False, ledger=within)
+        start = {name: alignment.transforms[name] for name in streams}
     alignment = replace(alignment, folded=folded, notes=_notes(architecture, streams, rows, how))
     return recorded(architecture, anchor, donor, alignment)
 
@@ -185,45 +173,47 @@ class SampleMatcher:
             raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
 
 
+def matcher(how: str, anchor: str, donor: str, **samples: Any) -> Match:
+    """The function that matches two checkpoints: on weights, or as a `SampleMatcher` with these attributes."""
+    return match_model if how == WEIGHTS else SampleMatcher(how, anchor, donor, **samples)
+
+
 def record_activations(model: Any, batches: list[Batch]) -> Activations:
     """Inputs and outputs of a loaded model's maps on samples."""
     return Activations.of(model, batches, ROWS)
 
 
-def activation_matcher(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:
-    """Return a function that builds matchers of loaded models on samples: on `activations` or `both`.
+def activation_matcher(
+    how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]], source: str
+) -> Match:
+    """The function that matches two loaded models on samples: on `activations` or `both`.
 
     Args:
         source: what the samples are called, where they do not do.
     """
-
-    def matcher(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
-        plain = unpadded([unlabelled(batch) for batch in batches], source)
-        return partial(
-            match_on_activations,
-            activations=(record_activations(anchor, plain), record_activations(donor, plain)),
-            how=how,
-        )
-
-    return matcher
+    plain = unpadded([unlabelled(batch) for batch in batches], source)
+    activations = record_activations(anchor, plain), record_activations(donor, plain)
+    return partial(match_on_activations, activations=activations, how=how)
 
 
 def _start(
     architecture: Architecture,
     streams: Mapping[str, str],
-    blocks: Iterable[tuple[Block, list[TensorInfo]]],
+    blocks: Iterable[Block],
     anchor: TensorSource,
     donor: TensorSource,
 ) -> dict[str, Transform]:
-    """The best element of every stream for its recorded activations, all weighted equally."""
+    """The best element of every stream for its recorded activations, all weighted equally.
+
+    Args:
+        blocks: with the activations alone.
+    """
     still = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
     sums = StreamSums(equal=True)
-    for block, activation_infos in blocks:
-        stream_infos = [
-            info for info in activation_infos if any(part.space.kind == "stream" for part in info.axes[1].parts)
-        ]
-        a, b = ({info.key: source[info.name] for info in stream_infos} for source in (anchor, donor))
-        for tensor in measured([piece(replace(block, tensors=tuple(stream_infos)), a, b)], still):
+    for block in blocks:
+        of_streams = [info for info in block.tensors if any(part.space.kind == "stream" for part in info.axes[1].parts)]
+        a, b = ({info.key: source[info.name] for info in of_streams} for source in (anchor, donor))
+        for tensor in measured([piece(replace(block, tensors=tuple(of_streams)), a, b)], still):
             sums.count(tensor, still)
     return sums.solve(architecture, streams, still)
 
@@ -238,43 +228,41 @@ def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str
     return tuple(notes)
 
 
-class _ActivationTensors:
+class _Recordings:
     """Activations of two models as labelled tensors.
 
     Attributes:
         tensors: by name, of anchor and donor: (rows, size).
     """
 
-    def __init__(self, first: Activations, second: Activations, anchor: TensorSource, donor: TensorSource) -> None:
-        self.activations, self.anchor = (first, second), anchor
+    def __init__(self, activations: ActivationPair, anchor: TensorSource) -> None:
+        self.activations, self.anchor = activations, anchor
         self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def block(self, block: Block, scales: bool) -> tuple[Block, list[TensorInfo], list[TensorInfo]]:
-        """The block, its tensors that count for the match, and its activations as tensors.
+    def added(self, block: Block) -> Block:
+        """The block with the activations around its maps beside its tensors."""
+        maps, read = (linear_map(block, info) for info in block.tensors), set[str]()
+        infos = [info for linear in maps if linear and not linear.stacked for info in self._tensors_of(linear, read)]
+        return replace(block, tensors=(*block.tensors, *infos))
+
+    def of(self, block: Block) -> Block:
+        """The block's activations alone."""
+        return replace(block, tensors=tuple(info for info in block.tensors if info.name in self.tensors))
+
+    def alone(self, block: Block, scales: bool) -> Block:
+        """The block's activations, and those of its tensors that know of a local space what activations do not.
 
         Args:
             scales: whether scales are to be found, of which the output sides' weights know.
         """
-        infos: list[TensorInfo] = []
-        stems: set[str] = set()
-        known: set[str] = set()
-        read: set[str] = set()
-        for info in block.tensors:
-            linear = linear_map(block, info)
-            if linear is None or linear.stacked:
-                continue
-            for activation_info in self._tensors_of(linear, read):
-                infos.append(activation_info)
-                local = {part.space.name for part in activation_info.axes[1].parts if part.space.kind != "stream"}
-                known |= local
-                stems |= {stem_of(info.key)} if local else set()
-        return block, [i for i in block.tensors if self._is_needed(i, stems, known, scales)], infos
+        heard = [(stem_of(info.key.rpartition(":")[0]), _local(info)) for info in self.of(block).tensors]
+        stems, known = {stem for stem, spaces in heard if spaces}, {name for _, spaces in heard for name in spaces}
 
-    @staticmethod
-    def _is_needed(info: TensorInfo, stems: set[str], known: set[str], scales: bool) -> bool:
-        """Whether a tensor has information on a local space that activations lack."""
-        spaces = {space.name for space in info.spaces() if space.kind != "stream"}
-        return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
+        def counts(info: TensorInfo) -> bool:
+            spaces = _local(info)
+            return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
+
+        return replace(block, tensors=tuple(i for i in block.tensors if i.name in self.tensors or counts(i)))
 
     def _tensors_of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
         """Yield a map's outputs, and its stream inputs once for all maps that share them."""
@@ -300,6 +288,11 @@ class _ActivationTensors:
         first, second = ((factor * rows).float().to(device) for rows in pair)
         self.tensors[name] = first, second
         return TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
+
+
+def _local(info: TensorInfo) -> set[str]:
+    """The local spaces that a tensor has an axis in."""
+    return {space.name for space in info.spaces() if space.kind != "stream"}
 
 
 def _has_roles(axis: Axis, roles: tuple[str, ...]) -> bool:

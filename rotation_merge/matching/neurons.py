@@ -242,11 +242,10 @@ def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     if neurons.size < SMALLEST or not pairs:
         return None
     anchor, donor = (torch.cat([_sketch(pair[which], n) for n, pair in enumerate(pairs)], 1) for which in (0, 1))
-    every = torch.arange(neurons.size, device=anchor.device)
+    order = every = torch.arange(neurons.size, device=anchor.device)
     probe = every[:: max(1, len(every) // PROBED)]
-    order, first, second = every, _folded(anchor, WIDTHS[1]), _folded(donor, WIDTHS[1])
-    if float((_nearest(first, second, probe) == probe).double().mean()) < 0.9:
-        order = _nearest(first, second, every)
+    if float((_nearest(anchor, donor, probe) == probe).double().mean()) < 0.9:
+        order = _nearest(anchor, donor, every)
         if len(order.unique()) < len(order):
             return None
     moved = neurons.reordered(order)
@@ -260,27 +259,26 @@ def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
 
 def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
     """The donor's rows that lie nearest to some of the anchor's."""
-    squares = donor.square().sum(1) / 2
-    products = anchor.new_empty(min(len(rows), max(1, ROWS // len(donor))), len(donor))  # freed ones pile up
-    result = torch.empty_like(rows)
-    for part in torch.arange(len(rows)).split(len(products)):
-        near = torch.mm(anchor[rows[part]], donor.T, out=products[: len(part)])
-        result[part] = near.sub_(squares).argmax(1)
-    return result
+    first, second = _folded(anchor, WIDTHS[1]), _folded(donor, WIDTHS[1])
+    return torch.cat([near.argmax(1) for _, near in _products(first, second, second.square().sum(1) / 2, rows)])
 
 
 def _all_apart(sketches: list[Tensor], halves: Tensor, rows: Tensor) -> bool:
     """Whether the sketch excludes every pair (i, j) of these rows, j != i."""
-    anchor, donor = sketches
-    squares = [((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in sketches]
-    donor = torch.cat([donor, -squares[1][:, None]], 1).T
-    anchor = torch.cat([anchor, torch.ones_like(anchor[:, :1])], 1)
-    for part in rows.split(max(1, 2 * CACHED // donor.shape[1])):
-        near = anchor[part] @ donor
+    first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in sketches)
+    for part, near in _products(sketches[0], sketches[1], second, rows):
         near[torch.arange(len(part), device=part.device), part] = -torch.inf
-        if bool((near.amax(1) > squares[0][part]).any()):
+        if bool((near.amax(1) > first[part]).any()):
             return False
     return True
+
+
+def _products(anchor: Tensor, donor: Tensor, offsets: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """<a_i, b_j> - offset_j for some rows i of the anchor's, a few of them at a time."""
+    donor = torch.cat([donor, -offsets[:, None]], 1).T
+    anchor = torch.cat([anchor, torch.ones_like(anchor[:, :1])], 1)
+    for part in rows.split(max(1, 2 * CACHED // donor.shape[1])):
+        yield part, anchor[part] @ donor
 
 
 def _folded(sketch: Tensor, width: int) -> Tensor:

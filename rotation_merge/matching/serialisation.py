@@ -37,12 +37,12 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
 
 def part_of(match: BlockMatch) -> dict[str, Any]:
     """The result of matching a block, to be kept (`files.write_part`)."""
-    return {"maps": packed(match.transforms), "rows": [asdict(row) for row in match.rows]}
+    return {"maps": packed(match.transforms), "rows": [asdict(row) for row in match.rows], "whole": match.whole}
 
 
 def match_of(part: Mapping[str, Any]) -> BlockMatch:
     """Restore the result of matching a block."""
-    return BlockMatch(unpacked(*part["maps"]), [SpaceRow(**row) for row in part["rows"]])
+    return BlockMatch(unpacked(*part["maps"]), [SpaceRow(**row) for row in part["rows"]], part["whole"])
 
 
 def match_once(ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:

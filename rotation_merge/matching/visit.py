@@ -38,7 +38,7 @@ class Step:
     Attributes:
         kind: `measure`: what its tensors say of the streams (`StreamMeasurement`s); `pass`: its local spaces are
             matched under the streams' maps, weighted, and the sums taken (`StreamSums`); `final`: they are matched
-            without weights (`FinalMatch`; None if there is nothing to match).
+            without weights (`BlockMatch`).
         streams: transforms of the streams.
         weights: of tensors by name, for the local spaces; one not named counts as it stands.
         precise: for models that nearly agree already.
@@ -48,19 +48,6 @@ class Step:
     streams: Transforms
     weights: Mapping[str, float] = field(default_factory=dict)
     precise: bool = False
-
-
-@dataclass(frozen=True)
-class FinalMatch:
-    """A block's match, with squared distances before and after and the anchor's squared norm if streams move."""
-
-    match: BlockMatch
-    before: float = 0.0
-    after: float = 0.0
-    norm: float = 0.0
-
-    def to(self, device: torch.device) -> FinalMatch:
-        return replace(self, match=self.match.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +133,7 @@ class Visits:
         """A step on the block of a number."""
         block = self.architecture.blocks[item]
         result = self._plain(step, block) if self.is_plain(block) else self._visited(step, block)
-        if self.home is None or result is None:
+        if self.home is None:
             return result
         home = torch.device(self.home)
         return tuple(tensor.to(home) for tensor in result) if isinstance(result, tuple) else result.to(home)
@@ -155,7 +142,7 @@ class Visits:
         options = self.options.at(self.architecture, block)
         matched = {space.name for space in wanted_spaces(block, options)}
         if step.kind == FINAL and not step.streams and not matched:
-            return None
+            return BlockMatch({}, [])
         with self._reading:
             anchor = self._ready.pop(block.name, None) or read_block(block, self._sources[0])
             donor = read_block(block, self._sources[1])
@@ -190,14 +177,14 @@ class Visits:
         if step.kind == MEASURE:
             return tuple(measured(self._pieces(block), step.streams, step.precise))
         if not step.streams:
-            return None
+            return BlockMatch({}, [])
         before = after = norm = 0.0
         for part, read in self._pieces(block):
             pair = read()
             apart, square = squared_distances(part, None, *pair, {})
             before, norm = before + apart, norm + square
             after += squared_distances(part, None, *pair, step.streams)[0]
-        return FinalMatch(BlockMatch({}, []), before, after, norm)
+        return BlockMatch({}, [], (before, after, norm))
 
     def _pieces(self, block: Block) -> list[Piece]:
         """The tensors of a plain block: short ones together, long vocabularies in slices."""
@@ -247,14 +234,14 @@ def _weigh(block: Block, tensors: dict[str, Tensor], weights: Mapping[str, float
 
 def _final(
     step: Step, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], options: AlignConfig
-) -> FinalMatch:
+) -> BlockMatch:
     """Match the local spaces without weights under the streams' transforms."""
     if not step.streams:
-        return FinalMatch(match_block(block, anchor, donor, options))
+        return match_block(block, anchor, donor, options)
     before, norm = squared_distances(block, None, anchor, donor, {})
     for info in block.tensors:  # turned once, not for every look at it
         if info.key in donor:
             donor[info.key] = transform_tensor(donor[info.key], info, step.streams)
     match = match_block(block, anchor, donor, options)
     after = squared_distances(block, None, anchor, donor, match.transforms)[0]
-    return FinalMatch(match, before, after, norm)
+    return replace(match, whole=(before, after, norm))

@@ -152,12 +152,11 @@ class Donors:
     def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
         """The function that matches a donor: on weights, or on activations ('match_on')."""
         how, data, count = (self.recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
-        if how in (None, WEIGHTS):
-            return match_model
-        from rotation_merge.matching.match_on import SampleMatcher
+        from rotation_merge.matching.match_on import matcher
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
-        return SampleMatcher(how, *names, data or "self", count, seed, self.session.devices[0])
+        device = self.session.devices[0]
+        return matcher(how or WEIGHTS, *names, data=data or "self", count=count, seed=seed, device=device)
 
     def _rows(self, donor: ModelReference, carried: bool) -> RowPair | None:
         """Rows of shared tokens if the donor has another vocabulary than the anchor, or its base other ids.

@@ -25,13 +25,13 @@ class DelayedStore:
     """A store that is written at most once in `SECONDS`; parts wait in memory meanwhile.
 
     Args:
-        out: the output that the store lies beside.
+        store: for the parts.
         key: returns the key of all inputs and options of the run; called with the first result.
         device: where tensors are put that are read.
     """
 
-    def __init__(self, out: str, key: Callable[[], str], device: str = "cpu") -> None:
-        self.store, self.device = Store(out, MATCHING_UNFINISHED), device
+    def __init__(self, store: Store, key: Callable[[], str], device: str = "cpu") -> None:
+        self.store, self.device = store, device
         self._key, self._known_key = key, ""
         self._pending: dict[str, Callable[[], Any]] = {}
         self._written, self._broken = time.monotonic(), False
@@ -112,16 +112,18 @@ NOWHERE = Ledger()
 
 
 @contextmanager
-def kept_beside(out: str | None, key: Callable[[], str], device: str | torch.device = "cpu") -> Iterator[Ledger]:
-    """A ledger beside an output: deleted when the block ends without an error, else kept.
+def kept_beside(
+    out: str | None, key: Callable[[], str], device: str | torch.device = "cpu", ending: str = MATCHING_UNFINISHED
+) -> Iterator[Ledger]:
+    """A ledger beside an output (None: nowhere): deleted when the block ends without an error, else kept.
 
     Args:
-        out, key, device: see `DelayedStore`; without an output nothing is kept.
+        out, ending: see `Store`; `key`, `device`: see `DelayedStore`.
     """
     if out is None:
         yield NOWHERE
         return
-    delayed = DelayedStore(out, key, str(device))
+    delayed = DelayedStore(Store(out, ending), key, str(device))
     try:
         yield Ledger(delayed)
     except BaseException:

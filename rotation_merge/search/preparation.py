@@ -201,7 +201,7 @@ class Preparation:
         options = AlignConfig(heads="permutation", layers=",".join(map(str, probed)))
         for model in self.config.models[1:]:
             pair = open_pair(self.config.models[0], model, options, watched=False)
-            before, after = match_pair(pair, listener())[1].relative_distances(str(pair.donor.reference))
+            before, after = match_pair(pair, listener()).known_report.relative_distances(str(pair.donor.reference))
             if before - after > SMALL_GAIN * before:
                 return NEAR
         return SHARED

@@ -107,7 +107,7 @@ def test_distilling_goes_on_where_it_was_stopped(
     monkeypatch.setattr(torch.optim.AdamW, "step", stop)
     monkeypatch.setattr("rotation_merge.run.ledger.SECONDS", 0.0)
     assert distilled(tmp_path / "again", tuned, lessons, "--scale", 1).exit_code != 0
-    assert (tmp_path / "again.unfinished" / "answers.safetensors").exists()
+    assert (tmp_path / "again.unfinished" / "answers.pt").exists()
     assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too
     again = distilled(tmp_path / "again", tuned, lessons, "--scale", 1)
     assert again.exit_code == 0, again.output
@@ -133,7 +133,7 @@ def test_interrupted_work_on_other_samples_is_not_continued(
         patched.setattr(torch.optim.AdamW, "step", stop)
         texts.write_text("\n".join(first))
         assert distilled(tmp_path / "out", models[3], (texts, models), "--scale", 1).exit_code != 0
-    assert (tmp_path / "out.unfinished" / "answers.safetensors").exists()
+    assert (tmp_path / "out.unfinished" / "answers.pt").exists()
     texts.write_text("\n".join(second))
     for out in ("out", "whole"):
         assert distilled(tmp_path / out, models[3], (texts, models), "--scale", 1).exit_code == 0

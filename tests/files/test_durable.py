@@ -16,7 +16,7 @@ from plugin_support import make, merged, recipe_for, twin
 from rotation_merge import Alignment
 from rotation_merge.files import name_when_whole, replacing, write_text
 from rotation_merge.matching.fit_records import FitReport
-from rotation_merge.matching.resume import TrainingState
+from rotation_merge.matching.training import Training, kept_in, train
 from rotation_merge.model.staging import staged
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.run.statistics import Statistics
@@ -69,14 +69,24 @@ def test_an_alignment_file(steps: list[tuple[str, str]], tmp_path: Path) -> None
     assert_file_was_kept(steps, tmp_path / "a.safetensors")
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hasten(monkeypatch)
     module = torch.nn.Linear(2, 2)
     optimiser = torch.optim.Adam(module.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)
-    state = TrainingState(tmp_path / "fit.unfinished", module, optimiser, schedule, torch.Generator(), "mark")
-    state.save(1, {}, FitReport("identity", "labels", *(0.0,) * 5, 0, 0.0))
-    assert_file_was_kept(steps, tmp_path / "fit.unfinished")
+    report = FitReport("identity", "labels", *(0.0,) * 5, 0, 0.0)
+
+    def step() -> float:
+        return float(optimiser.step() or 0.0)
+
+    run = Training(module, optimiser, schedule, torch.Generator(), report, step, lambda *_: False, 1, 1, 0.0)
+    with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "fit.unfinished", lambda: "key") as ledger:
+        train(run, interrupt, ledger)
+    assert_file_was_kept(steps, next((tmp_path / "fit.unfinished").glob("*.pt")))
 
 
 def test_statistics(steps: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from cli_support import hasten
 
 from rotation_merge.errors import RotationMergeError, SpaceError
 from rotation_merge.files import KEY, Store, read_part, write_part
-from rotation_merge.matching.resume import TrainingState
+from rotation_merge.matching.training import STATE, Training, kept_in
+from rotation_merge.run.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +27,11 @@ class Report:
     """Figures of a training run."""
 
     best: float = 0.1
+    best_step: int = 0
 
 
-def training(path: Path, mark: str = "mark") -> tuple[TrainingState, torch.nn.Module, torch.optim.Optimizer]:
-    """The state of a small training run after two steps."""
+def training() -> Training:
+    """A small training run after two steps."""
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
     optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.9, 0.95))
@@ -37,29 +40,44 @@ def training(path: Path, mark: str = "mark") -> tuple[TrainingState, torch.nn.Mo
         module(torch.randn(4, 3)).square().sum().backward()
         optimiser.step()
         schedule.step()
-    return TrainingState(path, module, optimiser, schedule, torch.Generator().manual_seed(5), mark), module, optimiser
+    generator = torch.Generator().manual_seed(5)
+    return Training(module, optimiser, schedule, generator, Report(1 / 3), float, lambda *_: False, 9, 3, 0.0)
+
+
+def interrupted(folder: Path, work: Callable[[Ledger], None]) -> None:
+    """Do some work with what is kept in a folder, and interrupt it."""
+    with kept_in(folder, lambda: "key") as ledger:
+        work(ledger)
+        raise KeyboardInterrupt
+
+
+def kept(run: Training, folder: Path, best: dict[str, torch.Tensor]) -> None:
+    """Interrupt a run after two steps, with its state in a folder."""
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(folder, lambda ledger: ledger.keep(STATE, lambda: run.state(2, best), large=True))
 
 
 def test_a_training_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    state, module, optimiser = training(tmp_path / "state")
-    best = {"weight": module.weight.detach().mT.contiguous().mT}
-    state.save(2, best, Report(1 / 3))
-    fresh, other, other_optimiser = training(tmp_path / "state")
+    run, fresh = training(), training()
+    best = {"weight": run.model.weight.detach().mT.contiguous().mT}
+    kept(run, tmp_path / "state", best)
     with torch.no_grad():
-        other.weight.zero_()
-    other_optimiser.state.clear()
+        fresh.model.weight.zero_()
+    fresh.optimiser.state.clear()
     fresh.generator.manual_seed(0)
-    report = Report()
-    step, restored = fresh.restore(report)
-    assert (step, report.best) == (2, 1 / 3)
+    fresh.report.best = 0.0
+    with kept_in(tmp_path / "state", lambda: "key") as ledger:
+        step, restored = fresh.restored(ledger.get(STATE))
+    assert (step, fresh.report.best) == (2, 1 / 3)
     assert torch.equal(restored["weight"], best["weight"])
-    assert torch.equal(other.weight, module.weight)
-    assert torch.equal(fresh.generator.get_state(), state.generator.get_state())
-    before, after = optimiser.state_dict(), other_optimiser.state_dict()
+    assert torch.equal(fresh.model.weight, run.model.weight)
+    assert torch.equal(fresh.generator.get_state(), run.generator.get_state())
+    before, after = run.optimiser.state_dict(), fresh.optimiser.state_dict()
     for number, moments in before["state"].items():
         assert all(torch.equal(x, after["state"][number][name]) for name, x in moments.items())
     assert [group["lr"] for group in before["param_groups"]] == [group["lr"] for group in after["param_groups"]]
-    assert fresh.parts["schedule"].state_dict() == state.parts["schedule"].state_dict()
+    assert fresh.schedule.state_dict() == run.schedule.state_dict()
+    assert not (tmp_path / "state").exists()
 
 
 def test_tensors_come_back_as_they_lay(tmp_path: Path) -> None:
@@ -72,15 +90,19 @@ def test_tensors_come_back_as_they_lay(tmp_path: Path) -> None:
     assert stored["turned"].stride() == weight.mT.stride()
 
 
-def test_a_torn_training_state_is_refused_and_stays(tmp_path: Path) -> None:
-    path = tmp_path / "state"
-    training(path)[0].save(2, {}, Report())
+def test_a_torn_training_state_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "state"
+    kept(training(), folder, {})
+    path = next(folder.glob("*.pt"))
     whole = path.read_bytes()
     for length in (0, 7, 40, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(RotationMergeError, match="cannot be used here; delete it"):
-            training(path)[0].restore(Report())
-        assert path.read_bytes() == whole[:length]
+        taken: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(folder, lambda ledger, taken=taken: taken.append(training().restored(ledger.get(STATE))[0]))
+        assert taken == [0]
+        assert "is damaged" in caplog.text
+        caplog.clear()
 
 
 def test_a_folder_that_no_run_wrote_is_refused_and_stays(tmp_path: Path) -> None:

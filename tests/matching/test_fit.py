@@ -112,11 +112,12 @@ def test_a_fit_is_deterministic_and_resumes_where_it_was(tmp_path: Path):
             assert torch.equal(tensor, again.alignments[0].transforms[name].tensors()[key])
 
 
-def test_a_damaged_state_is_refused(tmp_path: Path):
+def test_a_file_in_the_place_of_the_state_is_refused(tmp_path: Path):
     state = tmp_path / "state"
     state.write_bytes(b"nonsense")
-    with pytest.raises(RotationMergeError, match="delete it"):
+    with pytest.raises(RotationMergeError, match="name a directory to write"):
         fit(tiny_llama(0), tiny_llama(1), token_batches(), options=FitConfig(steps=2, start="identity", state=state))
+    assert state.read_bytes() == b"nonsense"
 
 
 @pytest.mark.slow
@@ -248,28 +249,28 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", [*OTHERS, "donor", "anchor", "data", "groups"])
-def test_the_state_of_another_fit_is_refused(other: str, tmp_path: Path):
-    """Whatever differs; and it is left as it is, so that its own fit may go on."""
+def test_the_state_of_another_fit_is_not_taken(other: str, tmp_path: Path):
+    """Whatever differs, the fit begins anew."""
     models, data = [tiny_llama(i) for i in range(2)], token_batches()
     options = FitConfig(steps=2, start="identity", state=tmp_path / "state")
     match = AlignConfig(heads="permutation")
     with pytest.raises(KeyboardInterrupt):
         fit(models[0], models[1], data, match, options, stop_at(2))
-    held = (tmp_path / "state").read_bytes()
+    seen: list[int] = []
     changed = replace(options, **OTHERS.get(other, {}))
     if other in ("donor", "anchor"):
         models[other == "donor"] = tiny_llama(7)
     if other == "data":
         data[-1] = {"input_ids": data[-1]["input_ids"].flip(0)}
-    with pytest.raises(RotationMergeError, match="another fit"):
-        fit(models[0], models[1], data, AlignConfig() if other == "groups" else match, changed)
-    assert (tmp_path / "state").read_bytes() == held
+    groups = AlignConfig() if other == "groups" else match
+    fit(models[0], models[1], data, groups, changed, lambda done, *_: seen.append(done))
+    assert seen[0] == 1
 
 
 def test_the_state_of_the_same_fit_is_taken(tmp_path: Path):
     """Another limit of time, or checkpointing, is the same fit."""
     models, data = [tiny_llama(i) for i in range(2)], token_batches()
-    options = FitConfig(steps=4, start="identity", state=tmp_path / "state.safetensors")
+    options = FitConfig(steps=4, start="identity", state=tmp_path / "state")
     with pytest.raises(KeyboardInterrupt):
         fit(models[0], models[1], data, options=options, watch=stop_at(2))
     seen: list[int] = []
@@ -286,8 +287,9 @@ def test_short_fits_write_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "state").exists()
 
 
-def test_the_state_may_lie_in_a_new_folder_and_is_no_folder_itself(tmp_path: Path):
+def test_the_state_may_lie_in_a_new_folder_and_in_none_of_others(tmp_path: Path):
     models, options = (tiny_llama(0), tiny_llama(1)), FitConfig(steps=1, start="identity")
     assert fit(*models, token_batches(), options=replace(options, state=tmp_path / "new" / "state")).alignments
-    with pytest.raises(RotationMergeError, match="is a directory, which is in the way; name a file to write"):
+    (tmp_path / "diary").touch()
+    with pytest.raises(RotationMergeError, match="rotation-merge did not write it"):
         fit(*models, token_batches(), options=replace(options, state=tmp_path))

@@ -125,7 +125,7 @@ def test_an_interrupted_fit_continues(models: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(tqdm.tqdm, "update", interrupted)
     assert fit(models, out, *names, options=options).exit_code == 130
-    assert (tmp_path / "out.safetensors.unfinished" / "state.pt").exists()
+    assert (tmp_path / "out.safetensors.unfinished" / "state").exists()
     updates.clear()
     again = learned(models, out, *names, options=options)
     assert len(updates) < 6

@@ -81,10 +81,11 @@ UNITS = {
     "files/test_durable.py": ("architecture files matching model run", "writes that are cut off at every step"),
     "files/test_going_on.py": ("matching mergekit_plugin run", "the store for interrupted work, part by part"),
     "files/test_scratch.py": ("files", "folders for temporary files"),
-    "files/test_unfinished.py": ("files matching", "the store's parts, torn and foreign ones among them"),
+    "files/test_unfinished.py": ("files matching run", "the store's parts, torn and foreign ones among them"),
     "linalg/test_assignment.py": ("linalg", "solvers, on matrices that no model gives"),
     "linalg/test_linalg.py": ("linalg", "solvers, on matrices that no model gives"),
     "matching/test_activations.py": ("matching", "activations of other weights than those that are matched"),
+    "matching/test_alignment_value.py": ("matching", "files that are read for an architecture of the caller"),
     "matching/test_between.py": ("matching", "what a step of learning holds in memory, and its gradients"),
     "matching/test_devices.py": (
         "architecture linalg matching run search symmetry",

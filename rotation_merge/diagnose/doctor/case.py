@@ -25,7 +25,7 @@ from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import open_model, parse_reference, weights_of, whole_path
 from rotation_merge.model.view import View
-from rotation_merge.record import REPORT_FILE, MergeReport
+from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
 from rotation_merge.run.model_outputs import LARGEST
@@ -55,15 +55,13 @@ class Case:
     absent: tuple[str, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     donors: Mapping[str, RecipeDonor] = field(default_factory=dict)
-    matched: dict[tuple[str, AlignConfig], tuple[Pair, Alignment, MergeReport]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    matched: dict[tuple[str, AlignConfig], Alignment] = field(default_factory=dict, repr=False, compare=False)
 
-    def match(self, pair: Pair, progress: Progress | None) -> tuple[Pair, Alignment, MergeReport]:
+    def match(self, pair: Pair, progress: Progress | None) -> Alignment:
         """The alignment of a parent to the first one under a pair's options; computed once."""
         key = (str(pair.donor.reference), pair.options)
         if key not in self.matched:
-            self.matched[key] = (pair, *match_pair(pair, progress))
+            self.matched[key] = match_pair(pair, progress)
         return self.matched[key]
 
     @cached_property

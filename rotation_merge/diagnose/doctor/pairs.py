@@ -134,7 +134,7 @@ def _coordinates(case: Case, anchor: View, donor: View, progress: Progress | Non
             if not is_small(case.parents[0]):
                 words += f"; alignment was not tried, they have more than {LARGEST:,} weights"
                 break
-            *_, report = case.match(pair, progress)
+            report = case.match(pair, progress).known_report
         except RotationMergeError as error:
             words += f"; it cannot be aligned ({error})"
             break

@@ -157,7 +157,7 @@ def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tup
         pair = open_pair(*names, options, any_base=True, **extras)
         if donor.file:
             return pair, read_alignment(pair, donor.file)
-        return case.match(pair, progress)[:2] if is_small(donor.anchor) else None
+        return (pair, case.match(pair, progress)) if is_small(donor.anchor) else None
     except RotationMergeError:
         return None
 

@@ -1,0 +1,120 @@
+"""Training that keeps the best state on held-out samples, and goes on where an interrupted run was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rotation_merge.files import ROOM, Output, check_output
+from rotation_merge.run.ledger import Ledger, kept_beside
+
+STATE = "state"
+"""What a ledger calls the state of training."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of training.
+
+    Attributes:
+        model: its parameters that require gradients are trained.
+        generator: of the random numbers that `step` draws.
+        report: figures, with the number of the best step as `best_step`.
+        step: takes one step, and gives its loss.
+        look: judges the model after so many steps and seconds, for the report; whether it is the best so far.
+        looks: how often it is judged.
+        patience: looks without a better state after which training stops.
+        minutes: after which it stops; 0: no limit.
+        began: when the run began, by `time.perf_counter`.
+    """
+
+    model: nn.Module
+    optimiser: Optimizer
+    schedule: LRScheduler
+    generator: torch.Generator
+    report: Any
+    step: Callable[[], float]
+    look: Callable[[int, float], bool]
+    steps: int
+    looks: int
+    began: float
+    patience: float = math.inf
+    minutes: float = 0.0
+
+    def state(self, done: int, best: Mapping[str, Tensor]) -> dict[str, Any]:
+        """All that a later run needs to go on after so many steps, with the best parameters so far."""
+        parts = {"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
+        facts = {"random": self.generator.get_state(), "report": asdict(self.report), "done": done, "best": best}
+        return {"model": trained(self.model), **parts, **facts}
+
+    def restored(self, state: Mapping[str, Any] | None) -> tuple[int, dict[str, Tensor]]:
+        """Go on from a state (None: from the start): the steps that are done, and the best parameters."""
+        if state is None:
+            return 0, copy.deepcopy(trained(self.model))
+        restore(self.model, state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.generator.set_state(state["random"])
+        vars(self.report).update(state["report"])
+        return state["done"], state["best"]
+
+
+def train(run: Training, watch: Callable[[int, float], None], ledger: Ledger) -> None:
+    """Take the steps; the model is then what was best on held-out samples.
+
+    Args:
+        watch: told the steps that are done, and the loss of the last one.
+        ledger: keeps the state, from which the run goes on.
+    """
+    done, best = run.restored(ledger.get(STATE))
+    every = max(1, run.steps // run.looks)
+    for step in range(done + 1, run.steps + 1):
+        if step > run.report.best_step + run.patience * every:
+            break
+        loss = run.step()
+        run.schedule.step()
+        seconds = time.perf_counter() - run.began
+        late = 0 < 60 * run.minutes < seconds
+        if (step % every == 0 or step == run.steps or late) and run.look(step, seconds):
+            best = copy.deepcopy(trained(run.model))
+        ledger.keep(STATE, partial(run.state, step, best), large=True)
+        watch(step, loss)
+        if late:
+            break
+    restore(run.model, best)
+
+
+def kept_in(folder: Path | None, key: Callable[[], str]) -> AbstractContextManager[Ledger]:
+    """A ledger in a folder (None: nowhere), which goes when the block ends without an error.
+
+    Raises:
+        RotationMergeError: there is a file in its place, or a folder that no run wrote.
+    """
+    if folder is not None:
+        check_output(Output(str(folder), "state", ROOM))
+    return kept_beside(None if folder is None else str(folder), key, ending="")
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def restore(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give parameters earlier values."""
+    for name, parameter in model.named_parameters():
+        if name in values:
+            parameter.copy_(values[name])
