@@ -60,7 +60,7 @@ def command(
     from rotation_merge.run.measuring import default_statistics_path, model_for, record
 
     config = config_of(MeasureConfig, values)
-    checkpoint = open_model(model, any_base=True)
+    checkpoint = open_model(model)
     place = Path(out) if out is not None else default_statistics_path(checkpoint.reference)
     if out is None:
         click.get_current_context().with_resource(hold_outputs(STATISTICS.outputs(str(place), "--out")))

@@ -411,8 +411,8 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
     try:
         header = read_as(_Header, meta)
         basis = _basis(header, tensors)
-        _check_basis(basis)
         architecture = architecture or basis.architecture
+        _check_basis(basis, architecture)
         if header.family != architecture.family:
             problem = f"was made for {header.family} models, not for {architecture.family}"
             raise AlignmentError(problem, where=name, remedy="use another file")
@@ -475,12 +475,12 @@ def _basis(header: _Header, tensors: dict[str, Tensor]) -> Basis:
     return Basis(models.config, models.shapes, models.untie, anchor, donor, anchor_biases, donor_biases, models.rows)
 
 
-def _check_basis(basis: Basis) -> None:
+def _check_basis(basis: Basis, architecture: Architecture) -> None:
     """Check the class order (a permutation) and the biases (the anchor's, finite)."""
     for name, (_, order) in basis.rows.items():
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
-    infos = (info for block in basis.architecture.blocks for info in holders(block))
+    infos = (info for block in architecture.blocks for info in holders(block))
     known = {name for info in infos for name in info.names if name in basis.shapes}
     if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
         raise AlignmentError(f"is damaged: the anchor's bias '{odd[0]}' is missing in its header or among its tensors")

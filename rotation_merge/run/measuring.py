@@ -36,7 +36,7 @@ from rotation_merge.run.statistics import NAME, SPACE, Statistics
 from rotation_merge.run.store import StateStore
 from rotation_merge.run.sums import first_readers
 from rotation_merge.run.unfinished import UnfinishedMeasurement, together
-from rotation_merge.workers import Progress
+from rotation_merge.workers import Progress, free_memory
 
 Batches = Sequence[dict[str, Tensor]]
 
@@ -55,14 +55,6 @@ def fits(shapes: Mapping[str, Sequence[int]], device: str, fisher: bool = False)
     """
     free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
     return (16 if fisher else 4) * sum(math.prod(shape) for shape in shapes.values()) <= 0.75 * free
-
-
-def free_memory() -> int:
-    """Bytes that are free."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 8 << 30
 
 
 def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, by_layer: bool | None) -> Any:

@@ -127,7 +127,10 @@ UNITS = {
     "mergekit_plugin/test_host.py": ("mergekit_plugin", "private names of mergekit that may differ"),
     "mergekit_plugin/test_output_check.py": ("mergekit_plugin report", "what is checked behind a merge"),
     "mergekit_plugin/test_own_delegates.py": ("averaging mergekit_plugin", "the registry of delegates"),
-    "mergekit_plugin/test_plugin_inputs.py": ("model", "a file that another process replaces while it is read"),
+    "mergekit_plugin/test_plugin_inputs.py": (
+        "mergekit_plugin model",
+        "files replaced while read; moved models",
+    ),
     "mergekit_plugin/test_progress.py": ("mergekit_plugin workers", "when lines of progress are printed"),
     "mergekit_plugin/test_recipe_reader.py": ("config mergekit_plugin", "the reader of recipes, value by value"),
     "mergekit_plugin/test_session.py": ("architecture matching mergekit_plugin model", "what tasks of one merge share"),
