@@ -70,15 +70,16 @@ class Watch:
         from mergekit.graph import Task
 
         from rotation_merge.matching import visit
+        from rotation_merge.matching.moving import Mover
         from rotation_merge.matching.stream import StreamMeasurement, StreamSums
-        from rotation_merge.mergekit_plugin import block_match, moved, run
+        from rotation_merge.mergekit_plugin import block_match, run
 
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)
         for owner in (visit, block_match):
             self.over(owner, "match_block", "matching", _in_layer)
-        self.over(moved.MovedBlock, "tensor", "moving", lambda part, *_: _in_layer(part.block))
+        self.over(Mover, "tensor", "moving", lambda _, block, *__: _in_layer(block))
         self.over(visit, "read_block", "reading", _in_layer)
         self.over(visit, "squared_distances", "stream", _in_layer)
         self.over(StreamMeasurement, "of", "stream", lambda *_: False)
