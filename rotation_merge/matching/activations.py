@@ -130,7 +130,7 @@ def activation_points(
             continue
         (x, y), (u, v) = (of_model.around(linear) for of_model in activations)
         for axis, a, b in ((linear.inputs, x, u), (linear.outputs, y, v)):
-            for part, start, *pair in () if a is None or b is None else axis_views(a, b, 1, axis):
+            for part, start, *pair in () if a is None or b is None or not axis.parts else axis_views(a, b, 1, axis):
                 key = keys.get((part.space.name, PLANS.get(part.role, "")))
                 if key and (part.role != "read" or axis.size == part.space.sizes["size"]):
                     for side, rows in zip(points.setdefault(key, ([], [])), pair, strict=True):

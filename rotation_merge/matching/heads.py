@@ -56,20 +56,19 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> t
     """
     group = admitted(space, options)
     parts = [part for name in PAIRED if (part := _part(space, sides, group, name)) is not None]
-    orders, notes = _best_order(group, parts)
-    pairing = Pairing(torch.arange(len(orders[0])), *orders)
+    pairing, notes = _best_order(group, parts)
     elements = dict(group.identity().elements)
     gained = 0.0
     for part in parts:
         element, gain = part.solved(pairing)
         gained += gain
-        if part.name in elements and elements[part.name].shape[0] == len(orders[0]):
+        if part.name in elements and elements[part.name].shape[0] == len(pairing.donor):
             elements[part.name] = element
     shared = _shared_gains(space, sides, group)
     if shared is not None:
         elements["gains"], gain = shared.solved(Pairing.own(1, 1))
         gained += gain
-    return Transform("attention", elements, orders), gained, notes
+    return Transform("attention", elements, (pairing.donor, pairing.queries)), gained, notes
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,11 @@ class Pairing:
     donor: Tensor
     queries: Tensor
 
+    @classmethod
+    def of_all(cls, order: Tensor, queries: Tensor) -> Pairing:
+        """Every group of the anchor's, with the donor's groups in an order."""
+        return cls(torch.arange(len(order)), order, queries)
+
     @property
     def changes_nothing(self) -> bool:
         """Whether every group meets itself, in the same order of heads."""
@@ -93,8 +97,11 @@ class Pairing:
     @classmethod
     def own(cls, groups: int, per_group: int) -> Pairing:
         """Every group with itself."""
-        rows = torch.arange(groups)
-        return cls(rows, rows, torch.arange(per_group).repeat(groups, 1))
+        return cls.of_all(torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
+
+    def equals(self, other: Pairing) -> bool:
+        """Whether both pair the anchor's heads with the same ones."""
+        return torch.equal(self.donor, other.donor) and torch.equal(self.queries, other.queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,28 +316,27 @@ def _shared_gains(space: Space, sides: Sequence[Side], group: SpaceGroup) -> Hea
     return HeadPart("gains", group.groups["gains"][0], primal, dual, [], shape, sides[0].anchor.device)
 
 
-def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[tuple[Tensor, Tensor], list[str]]:
+def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list[str]]:
     """The donor's head order and the query heads inside each group, with notes."""
     rows, queries = group.orders
+    unmoved = Pairing.of_all(rows, queries)
     if group.order == "fixed" and queries.numel() > 1:
-        return (rows, queries), ["the order of the heads is fixed by the architecture"]
+        return unmoved, ["the order of the heads is fixed by the architecture"]
     if not group.reorders or queries.numel() == 1 or not parts:
-        return (rows, queries), []
+        return unmoved, []
     if group.order == "spectral":
         return _spectral(group, parts), [SPECTRAL]
     notes = [NOTE] if queries.shape[1] > 1 else []
     gains, inner = _inner_orders(parts, rows, rows)
-    unmoved = Ordering(rows, queries, float(_gains(parts, Pairing.own(*queries.shape)).sum()))
-    orders = [unmoved, Ordering(rows, inner, float(gains.sum()))]
+    orders = [(unmoved, float(_gains(parts, unmoved).sum())), (Pairing.of_all(rows, inner), float(gains.sum()))]
     if not (group.inside or _at_home(parts, gains)):
         count = len(rows)
         gains, every = _inner_orders(parts, rows.repeat_interleave(count), rows.repeat(count))
         values = gains.reshape(count, count)
         order = assign(values)
         inner = every.reshape(count, count, -1)[rows, order]
-        orders.append(Ordering(order, inner, float(values[rows, order].sum())))
-    best = _chosen(parts, orders)
-    return (best.groups, best.queries), notes
+        orders.append((Pairing.of_all(order, inner), float(values[rows, order].sum())))
+    return _chosen(parts, orders), notes
 
 
 def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
@@ -351,37 +357,25 @@ def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Ordering:
-    """An order of KV groups and of the query heads inside them, and what it gains at least."""
-
-    groups: Tensor
-    queries: Tensor
-    gain: float
-
-
-def _chosen(parts: list[HeadPart], orders: list[Ordering]) -> Ordering:
+def _chosen(parts: list[HeadPart], orders: list[tuple[Pairing, float]]) -> Pairing:
     """The first of the orders that gains most; where several gain nearly as much, under the best maps."""
-    most = max(order.gain for order in orders)
-    close: list[Ordering] = []
-    for order in orders:
-        known = any(torch.equal(order.groups, o.groups) and torch.equal(order.queries, o.queries) for o in close)
-        if not known and CLEARLY * max(order.gain, 0.0) >= most:
-            close.append(order)
-    if len(close) > 1:
-        close = [_exact(parts, order) for order in close]
-    best = close[0]
-    for order in close[1:]:
-        best = order if order.gain > best.gain + GAINED * abs(best.gain) else best
-    return best
+    most = max(gain for _, gain in orders)
+    close: list[Pairing] = []
+    for pairing, gain in orders:
+        if CLEARLY * max(gain, 0.0) >= most and not any(pairing.equals(other) for other in close):
+            close.append(pairing)
+    gains = [_gained(parts, pairing) for pairing in close] if len(close) > 1 else [most]
+    best = 0
+    for number, gain in enumerate(gains):
+        best = number if gain > gains[best] + GAINED * abs(gains[best]) else best
+    return close[best]
 
 
-def _exact(parts: list[HeadPart], order: Ordering) -> Ordering:
-    """The order with what it gains under the best maps."""
-    pairing = Pairing(torch.arange(len(order.groups)), order.groups, order.queries)
+def _gained(parts: list[HeadPart], pairing: Pairing) -> float:
+    """What an order gains under the best maps."""
     every = [part.stats(pairing) for part in parts]
     gains = (float(stats.gain(part.group.solve(stats)).sum()) for part, stats in zip(parts, every, strict=True))
-    return replace(order, gain=sum(gains))
+    return sum(gains)
 
 
 def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -449,7 +443,7 @@ def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
     return gains, total
 
 
-def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]:
+def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
     """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra."""
     groups, per_group = group.orders[1].shape
     shared = torch.zeros(groups, groups, dtype=torch.float64)
@@ -465,7 +459,7 @@ def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]
     chosen = inner.gather(3, queries[..., None])[..., 0].sum(-1)
     rows = torch.arange(groups)
     order = rows if group.inside else assign(-(shared + chosen))
-    return order, queries[rows, order]
+    return Pairing.of_all(order, queries[rows, order])
 
 
 def _spectral_distances(pairs: Pairs, shape: tuple[int, int]) -> Tensor:
