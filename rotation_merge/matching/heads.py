@@ -226,9 +226,9 @@ class HeadPart:
             result[:, index[:, :, None], index[:, None, :]] = picked.sum(1, dtype=torch.float64)
         return result
 
-    def inner(self, i: Tensor, j: Tensor) -> list[Tensor]:
+    def inner(self, pairing: Pairing) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
-        i, j = i.to(self.device), j.to(self.device)
+        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
         tables, places = self._tables_of(i, j)
         return [table[i, :, places].double() for table in tables[1]]
 
@@ -273,10 +273,11 @@ class HeadPart:
                 equal[n] &= torch.equal(x, y if len(y) == 1 else y[queries.to(self.device)])
         return equal
 
-    def chunks(self, count: int) -> Iterator[Tensor]:
-        """Numbers of N pairs, a few at a time."""
+    def chunks(self, pairing: Pairing) -> Iterator[tuple[Tensor, Pairing]]:
+        """A few pairs at a time, with their numbers."""
         size = self.shape[2]
-        yield from torch.arange(count).split(max(1, ENTRIES // (size * size * self.shape[1])))
+        for chunk in torch.arange(len(pairing.anchor)).split(max(1, ENTRIES // (size * size * self.shape[1]))):
+            yield chunk, Pairing(pairing.anchor[chunk], pairing.donor[chunk], pairing.queries[chunk])
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,7 +386,7 @@ def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, 
     if per_group == 1:
         return _gains(parts, Pairing(i, j, unmoved)), unmoved
     gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
-    for queries in (unmoved, _assigned(_alone(parts, i, j))):
+    for queries in (unmoved, _assigned(_alone(parts, Pairing(i, j, unmoved)))):
         rows = torch.arange(len(i))  # of the pairs that still change
         for _ in range(TURNS):
             reached, agreement = _turned(parts, Pairing(i[rows], j[rows], queries))
@@ -407,21 +408,17 @@ def _gains(parts: list[HeadPart], pairing: Pairing) -> Tensor:
     """What N pairs gain under the best maps, or ones nearly the best, (N,), on the CPU."""
     total = torch.zeros(len(pairing.anchor), dtype=torch.float64)
     for part in parts:
-        for chunk in part.chunks(len(total)):
-            total[chunk] += part.group.value(replace(part.stats(_picked(pairing, chunk)), turns=1)).cpu()
+        for chunk, pairs in part.chunks(pairing):
+            total[chunk] += part.group.value(replace(part.stats(pairs), turns=1)).cpu()
     return total
 
 
-def _picked(pairing: Pairing, chunk: Tensor) -> Pairing:
-    return Pairing(pairing.anchor[chunk], pairing.donor[chunk], pairing.queries[chunk])
-
-
-def _alone(parts: list[HeadPart], i: Tensor, j: Tensor) -> Tensor:
+def _alone(parts: list[HeadPart], pairing: Pairing) -> Tensor:
     """The norms of the products of every pair of query heads, (N, r, r): those of heads that go together are larger."""
-    total = torch.zeros(len(i), *[parts[0].shape[1]] * 2, dtype=torch.float64)
+    total = torch.zeros(len(pairing.anchor), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
-        for chunk in part.chunks(len(i)):
-            total[chunk] += sum(torch.linalg.matrix_norm(t).sum(-1).cpu() for t in part.inner(i[chunk], j[chunk]))
+        for chunk, pairs in part.chunks(pairing):
+            total[chunk] += sum(torch.linalg.matrix_norm(t).sum(-1).cpu() for t in part.inner(pairs))
     return total
 
 
@@ -430,13 +427,12 @@ def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
     gains = torch.zeros(len(pairing.anchor), dtype=torch.float64)
     total = torch.zeros(len(gains), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
-        for chunk in part.chunks(len(total)):
-            pairs = _picked(pairing, chunk)
+        for chunk, pairs in part.chunks(pairing):
             stats = replace(part.stats(pairs), turns=1)
             element = part.group.solve(stats)
             gains[chunk] += stats.gain(element).cpu()
             maps = element.matrices(dual=True).to(part.device)
-            for blocks, table in zip(part.blocks, part.inner(pairs.anchor, pairs.donor), strict=True):
+            for blocks, table in zip(part.blocks, part.inner(pairs), strict=True):
                 index = blocks.to(part.device)
                 inside = maps[:, index[:, :, None], index[:, None, :]]
                 total[chunk] += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
