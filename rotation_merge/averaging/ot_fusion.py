@@ -41,8 +41,8 @@ from rotation_merge.symmetry.element import act_by_matrices
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
 
-SOURCES = {"neurons": ("in", "gate"), "values": ("v",), "queries and keys": ("q", "k")}
-"""Roles whose rows of weights are compared, for each plan of a space."""
+SOURCES = {"in": "neurons", "gate": "neurons", "v": "values", "q": "queries and keys", "k": "queries and keys"}
+"""The plan that rows of weights along an axis of a role are points for."""
 
 
 class OtFusion(OwnMethod):
@@ -292,18 +292,17 @@ def weight_points(
         anchor, donor: the block's tensors by key.
         streams: plans that move the donor's streams first.
     """
-    points, moving = {}, cast(Mapping[str, Transform], streams)
+    points: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    moving = cast(Mapping[str, Transform], streams)
     for space in block.spaces.values():
-        for plan_name in wanted_roles(space):
-            rows: tuple[list[Tensor], list[Tensor]] = ([], [])
-            for info, part, start, *pair in views(block, space, anchor, donor, moving):
-                counted = any(part.role == "index" for part in info.axes[0].parts)
-                if part.role in SOURCES[plan_name] and len(info.axes) >= 2 + counted:  # no biases
-                    for side, x in zip(rows, pair, strict=True):
-                        side.append(unit(grouped(x.float(), start, part)))
-            if rows[0]:
-                points[f"{space.name}:{plan_name}"] = torch.cat(rows[0], -1), torch.cat(rows[1], -1)
-    return points
+        plans = wanted_roles(space)
+        for info, part, start, *pair in views(block, space, anchor, donor, moving):
+            counted = any(part.role == "index" for part in info.axes[0].parts)
+            plan_name = SOURCES.get(part.role, "")
+            if plan_name in plans and len(info.axes) >= 2 + counted:  # no biases
+                for side, x in zip(points.setdefault(f"{space.name}:{plan_name}", ([], [])), pair, strict=True):
+                    side.append(unit(grouped(x.float(), start, part)))
+    return {key: (torch.cat(first, -1), torch.cat(second, -1)) for key, (first, second) in points.items()}
 
 
 def stream_ends(architecture: Architecture, anchor: TensorSource, donor: TensorSource) -> dict[str, Points]:
