@@ -11,7 +11,7 @@ their inputs have been aligned) or from standardised activations, over their lar
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, Self, cast
@@ -26,7 +26,7 @@ from rotation_merge.averaging.models import MergedModels
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
-from rotation_merge.matching.activations import Activations, activation_points, stream_points, wanted_roles
+from rotation_merge.matching.activations import Activations, Points, activation_points, grouped, wanted_roles
 from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_block, read_tensor
@@ -41,11 +41,8 @@ from rotation_merge.symmetry.element import act_by_matrices
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
 
-SOURCES = {"neurons": ("in", "gate"), "values": ("v",), "queries and keys": ("q", "k")}
-"""Roles whose rows of weights are compared, for each plan of a space."""
-
-Points = tuple[Tensor, Tensor]
-"""Coordinates of the anchor and of the donor as points: (size, features), or (groups, size, features)."""
+SOURCES = {"in": "neurons", "gate": "neurons", "v": "values", "q": "queries and keys", "k": "queries and keys"}
+"""The plan that rows of weights along an axis of a role are points for."""
 
 
 class OtFusion(OwnMethod):
@@ -135,36 +132,35 @@ class OtFusion(OwnMethod):
             latest.update(block=block, plans={})
         if model not in latest["plans"]:
             points = self._block_points(model, block, streams, device)
-            latest["plans"][model] = block_plans(block, points, self.solvers[model, block.name])
+            latest["plans"][model] = plans_of(block.spaces.values(), points, self.solvers[model, block.name])
         return {**streams, **latest["plans"][model]}
 
     def _stream_plans(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
-        ids = self.models.base, model
-        pair, plans = (self.models.views[ids[0]], self.models.views[model]), Plans()
+        pair = self.models.views[self.models.base], self.models.views[model]
         architecture = pair[0].architecture
-        first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
-        if self.models.samples is None and (rows := row_pair(*pair)) is not None:
-            first, second = on_shared_rows(architecture, (first, second), rows)
-        for stream in architecture.streams:
-            if self.models.samples is None:
-                points = stream_ends(architecture, stream, first, second)
-            else:
-                points = _both(*(stream_points(architecture, stream, self._activations(id_), {}) for id_ in ids))
-            if points is not None:
-                plans[stream] = stream_plan(points, self.solvers[model, ""])
-        return plans
+        spaces = architecture.streams.values()
+        if self.models.samples is not None:
+            points = activation_points(architecture.blocks, spaces, self._both_activations(model))
+        else:
+            first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
+            if (rows := row_pair(*pair)) is not None:
+                first, second = on_shared_rows(architecture, (first, second), rows)
+            points = stream_ends(architecture, first, second)
+        return plans_of(spaces, points, self.solvers[model, ""]) if points else {}
 
     def _block_points(self, model: Hashable, block: Block, streams: Plans, device: torch.device) -> dict[str, Points]:
         """Points of every plan of a block."""
-        ids = self.models.base, model
         if self.models.samples is not None:
             with self._lock:
-                anchor, donor = (activation_points(block, self._activations(id_), {}) for id_ in ids)
-            return {key: (anchor[key], donor[key]) for key in anchor if key in donor}
+                return activation_points((block,), block.spaces.values(), self._both_activations(model))
         part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
-        anchor, donor = (read_block(part, self.models.views[id_].tensors.on(device)) for id_ in ids)
+        views = self.models.views[self.models.base], self.models.views[model]
+        anchor, donor = (read_block(part, view.tensors.on(device)) for view in views)
         return weight_points(block, anchor, donor, streams)
+
+    def _both_activations(self, model: Hashable) -> tuple[Activations, Activations]:
+        return self._activations(self.models.base), self._activations(model)
 
     def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
@@ -267,19 +263,14 @@ class Solver:
         return (moved / moved.sum(1, keepdim=True)).to(cost.device)
 
 
-def stream_plan(points: Points, solver: Solver) -> TransportPlan:
-    """The plan of a residual stream."""
-    return TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), solver.plan(*points)[None]))
-
-
-def block_plans(block: Block, points: Mapping[str, Points], solver: Solver) -> Plans:
-    """The plans of a block's local spaces.
+def plans_of(spaces: Iterable[Space], points: Mapping[str, Points], solver: Solver) -> Plans:
+    """The plans of spaces.
 
     Args:
-        points: by space and plan (`SPACE:neurons`, `SPACE:values`, `SPACE:queries and keys`).
+        points: by space and plan (`SPACE:neurons`, `SPACE:values`, `SPACE:queries and keys`, `SPACE:stream`).
     """
     plans: Plans = {}
-    for space in block.spaces.values():
+    for space in spaces:
         matrices: dict[str, Tensor] = {}
         for plan_name, roles in wanted_roles(space).items():
             if (pair := points.get(f"{space.name}:{plan_name}")) is not None:
@@ -301,56 +292,38 @@ def weight_points(
         anchor, donor: the block's tensors by key.
         streams: plans that move the donor's streams first.
     """
-    points, moving = {}, cast(Mapping[str, Transform], streams)
+    points: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    moving = cast(Mapping[str, Transform], streams)
     for space in block.spaces.values():
-        for plan_name in wanted_roles(space):
-            rows: tuple[list[Tensor], list[Tensor]] = ([], [])
-            for info, part, start, *pair in views(block, space, anchor, donor, moving):
-                counted = any(part.role == "index" for part in info.axes[0].parts)
-                if part.role in SOURCES[plan_name] and len(info.axes) >= 2 + counted:  # no biases
-                    for side, x in zip(rows, pair, strict=True):
-                        side.append(unit(_grouped(x.float(), start, len(part.factors), space)))
-            if rows[0]:
-                points[f"{space.name}:{plan_name}"] = torch.cat(rows[0], -1), torch.cat(rows[1], -1)
-    return points
+        plans = wanted_roles(space)
+        for info, part, start, *pair in views(block, space, anchor, donor, moving):
+            counted = any(part.role == "index" for part in info.axes[0].parts)
+            plan_name = SOURCES.get(part.role, "")
+            if plan_name in plans and len(info.axes) >= 2 + counted:  # no biases
+                for side, x in zip(points.setdefault(f"{space.name}:{plan_name}", ([], [])), pair, strict=True):
+                    side.append(unit(grouped(x.float(), start, part)))
+    return {key: (torch.cat(first, -1), torch.cat(second, -1)) for key, (first, second) in points.items()}
 
 
-def _grouped(x: Tensor, start: int, count: int, space: Space) -> Tensor:
-    """Rows of one role as (groups, size, features).
-
-    Groups are KV groups, or experts; of neurons there is one. Query heads of a group become features of their keys.
-
-    Args:
-        start, count: of the role's dimensions.
-    """
-    front = [*([0] if space.kind == "experts" else []), *range(start, start + count)]
-    rows = x.permute(*front, *(dim for dim in range(x.ndim) if dim not in front)).flatten(len(front))
-    if space.kind == "ffn":
-        return rows[None]
-    return rows.permute(0, 2, 1, 3).flatten(2) if space.kind == "attention" and rows.ndim == 4 else rows
-
-
-def stream_ends(architecture: Architecture, stream: str, anchor: TensorSource, donor: TensorSource) -> Points | None:
-    """Stream coordinates as points, (size, features): unit rows of the tensors outside the layers.
+def stream_ends(architecture: Architecture, anchor: TensorSource, donor: TensorSource) -> dict[str, Points]:
+    """Points of every stream's plan: unit rows of the tensors outside the layers, side by side.
 
     Args:
         donor: aligned; of the anchor's names and folding.
     """
-    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
+    points: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     for info in (info for block in architecture.blocks if block.index is None for info in block.tensors):
         for dim, axis in enumerate(info.axes if len(info.axes) > 1 else ()):
-            if [part.space.name for part in axis.parts] == [stream]:
-                pair = _both(read_tensor(info, anchor), read_tensor(info, donor))
-                if pair is not None and pair[0].shape == pair[1].shape:
-                    for side, x in zip(rows, pair, strict=True):
-                        side.append(x.float().movedim(dim, 0).flatten(1))
-    return (unit(torch.cat(rows[0], 1)), unit(torch.cat(rows[1], 1))) if rows[0] else None
+            if [part.space.kind for part in axis.parts] != ["stream"]:
+                continue
+            a, b = read_tensor(info, anchor), read_tensor(info, donor)
+            if a is not None and b is not None and a.shape == b.shape:
+                sides = points.setdefault(f"{axis.parts[0].space.name}:stream", ([], []))
+                for side, x in zip(sides, (a, b), strict=True):
+                    side.append(x.float().movedim(dim, 0).flatten(1))
+    return {key: (unit(torch.cat(x, 1))[None], unit(torch.cat(y, 1))[None]) for key, (x, y) in points.items()}
 
 
 def unit(rows: Tensor) -> Tensor:
     """Rows of length one."""
     return rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-
-
-def _both(anchor: Tensor | None, donor: Tensor | None) -> Points | None:
-    return None if anchor is None or donor is None else (anchor, donor)

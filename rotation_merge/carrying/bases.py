@@ -137,7 +137,7 @@ class Bases(Pair):
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
             alignment = read_alignment(self, known, self.old_as_new)
-            run.alignment_files[old] = AppliedAlignment(known, old, alignment.metadata)
+            run.alignment_files[old] = AppliedAlignment(known, alignment.metadata)
             return alignment, pair_report(self, run, base=new)
         options = config.match
         if known is not None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.architecture.model import Architecture, Axis, Block, Space
-from rotation_merge.model.apply import placed, split_axis, transform_axis
+from rotation_merge.architecture.model import Block, Part, Space
+from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.recorder import Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sums import first_readers
-from rotation_merge.symmetry import Transform
 
 MOST_ROWS = 1024
 """Rows that are kept of each map, where no number is given."""
 
 Place = tuple[str, str, int | None]
-Transforms = Mapping[str, Transform]
+
+Points = tuple[Tensor, Tensor]
+"""Coordinates of the anchor and of the donor as points, (groups, size, features)."""
+
+PLANS = {"out": "neurons", "o": "values", "q": "queries and keys", "k": "queries and keys", "read": "stream"}
+"""The plan that activations along an axis of a role are points for."""
 
 
 @dataclass
@@ -115,67 +119,43 @@ class _RowWatcher(Watcher):
         return samples[:, places.to(x.device)].flatten(0, 1).float().cpu()
 
 
-def activation_points(block: Block, activations: Activations, transforms: Transforms) -> dict[str, Tensor]:
-    """Points for the plans of a block's local spaces, (groups, size, samples), in the anchor's coordinates."""
-    points: dict[str, list[Tensor]] = {}
-    for info in block.tensors:
-        linear = linear_map(block, info)
+def activation_points(
+    blocks: Iterable[Block], spaces: Iterable[Space], activations: tuple[Activations, Activations]
+) -> dict[str, Points]:
+    """Points for the plans of some spaces, by space and plan (`SPACE:neurons`), from the maps of some blocks."""
+    points: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    keys = {(space.name, plan): f"{space.name}:{plan}" for space in spaces for plan in wanted_roles(space)}
+    for linear in (linear_map(block, info) for block in blocks for info in block.tensors):
         if linear is None or linear.stacked:
             continue
-        x, y = activations.around(linear)
-        for space in block.spaces.values():
-            plans = wanted_roles(space)
-            sides = (("neurons", x, linear.inputs, ("out",), True), ("values", x, linear.inputs, ("o",), True))
-            for plan, rows, axis, roles, dual in (*sides, ("queries and keys", y, linear.outputs, ("q", "k"), False)):
-                if plan in plans and rows is not None and _has(axis, space, roles):
-                    moved = transform_axis(rows, 1, axis, transforms, dual)
-                    points.setdefault(f"{space.name}:{plan}", []).extend(_points(moved, axis, space, roles))
-    return {key: torch.cat(parts, -1) for key, parts in points.items()}
+        (x, y), (u, v) = (of_model.around(linear) for of_model in activations)
+        for axis, a, b in ((linear.inputs, x, u), (linear.outputs, y, v)):
+            for part, start, *pair in () if a is None or b is None or not axis.parts else axis_views(a, b, 1, axis):
+                key = keys.get((part.space.name, PLANS.get(part.role, "")))
+                if key and (part.role != "read" or axis.size == part.space.sizes["size"]):
+                    for side, rows in zip(points.setdefault(key, ([], [])), pair, strict=True):
+                        side.append(standard(grouped(rows, start, part)))
+    return {key: (torch.cat(first, -1), torch.cat(second, -1)) for key, (first, second) in points.items()}
 
 
-def _has(axis: Axis, space: Space, roles: tuple[str, ...]) -> bool:
-    return any(part.space.name == space.name and part.role in roles for part in axis.parts)
+def grouped(x: Tensor, start: int, part: Part) -> Tensor:
+    """A part's coordinates as (groups, size, features), its dimensions in x beginning at `start`.
 
-
-def _points(rows: Tensor, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
-    """Select the coordinates of some roles from (samples, width), as (groups, size, samples).
-
-    Query heads count as samples.
+    Groups are KV groups, or experts; of neurons and streams there is one. Query heads of a group become features of
+    their keys.
     """
-    points = []
-    for piece, view in zip(axis.pieces, split_axis(rows, 1, axis), strict=True):
-        for part, start in placed(piece, 1):
-            if part.space.name == space.name and part.role in roles:
-                if space.kind != "attention":
-                    points.append(standard(view.flatten(1))[None])
-                    continue
-                heads = view.unsqueeze(start + 1) if part.role in ("k", "v") else view
-                groups = heads.permute(start, 0, start + 1, start + 2).flatten(1, 2)
-                points.append(torch.stack([standard(group) for group in groups]))
-    return points
+    space, count = part.space, len(part.factors)
+    front = [*([0] if space.kind == "experts" else []), *range(start, start + count)]
+    rows = x.permute(*front, *(dim for dim in range(x.ndim) if dim not in front)).flatten(len(front))
+    if space.kind in ("ffn", "stream"):
+        return rows[None]
+    return rows.permute(0, 2, 1, 3).flatten(2) if space.kind == "attention" and rows.ndim == 4 else rows
 
 
-def stream_points(
-    architecture: Architecture, stream: str, activations: Activations, transforms: Transforms
-) -> Tensor | None:
-    """Inputs of all readers of a stream, as points (size, samples), in the anchor's coordinates."""
-    points = []
-    for block in architecture.blocks:
-        for info in block.tensors:
-            linear = linear_map(block, info)
-            space = architecture.streams[stream]
-            if linear is None or linear.stacked or linear.inputs.size != space.sizes["size"]:
-                continue
-            x, _ = activations.around(linear)
-            if x is not None and _has(linear.inputs, space, ("read",)):
-                points.append(standard(transform_axis(x, 1, linear.inputs, transforms, dual=True)))
-    return torch.cat(points, -1) if points else None
-
-
-def standard(columns: Tensor) -> Tensor:
-    """Activations (samples, n) as points (n, samples), standardised coordinate by coordinate."""
-    x = columns.double()
-    return ((x - x.mean(0)) / (x.std(0) + 1e-9)).T
+def standard(points: Tensor) -> Tensor:
+    """Points (groups, size, samples), standardised coordinate by coordinate."""
+    x = points.double()
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-9)
 
 
 def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
@@ -183,6 +163,8 @@ def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
 
     What rotary embedding turns, or a norm inside the head sees, is aligned and never mixed.
     """
+    if space.kind == "stream":
+        return {"stream": ("write", "read", "gain", "shift")}
     if space.kind in ("ffn", "experts"):
         return {"neurons": ("in", "gate", "out")}
     roles: dict[str, tuple[str, ...]] = {"values": ("v", "o")} if space.values == "free" else {}

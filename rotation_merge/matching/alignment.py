@@ -336,25 +336,14 @@ class Alignment:
         tensors |= {key: x.to(dtype) for key, x in tensors.items() if x.is_floating_point() and x.ndim == 3}
         for prefix, biases in zip(BIASES, (basis.biases, basis.donor_biases), strict=True):
             tensors |= {f"{prefix}{name}": bias for name, bias in biases.items()}
-        models = {
-            "config": dict(basis.config),
-            "shapes": dict(basis.shapes),
-            "untie": basis.untie,
-            "rows": basis.rows,
-            "models": [basis.anchor.name, basis.donor.name],
-            "tensors": [dict(basis.anchor.tensors), dict(basis.donor.tensors)],
-        }
-        meta = {
-            "format": FORMAT,
-            "family": basis.architecture.family,
-            "anchor": basis.anchor.fingerprint,
-            "donor": basis.donor.fingerprint,
-            "folded": json.dumps(self.folded),
-            "kinds": json.dumps(kinds),
-            "still": json.dumps(sorted(_asked(basis.architecture) - self.transforms.keys())),
-            "made": json.dumps(dict(self.metadata), default=str),
-            "basis": json.dumps(models, default=str),
-        }
+        anchor, donor = basis.anchor, basis.donor
+        names, marks = (anchor.name, donor.name), (dict(anchor.tensors), dict(donor.tensors))
+        models = _Models(dict(basis.config), dict(basis.shapes), basis.untie, dict(basis.rows), names, marks)
+        still = tuple(sorted(_asked(basis.architecture) - self.transforms.keys()))
+        made, family = dict(self.metadata), basis.architecture.family
+        header = _Header(family, anchor.fingerprint, donor.fingerprint, self.folded, kinds, still, made, models)
+        facts = {"format": FORMAT, **vars(header), "basis": vars(models)}
+        meta = {key: x if isinstance(x, str) else json.dumps(x, default=str) for key, x in facts.items()}
         with replacing(path) as temporary:
             save_file({key: x.cpu().contiguous().clone() for key, x in tensors.items()}, temporary, metadata=meta)
 
@@ -373,7 +362,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class _Models:
-    """What a file's header says of its models; see `Basis`."""
+    """What a file's header says of its models, anchor and donor; see `Basis`."""
 
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]

@@ -251,10 +251,7 @@ class _Matching:
 
     def _distance(self, spaces: list[Space], local: Mapping[str, Transform]) -> tuple[float, float]:
         """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
-        names = {space.name for space in spaces}
-        touched = tuple(info for info in self.block.tensors if names & {space.name for space in info.spaces()})
-        block = replace(self.block, tensors=touched)
-        return squared_distances(block, None, self.anchor, self.donor, {**self.streams, **local})
+        return squared_distances(self.block, self.anchor, self.donor, {**self.streams, **local}, spaces)
 
     def _best(self, space: Space, unknown: Collection[str]) -> Best:
         """The best transform of one space."""
@@ -295,12 +292,12 @@ class Best:
 
 
 def squared_distances(
-    block: Block, space: Space | None, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform]
+    block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform], spaces: Sequence[Space] = ()
 ) -> tuple[float, float]:
-    """Squared distance donor - anchor and squared norm of the anchor, over the tensors touching `space` (None: all)."""
+    """Squared distance donor - anchor and squared norm of the anchor, over the tensors of some spaces (none: all)."""
     sums: list[Tensor] = []
     for info in block.tensors:
-        if info.key in anchor and info.key in donor and (space is None or space in info.spaces()):
+        if info.key in anchor and info.key in donor and (not spaces or any(s in info.spaces() for s in spaces)):
             moved = transform_tensor(donor[info.key], info, transforms)
             for a, b in _flat_blocks(anchor[info.key], moved):
                 sums += [(a - b).square_().sum(), (a * a).sum()]

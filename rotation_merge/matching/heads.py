@@ -56,20 +56,19 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> t
     """
     group = admitted(space, options)
     parts = [part for name in PAIRED if (part := _part(space, sides, group, name)) is not None]
-    orders, notes = _best_order(group, parts)
-    pairing = Pairing(torch.arange(len(orders[0])), *orders)
+    pairing, notes = _best_order(group, parts)
     elements = dict(group.identity().elements)
     gained = 0.0
     for part in parts:
         element, gain = part.solved(pairing)
         gained += gain
-        if part.name in elements and elements[part.name].shape[0] == len(orders[0]):
+        if part.name in elements and elements[part.name].shape[0] == len(pairing.donor):
             elements[part.name] = element
     shared = _shared_gains(space, sides, group)
     if shared is not None:
         elements["gains"], gain = shared.solved(Pairing.own(1, 1))
         gained += gain
-    return Transform("attention", elements, orders), gained, notes
+    return Transform("attention", elements, (pairing.donor, pairing.queries)), gained, notes
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,11 @@ class Pairing:
     donor: Tensor
     queries: Tensor
 
+    @classmethod
+    def of_all(cls, order: Tensor, queries: Tensor) -> Pairing:
+        """Every group of the anchor's, with the donor's groups in an order."""
+        return cls(torch.arange(len(order)), order, queries)
+
     @property
     def changes_nothing(self) -> bool:
         """Whether every group meets itself, in the same order of heads."""
@@ -93,8 +97,11 @@ class Pairing:
     @classmethod
     def own(cls, groups: int, per_group: int) -> Pairing:
         """Every group with itself."""
-        rows = torch.arange(groups)
-        return cls(rows, rows, torch.arange(per_group).repeat(groups, 1))
+        return cls.of_all(torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
+
+    def equals(self, other: Pairing) -> bool:
+        """Whether both pair the anchor's heads with the same ones."""
+        return torch.equal(self.donor, other.donor) and torch.equal(self.queries, other.queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,9 +226,9 @@ class HeadPart:
             result[:, index[:, :, None], index[:, None, :]] = picked.sum(1, dtype=torch.float64)
         return result
 
-    def inner(self, i: Tensor, j: Tensor) -> list[Tensor]:
+    def inner(self, pairing: Pairing) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
-        i, j = i.to(self.device), j.to(self.device)
+        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
         tables, places = self._tables_of(i, j)
         return [table[i, :, places].double() for table in tables[1]]
 
@@ -266,10 +273,11 @@ class HeadPart:
                 equal[n] &= torch.equal(x, y if len(y) == 1 else y[queries.to(self.device)])
         return equal
 
-    def chunks(self, count: int) -> Iterator[Tensor]:
-        """Numbers of N pairs, a few at a time."""
+    def chunks(self, pairing: Pairing) -> Iterator[tuple[Tensor, Pairing]]:
+        """A few pairs at a time, with their numbers."""
         size = self.shape[2]
-        yield from torch.arange(count).split(max(1, ENTRIES // (size * size * self.shape[1])))
+        for chunk in torch.arange(len(pairing.anchor)).split(max(1, ENTRIES // (size * size * self.shape[1]))):
+            yield chunk, Pairing(pairing.anchor[chunk], pairing.donor[chunk], pairing.queries[chunk])
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,28 +317,27 @@ def _shared_gains(space: Space, sides: Sequence[Side], group: SpaceGroup) -> Hea
     return HeadPart("gains", group.groups["gains"][0], primal, dual, [], shape, sides[0].anchor.device)
 
 
-def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[tuple[Tensor, Tensor], list[str]]:
+def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list[str]]:
     """The donor's head order and the query heads inside each group, with notes."""
     rows, queries = group.orders
+    unmoved = Pairing.of_all(rows, queries)
     if group.order == "fixed" and queries.numel() > 1:
-        return (rows, queries), ["the order of the heads is fixed by the architecture"]
+        return unmoved, ["the order of the heads is fixed by the architecture"]
     if not group.reorders or queries.numel() == 1 or not parts:
-        return (rows, queries), []
+        return unmoved, []
     if group.order == "spectral":
         return _spectral(group, parts), [SPECTRAL]
     notes = [NOTE] if queries.shape[1] > 1 else []
     gains, inner = _inner_orders(parts, rows, rows)
-    unmoved = Ordering(rows, queries, float(_gains(parts, Pairing.own(*queries.shape)).sum()))
-    orders = [unmoved, Ordering(rows, inner, float(gains.sum()))]
+    orders = [(unmoved, float(_gains(parts, unmoved).sum())), (Pairing.of_all(rows, inner), float(gains.sum()))]
     if not (group.inside or _at_home(parts, gains)):
         count = len(rows)
         gains, every = _inner_orders(parts, rows.repeat_interleave(count), rows.repeat(count))
         values = gains.reshape(count, count)
         order = assign(values)
         inner = every.reshape(count, count, -1)[rows, order]
-        orders.append(Ordering(order, inner, float(values[rows, order].sum())))
-    best = _chosen(parts, orders)
-    return (best.groups, best.queries), notes
+        orders.append((Pairing.of_all(order, inner), float(values[rows, order].sum())))
+    return _chosen(parts, orders), notes
 
 
 def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
@@ -351,37 +358,25 @@ def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Ordering:
-    """An order of KV groups and of the query heads inside them, and what it gains at least."""
-
-    groups: Tensor
-    queries: Tensor
-    gain: float
-
-
-def _chosen(parts: list[HeadPart], orders: list[Ordering]) -> Ordering:
+def _chosen(parts: list[HeadPart], orders: list[tuple[Pairing, float]]) -> Pairing:
     """The first of the orders that gains most; where several gain nearly as much, under the best maps."""
-    most = max(order.gain for order in orders)
-    close: list[Ordering] = []
-    for order in orders:
-        known = any(torch.equal(order.groups, o.groups) and torch.equal(order.queries, o.queries) for o in close)
-        if not known and CLEARLY * max(order.gain, 0.0) >= most:
-            close.append(order)
-    if len(close) > 1:
-        close = [_exact(parts, order) for order in close]
-    best = close[0]
-    for order in close[1:]:
-        best = order if order.gain > best.gain + GAINED * abs(best.gain) else best
-    return best
+    most = max(gain for _, gain in orders)
+    close: list[Pairing] = []
+    for pairing, gain in orders:
+        if CLEARLY * max(gain, 0.0) >= most and not any(pairing.equals(other) for other in close):
+            close.append(pairing)
+    gains = [_gained(parts, pairing) for pairing in close] if len(close) > 1 else [most]
+    best = 0
+    for number, gain in enumerate(gains):
+        best = number if gain > gains[best] + GAINED * abs(gains[best]) else best
+    return close[best]
 
 
-def _exact(parts: list[HeadPart], order: Ordering) -> Ordering:
-    """The order with what it gains under the best maps."""
-    pairing = Pairing(torch.arange(len(order.groups)), order.groups, order.queries)
+def _gained(parts: list[HeadPart], pairing: Pairing) -> float:
+    """What an order gains under the best maps."""
     every = [part.stats(pairing) for part in parts]
     gains = (float(stats.gain(part.group.solve(stats)).sum()) for part, stats in zip(parts, every, strict=True))
-    return replace(order, gain=sum(gains))
+    return sum(gains)
 
 
 def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -391,7 +386,7 @@ def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, 
     if per_group == 1:
         return _gains(parts, Pairing(i, j, unmoved)), unmoved
     gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
-    for queries in (unmoved, _assigned(_alone(parts, i, j))):
+    for queries in (unmoved, _assigned(_alone(parts, Pairing(i, j, unmoved)))):
         rows = torch.arange(len(i))  # of the pairs that still change
         for _ in range(TURNS):
             reached, agreement = _turned(parts, Pairing(i[rows], j[rows], queries))
@@ -413,21 +408,17 @@ def _gains(parts: list[HeadPart], pairing: Pairing) -> Tensor:
     """What N pairs gain under the best maps, or ones nearly the best, (N,), on the CPU."""
     total = torch.zeros(len(pairing.anchor), dtype=torch.float64)
     for part in parts:
-        for chunk in part.chunks(len(total)):
-            total[chunk] += part.group.value(replace(part.stats(_picked(pairing, chunk)), turns=1)).cpu()
+        for chunk, pairs in part.chunks(pairing):
+            total[chunk] += part.group.value(replace(part.stats(pairs), turns=1)).cpu()
     return total
 
 
-def _picked(pairing: Pairing, chunk: Tensor) -> Pairing:
-    return Pairing(pairing.anchor[chunk], pairing.donor[chunk], pairing.queries[chunk])
-
-
-def _alone(parts: list[HeadPart], i: Tensor, j: Tensor) -> Tensor:
+def _alone(parts: list[HeadPart], pairing: Pairing) -> Tensor:
     """The norms of the products of every pair of query heads, (N, r, r): those of heads that go together are larger."""
-    total = torch.zeros(len(i), *[parts[0].shape[1]] * 2, dtype=torch.float64)
+    total = torch.zeros(len(pairing.anchor), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
-        for chunk in part.chunks(len(i)):
-            total[chunk] += sum(torch.linalg.matrix_norm(t).sum(-1).cpu() for t in part.inner(i[chunk], j[chunk]))
+        for chunk, pairs in part.chunks(pairing):
+            total[chunk] += sum(torch.linalg.matrix_norm(t).sum(-1).cpu() for t in part.inner(pairs))
     return total
 
 
@@ -436,20 +427,19 @@ def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
     gains = torch.zeros(len(pairing.anchor), dtype=torch.float64)
     total = torch.zeros(len(gains), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
-        for chunk in part.chunks(len(total)):
-            pairs = _picked(pairing, chunk)
+        for chunk, pairs in part.chunks(pairing):
             stats = replace(part.stats(pairs), turns=1)
             element = part.group.solve(stats)
             gains[chunk] += stats.gain(element).cpu()
             maps = element.matrices(dual=True).to(part.device)
-            for blocks, table in zip(part.blocks, part.inner(pairs.anchor, pairs.donor), strict=True):
+            for blocks, table in zip(part.blocks, part.inner(pairs), strict=True):
                 index = blocks.to(part.device)
                 inside = maps[:, index[:, :, None], index[:, None, :]]
                 total[chunk] += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
     return gains, total
 
 
-def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]:
+def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
     """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra."""
     groups, per_group = group.orders[1].shape
     shared = torch.zeros(groups, groups, dtype=torch.float64)
@@ -465,7 +455,7 @@ def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Tensor, Tensor]
     chosen = inner.gather(3, queries[..., None])[..., 0].sum(-1)
     rows = torch.arange(groups)
     order = rows if group.inside else assign(-(shared + chosen))
-    return order, queries[rows, order]
+    return Pairing.of_all(order, queries[rows, order])
 
 
 def _spectral_distances(pairs: Pairs, shape: tuple[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ angle for RoPE pairs, ``exp(s)`` for positive scales. Orders of heads and expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.symmetry import Transform
-from rotation_merge.symmetry.element import Element
 from rotation_merge.symmetry.group import Group, learnable, moved
 
 
@@ -38,29 +37,24 @@ class LearnedTransforms(nn.Module):
         permutations: bool = False,
     ) -> None:
         super().__init__()
-        self.start, self.scaling = dict(start), scaling
+        self.start, self.scaling, self.steps = dict(start), scaling, nn.ModuleDict()
+        self.learned: dict[str, tuple[str, str, Group]] = {}  # space, part and group of every element, by key in steps
         spaces = architecture.spaces()
-        self.groups = {name: architecture.widest_group(spaces[name], transform) for name, transform in start.items()}
-        self.steps = nn.ModuleDict()
-        for name, part, group, element in self._elements():
-            if steps := learnable(group, element, scaling, permutations and spaces[name].kind in ("ffn", "experts")):
-                self.steps[_key(name, part)] = nn.ParameterDict(steps)
-
-    def _elements(self) -> Iterator[tuple[str, str, Group, Element]]:
-        """Space, part, group and start of every element whose form is that of its group's."""
-        for name, transform in self.start.items():
-            for part, (group, *_) in self.groups[name].groups.items():
+        for name, transform in start.items():
+            orders = permutations and spaces[name].kind in ("ffn", "experts")
+            for part, (group, *_) in architecture.widest_group(spaces[name], transform).groups.items():
                 element = transform.elements[part]
-                if type(element) is type(group.identity(1, 1)):
-                    yield name, part, group, element
+                of_group = type(element) is type(group.identity(1, 1))
+                if steps := learnable(group, element, scaling, orders) if of_group else {}:
+                    key = f"{name}|{part}".replace(".", "/")  # names of modules must not hold dots
+                    self.steps[key], self.learned[key] = nn.ParameterDict(steps), (name, part, group)
 
     def forward(self, exact: bool = False) -> Transforms:
         """All transforms by space name, differentiable; with `exact` in float64 and projected onto their groups."""
         elements = {name: dict(transform.elements) for name, transform in self.start.items()}
-        for name, part, group, element in self._elements():
-            if (key := _key(name, part)) in self.steps:
-                steps: dict[str, Tensor] = dict(self.steps[key].items())  # type: ignore[operator]
-                elements[name][part] = moved(group, element, steps, self.scaling, exact)
+        for key, (name, part, group) in self.learned.items():
+            steps: dict[str, Tensor] = dict(self.steps[key].items())  # type: ignore[operator]
+            elements[name][part] = moved(group, elements[name][part], steps, self.scaling, exact)
         return {name: replace(transform, elements=elements[name]) for name, transform in self.start.items()}
 
     @torch.no_grad()
@@ -71,8 +65,3 @@ class LearnedTransforms(nn.Module):
         transforms = self.forward(exact=True)
         self.to(device)
         return {name: transform.to(torch.device("cpu")) for name, transform in transforms.items()}
-
-
-def _key(space: str, part: str) -> str:
-    """The name of an element's parameters; those of modules must not hold dots."""
-    return f"{space}|{part}".replace(".", "/")

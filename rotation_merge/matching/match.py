@@ -147,23 +147,20 @@ class ModelMatching:
             sampled = [layers[len(layers) * (2 * i + 1) // (2 * SAMPLE)] for i in range(SAMPLE)]
         return sorted(n for part in self.parts for n in part if self.blocks[n].index is None or n in sampled)
 
-    def each(
-        self, label: str, step: Step, chosen: Sequence[int], before: int = 0, after: int = 0
-    ) -> Iterator[tuple[Block, Any]]:
-        """Run a step on blocks in parallel, in order.
+    def each(self, label: str, step: Step, chosen: Sequence[int], before: int = 0, total: int = 0) -> Iterator[Any]:
+        """Run a step on blocks in parallel; the results, in order.
 
         Args:
             chosen: numbers of the blocks.
-            before, after: how many blocks of the same pass come before these, and after.
+            before: how many blocks of the same pass come before these.
+            total: how many blocks the pass has; 0: these alone.
         """
-        total = before + len(chosen) + after
+        total = total or len(chosen)
         if not before:
             self.progress(label, 0, total)
-        results = iter(self.over(self.visits, step, chosen) if chosen else ())
-        for done, number in enumerate(chosen, before + 1):
-            result: Any = next(results)
+        for done, result in enumerate(self.over(self.visits, step, chosen) if chosen else (), before + 1):
             self.progress(label, done, total)
-            yield self.blocks[number], result
+            yield result
 
     # The streams.
 
@@ -210,7 +207,7 @@ class ModelMatching:
         if self._plain is None:
             step = Step(MEASURE, transforms, precise=self.precise)
             visited = self.each("embeddings and heads", step, self.plain)
-            self._plain = tuple(tensor for _, tensors in visited for tensor in tensors)
+            self._plain = tuple(tensor for tensors in visited for tensor in tensors)
         sums = StreamSums(equal)
         for tensor in self._plain:
             sums.count(tensor, transforms)
@@ -220,7 +217,7 @@ class ModelMatching:
         """What embeddings and heads say alone, all tensors weighted equally."""
         chosen = [number for part in self.parts for number in part if self.blocks[number].index is None]
         sums = StreamSums(equal=True)
-        for _, tensors in self.each("embeddings and heads", Step(MEASURE, transforms), chosen):
+        for tensors in self.each("embeddings and heads", Step(MEASURE, transforms), chosen):
             for tensor in tensors:
                 sums.count(tensor, transforms)
         return StreamSums.of([self._measured(transforms, equal=True), sums])
@@ -228,7 +225,7 @@ class ModelMatching:
     def _compared(self, name: str, start: Transforms) -> StreamSums:
         """What is known under a start, from a sample of layers or from all."""
         visited = self.each(f"residual, from {name}", Step(PASS, start), self.sample)
-        return StreamSums.of([self._measured(start), *(sums for _, sums in visited)])
+        return StreamSums.of([self._measured(start), *visited])
 
     def _alternated(self, passes: Passes) -> tuple[Transforms, dict[str, Any]]:
         """Alternate between streams and local spaces until the gain is small."""
@@ -255,8 +252,8 @@ class ModelMatching:
         sizes = [len(part) for part in self.parts]
         for number, part in enumerate(self.parts):
             step = Step(PASS, passes.transforms, passes.weights, self.precise)
-            visited = self.each(label, step, part, sum(sizes[:number]), sum(sizes[number + 1 :]))
-            passes.sums[number] = StreamSums.of(sums for _, sums in visited)
+            visited = self.each(label, step, part, sum(sizes[:number]), sum(sizes))
+            passes.sums[number] = StreamSums.of(visited)
             passes.plain = self._measured(passes.transforms)
             total = passes.total
             solved = self._solved(total, passes.transforms)
@@ -283,9 +280,9 @@ class ModelMatching:
         """The last match of every block, from an earlier run if it is known."""
         known = {number: self.ledger.get(block.name) for number, block in enumerate(self.blocks)}
         pending = [number for number, part in known.items() if part is None]
-        fresh = self.each("matching", Step(FINAL, streams), pending, len(known) - len(pending))
+        fresh = self.each("matching", Step(FINAL, streams), pending, len(known) - len(pending), len(known))
         for number, block in enumerate(self.blocks):
-            match: BlockMatch = next(fresh)[1] if (part := known[number]) is None else match_of(part)
+            match: BlockMatch = next(fresh) if (part := known[number]) is None else match_of(part)
             if part is None and (match.transforms or any(match.whole)):
                 self.ledger.keep(block.name, partial(part_of, match))
             yield match

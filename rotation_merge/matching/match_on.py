@@ -155,11 +155,11 @@ class SampleMatcher:
             del model
             model = load(self.donor)
             batches += self._batches(self.donor, model, 1)
-            second = record_activations(model.to(self.device), batches)
-            return record_activations(load(self.anchor).to(self.device), batches), second
-        first = record_activations(model.to(self.device), batches)
+            second = Activations.of(model.to(self.device), batches, ROWS)
+            return Activations.of(load(self.anchor).to(self.device), batches, ROWS), second
+        first = Activations.of(model.to(self.device), batches, ROWS)
         del model
-        return first, record_activations(load(self.donor).to(self.device), batches)
+        return first, Activations.of(load(self.donor).to(self.device), batches, ROWS)
 
     def _batches(self, name: str, model: Any, number: int) -> list[Batch]:
         count = self.count if self.data != SELF else (self.count + 1 - number) // 2
@@ -178,11 +178,6 @@ def matcher(how: str, anchor: str, donor: str, **samples: Any) -> Match:
     return match_model if how == WEIGHTS else SampleMatcher(how, anchor, donor, **samples)
 
 
-def record_activations(model: Any, batches: list[Batch]) -> Activations:
-    """Inputs and outputs of a loaded model's maps on samples."""
-    return Activations.of(model, batches, ROWS)
-
-
 def activation_matcher(
     how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]], source: str
 ) -> Match:
@@ -192,7 +187,7 @@ def activation_matcher(
         source: what the samples are called, where they do not do.
     """
     plain = unpadded([unlabelled(batch) for batch in batches], source)
-    activations = record_activations(anchor, plain), record_activations(donor, plain)
+    activations = Activations.of(anchor, plain, ROWS), Activations.of(donor, plain, ROWS)
     return partial(match_on_activations, activations=activations, how=how)
 
 
@@ -267,17 +262,16 @@ class _Recordings:
     def _tensors_of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
         """Yield a map's outputs, and its stream inputs once for all maps that share them."""
         (x, y), (u, v) = (activations.around(linear) for activations in self.activations)
-        normed = all(activations.is_plain(linear) for activations in self.activations)
         source = self.activations[0].read_with(linear)
-        if _same_shape(x, u) and normed and source not in read and _has_roles(linear.inputs, ("read",)):
+        normed = all(activations.is_plain(linear) for activations in self.activations)
+        first = normed and source not in read and _has_roles(linear.inputs, ("read",))
+        if first and x is not None and u is not None and x.shape == u.shape:
             read.add(source)
             yield self._add(linear, "reads", linear.inputs, x, u)
-        if _same_shape(y, v) and _has_roles(linear.outputs, _GIVES):
+        if y is not None and v is not None and y.shape == v.shape and _has_roles(linear.outputs, _GIVES):
             yield self._add(linear, "gives", linear.outputs, y, v)
 
-    def _add(self, linear: LinearMap, side: str, axis: Axis, x: Tensor | None, u: Tensor | None) -> TensorInfo:
-        assert x is not None
-        assert u is not None
+    def _add(self, linear: LinearMap, side: str, axis: Axis, x: Tensor, u: Tensor) -> TensorInfo:
         whiten = any(part.space.kind == "stream" for part in axis.parts)
         pair = [centred(rows, whiten) for rows in (x, u)]
         weight = read_tensor(linear.info, self.anchor)  # which sets how much a space hears of it beside weights
@@ -297,10 +291,6 @@ def _local(info: TensorInfo) -> set[str]:
 
 def _has_roles(axis: Axis, roles: tuple[str, ...]) -> bool:
     return bool(axis.parts) and all(part.role in roles and part.space.kind in _KINDS for part in axis.parts)
-
-
-def _same_shape(x: Tensor | None, u: Tensor | None) -> bool:
-    return x is not None and u is not None and x.shape == u.shape
 
 
 def centred(rows: Tensor, whiten: bool = True) -> Tensor:

@@ -32,10 +32,10 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
         a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}
-            before, after = (squared_distances(block, space, a, b, maps) for maps in (without, transforms))
+            before, after = (squared_distances(block, a, b, maps, [space]) for maps in (without, transforms))
             rows.append(row_of(block, space, transforms[space.name], (before[0], *after)))
         if moved:
-            before, after = (squared_distances(block, None, a, b, maps) for maps in ({}, transforms))
+            before, after = (squared_distances(block, a, b, maps) for maps in ({}, transforms))
             whole = [total + part for total, part in zip(whole, (before[0], *after), strict=True)]
     rows += [row_of(architecture.blocks[0], space, transforms[space.name], whole) for space in moved]
     return replace(alignment, rows=rows)

@@ -27,10 +27,9 @@ FAR = 0.2
 
 @dataclass(frozen=True)
 class AppliedAlignment:
-    """An alignment file that moves a donor, with its name in the recipe, its model and its metadata."""
+    """An alignment file that moves a donor, with its name in the recipe and its metadata."""
 
     file: str
-    matched: str
     metadata: Mapping[str, Any]
 
 

@@ -181,9 +181,9 @@ class Visits:
         before = after = norm = 0.0
         for part, read in self._pieces(block):
             pair = read()
-            apart, square = squared_distances(part, None, *pair, {})
+            apart, square = squared_distances(part, *pair, {})
             before, norm = before + apart, norm + square
-            after += squared_distances(part, None, *pair, step.streams)[0]
+            after += squared_distances(part, *pair, step.streams)[0]
         return BlockMatch({}, [], (before, after, norm))
 
     def _pieces(self, block: Block) -> list[Piece]:
@@ -238,10 +238,10 @@ def _final(
     """Match the local spaces without weights under the streams' transforms."""
     if not step.streams:
         return match_block(block, anchor, donor, options)
-    before, norm = squared_distances(block, None, anchor, donor, {})
+    before, norm = squared_distances(block, anchor, donor, {})
     for info in block.tensors:  # turned once, not for every look at it
         if info.key in donor:
             donor[info.key] = transform_tensor(donor[info.key], info, step.streams)
     match = match_block(block, anchor, donor, options)
-    after = squared_distances(block, None, anchor, donor, match.transforms)[0]
+    after = squared_distances(block, anchor, donor, match.transforms)[0]
     return replace(match, whole=(before, after, norm))

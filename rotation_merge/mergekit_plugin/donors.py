@@ -220,7 +220,7 @@ class Donors:
         residual = residual_of(alignment.transforms, alignment.folded)
         self._checked(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
         self._fold(alignment.folded)
-        self.run.alignment_files[name] = AppliedAlignment(path, str(donor), alignment.metadata)
+        self.run.alignment_files[name] = AppliedAlignment(path, alignment.metadata)
         figures_in(alignment.metadata, path)
         data, learned = (alignment.metadata.get(key) for key in ("data", "learned"))
         if isinstance(data, str):

@@ -17,12 +17,13 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, heads, match, mean
+from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.learned import LearnedTransforms
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import match_on_activations, record_activations
+from rotation_merge.matching.match_on import ROWS, match_on_activations
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import Mover
 from rotation_merge.run.data import Data, read_batches
@@ -191,7 +192,7 @@ def test_matching_on_samples(how: str) -> None:
     """Rows of samples are kept on the CPU, whatever device the weights are on."""
     models = [load(name) for name in (BASE, OTHER)]
     batches = [unlabelled(batch) for batch in samples(models[0]).batches]
-    rows = [record_activations(model, batches) for model in models]
+    rows = [Activations.of(model, batches, ROWS) for model in models]
     anchor, donor = (sent({name: x.detach() for name, x in model.state_dict().items()}) for model in models)
     options = AlignConfig(heads="permutation", scaling=False, residual="rotation")
     with second_device():

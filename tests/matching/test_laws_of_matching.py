@@ -84,7 +84,7 @@ def test_experts_that_are_alike_follow_their_router_rows() -> None:
     donor = {**anchor, router: anchor[router][order.argsort()]}
     match = match_experts(block, space, anchor, donor, {}, AlignConfig())
     assert torch.equal(match.orders[0], order)
-    assert squared_distances(block, space, anchor, donor, {space.name: match})[0] == pytest.approx(0.0, abs=1e-12)
+    assert squared_distances(block, anchor, donor, {space.name: match}, [space])[0] == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("layer", [True, False])

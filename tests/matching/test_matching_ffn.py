@@ -219,7 +219,7 @@ def test_planted_experts_are_found(fused: bool, noise: float, groups: int) -> No
     best = match_experts(block, space, anchor, donor, {}, AlignConfig())
     assert torch.equal(best.orders[0], truth.orders[0])
     assert torch.equal(best.tensors()["neurons.index"], truth.tensors()["neurons.index"])
-    after = squared_distances(block, space, anchor, donor, {space.name: best})[0]
+    after = squared_distances(block, anchor, donor, {space.name: best}, [space])[0]
     assert after <= distance(anchor, twin) * (1 + 1e-9) + 1e-9
 
 
@@ -235,7 +235,7 @@ def test_experts_are_never_farther_than_at_their_places(scaling: bool, groups: i
     assert admitted(space, options).admits(best)
     places = match_experts(block, space, anchor, donor, {}, AlignConfig(scaling=scaling, ffn="none"))
     assert places.orders[0].tolist() == [0, 1, 2, 3]
-    reached = [squared_distances(block, space, anchor, donor, {space.name: t})[0] for t in (best, places)]
+    reached = [squared_distances(block, anchor, donor, {space.name: t}, [space])[0] for t in (best, places)]
     assert reached[0] < reached[1]
     assert match_experts(block, space, anchor, anchor, {}, options).is_identity()
 
@@ -277,7 +277,7 @@ def test_records_say_what_applying_gives(heads: str, attention: str, family: str
         hidden = {bias.info.key for bias in block_hidden_biases(block) if bias.space == space}
         seen = [{key: x for key, x in model.items() if key not in hidden} for model in (anchor, donor)]
         for transforms, value in (({}, row.distance_before), (match.transforms, row.distance_after)):
-            apart, norm = squared_distances(block, space, *seen, transforms)
+            apart, norm = squared_distances(block, *seen, transforms, [space])
             assert (apart**0.5, norm**0.5) == pytest.approx((value, row.anchor_norm), rel=1e-6)
         assert row.distance_after <= row.distance_before or heads == "spectral"
     for model, copy in zip((anchor, donor), before, strict=True):
