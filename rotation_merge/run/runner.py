@@ -187,6 +187,12 @@ class Runner:
         yield
         self._recording = False
 
+    def attend(self, kind: str) -> None:
+        """Compute attention in torch's fused form (sdpa) from now on, where the model has it, or plainly (eager)."""
+        if getattr(self.model, "_supports_sdpa", False) and kind != self.model.config._attn_implementation:
+            self.model.set_attn_implementation(kind)
+            self._arguments.clear()  # whose masks are of the other form
+
     def is_shared(self, name: str) -> bool:
         """Whether the model uses a parameter in several places."""
         return len(self._slots.get(name, ())) > 1
