@@ -5,6 +5,7 @@ Norms run without gain and shift (see `HookedModel`), and hidden states are thos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
@@ -77,15 +78,14 @@ class WatchedBlocks:
         plain = self._outputs(block, probe)
         check_answers(self.runner.model, plain)
         self.new_axes = probe.axes(self.hooked, self.axes)
-        whole = [] if block.index is not None else [("eager", (), MOST_DIFFERENCE)]
-        forms = [("sdpa", self.new_axes, SAME), ("eager", self.new_axes, MOST_DIFFERENCE), *whole]
-        for attention, self._splits, allowed in forms:
+        fused, split, whole = ("sdpa", self.new_axes), ("eager", self.new_axes), ("eager", ())
+        for attention, self._splits in (split, whole) if block.index is None else (fused, split):
             self.runner.attend(attention)
             with self.hooked.split(self._splits):
-                split = {self.new_axes[name] for name in self.hooked.splits}
+                axes = {self.new_axes[name] for name in self.hooked.splits}
                 watched = self._outputs(block, _Probe())
-            if _difference(plain, watched) <= allowed:
-                self.split |= split
+            if _difference(plain, watched) <= (SAME if attention == "sdpa" else MOST_DIFFERENCE):
+                self.split |= axes
                 return
         raise StatisticsError(
             f"the maps of {type(self.runner.model).__name__} cannot be recorded without changing its outputs",
@@ -104,7 +104,9 @@ class WatchedBlocks:
 
 
 def _difference(plain: Sequence[Tensor], watched: Sequence[Tensor]) -> float:
-    """The largest difference of outputs, relative to the size of each."""
+    """The largest difference of outputs, relative to the size of each; infinite for those of another form."""
+    if [x.shape for x in plain] != [x.shape for x in watched]:
+        return math.inf
     pairs = zip(plain, watched, strict=True)
     return max((float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
 

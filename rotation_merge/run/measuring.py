@@ -76,8 +76,7 @@ def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, 
         problem = "a Fisher diagonal needs the whole model in memory"
         remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
         raise StatisticsError(problem, where=name, remedy=remedy)
-    config, architecture = checkpoint.transformers_config, checkpoint.architecture
-    return streamed_model(config, checkpoint, architecture, torch.float32, device, name)
+    return streamed_model(checkpoint, torch.float32, device)
 
 
 def record(
@@ -157,8 +156,7 @@ def _grams(
     store = StateStore(None if state is None else str(state.path), SPACE)
     few_first = with_small_first_batch(batches)
     try:
-        runner = Runner(view.transformers_config, view.tensors, view.architecture, few_first, store, device=device)
-        return grams(runner, state, progress)
+        return grams(Runner(view, few_first, store, device=device), state, progress)
     finally:
         store.close()
 
