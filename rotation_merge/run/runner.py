@@ -145,7 +145,7 @@ class Runner:
             if self._first + batch in self._arguments:
                 self._layer_forward(batch)
             else:
-                self._forward(batch)
+                self.answer(batch)
         except _Unfilled as stop:
             if not self._inside:
                 return stop.arguments
@@ -270,12 +270,6 @@ class Runner:
         tensor = read_tensor(info, self.source)
         return {} if tensor is None else unstack(info, self.fill(info, tensor))
 
-    def weights(self, blocks: Collection[str]) -> dict[str, Tensor]:
-        """Parameters and buffers of blocks and of the model itself, by their names in the model."""
-        tensors = dict(self.model.named_buffers()) | {n: p._parameters[s] for n, [(p, s), *_] in self._slots.items()}
-        names = {name for b in self.architecture.blocks if b.name in blocks for i in b.tensors for name in i.names}
-        return {name: tensor for name, tensor in tensors.items() if name in names or "." not in name}
-
     def set(self, name: str, tensor: Tensor) -> None:
         """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
         owner, _, leaf = name.rpartition(".")
@@ -394,12 +388,9 @@ class Runner:
                 for batch in range(len(self.batches)):
                     self.run(batch)
 
-    def answer(self, batch: int) -> Any:
-        """The model's output for a batch, after the last block."""
-        return self._forward(batch)
-
     @torch.no_grad()
-    def _forward(self, batch: int) -> Any:
+    def answer(self, batch: int) -> Any:
+        """The model's output for a batch, after the last block; before it, as far as the forward gets."""
         self._batch, self._inside = self._first + batch, False
         self._replayed = {}
         self._calls.clear()
