@@ -63,6 +63,29 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.9])
+def test_fused_attention_only_where_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    model = make(next(case for case in ALL if case.family == "llama"))
+    batches = [{"input_ids": torch.arange(24).view(4, 6)}, {"input_ids": torch.arange(10).view(2, 5)}]
+    usual, calls = torch.nn.functional.scaled_dot_product_attention, Counter[str]()
+
+    def scaled(*args: Any, **named: Any) -> torch.Tensor:
+        calls["fused"] += 1
+        return scale * usual(*args, **named)
+
+    with keep_float64():
+        with monkeypatch.context() as patched:
+            patched.setattr("rotation_merge.run.runner.has_fused_attention", lambda _: False)
+            plain = grams(Runner.of_module(model, batches), None, lambda *_: None)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
+        fused = grams(Runner.of_module(model, batches), None, lambda *_: None)
+    layers = len(model.model.layers)
+    tried, run, opened = layers, len(batches) * layers, layers - 1  # a layer is opened by the form of that before it
+    assert calls["fused"] == (tried if scale != 1.0 else tried + run + opened)
+    for key in plain:
+        torch.testing.assert_close(fused[key], plain[key], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     """Two layers or eight: weights of one, sums of one."""
