@@ -23,7 +23,7 @@ from rotation_merge.averaging.refit import Refit, Targets
 from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.run.data import with_small_first_batch
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.recorder import BlockHooks
@@ -70,9 +70,8 @@ def refit_change(
         solved[name] = tensor.to(torch.float32).contiguous()
         return solved[name]
 
-    def runner(source: TensorSource, prefix: str, untied: bool) -> Runner:
-        view = replace(base, tensors=as_tensors(source), untie=untied)
-        return Runner(view, batches, store, prefix, device=device)
+    def runner(tensors: Tensors, prefix: str, untied: bool) -> Runner:
+        return Runner(replace(base, tensors=tensors, untie=untied), batches, store, prefix, device=device)
 
     new, merge = (runner(base.tensors, prefix, untie) for prefix in ("new", "carried"))
     maps = delta.alignment.transforms, delta.alignment.folded
