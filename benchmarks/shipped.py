@@ -15,9 +15,10 @@ import transformers
 from torch import Tensor
 
 import rotation_merge as rm
-from rotation_merge.run.demo import CHECKPOINTS, NAMES, TEXTS, digits, text, windows
+from rotation_merge.run.demo import CHECKPOINTS, NAMES, TEXTS, digits, text
+from rotation_merge.run.examples import read_examples
 
-__all__ = ["CHECKPOINTS", "NAMES", "TEXTS", "digits", "text", "windows"]
+__all__ = ["CHECKPOINTS", "NAMES", "TEXTS", "digits", "text"]
 
 Batches = list[dict[str, Tensor]]
 
@@ -26,6 +27,12 @@ def load(folder: Path | str) -> Any:
     """A checkpoint as a module, in float32."""
     kind = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def windows(name: str, length: int = 128) -> Tensor:
+    """Held-out text in windows of so many bytes."""
+    examples: Any = read_examples(f"demo:{name}", "", None, length)
+    return examples["input_ids"]
 
 
 def next_token(ids: Tensor, size: int = 32) -> Batches:

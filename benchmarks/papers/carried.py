@@ -116,7 +116,8 @@ class ScaledChange:
 
     def model(self, scale: float) -> Any:
         tensors = {name: start + scale * change for name, (start, change) in self.ends.items()}
-        return Runner(self.config, tensors, self.architecture, [], untie=True).fill_all()
+        view = View("scaled", self.config.to_dict(), self.architecture, as_tensors(tensors), untie=True)
+        return Runner(view, []).fill_all()
 
 
 @dataclass

@@ -209,14 +209,13 @@ class ModelRefit:
         if teacher.batches is not None:
             return teacher.batches
         model, seed = teacher.original, self.config.seed + number
-        form = model.transformers_config, model.tensors, model.architecture
-        writer = Runner(*form, [], dtype=self.exact, device=self.device).fill_all()
+        writer = Runner(replace(model, untie=False), [], dtype=self.exact, device=self.device).fill_all()
         return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
     def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
-        given = model.transformers_config, source, self.architecture, batches, self.states, prefix, self.exact
-        return Runner(*given, self.device, untie=self.base.untie, **fill)
+        view = replace(model, tensors=source, architecture=self.architecture, untie=self.base.untie)
+        return Runner(view, batches, self.states, prefix, self.exact, self.device, **fill)
 
     def _filled(self, info: TensorInfo, tensor: Tensor) -> Tensor:
         """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.

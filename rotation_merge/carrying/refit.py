@@ -13,6 +13,7 @@ maps between activations as in Theseus (2026).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from rotation_merge.averaging.refit import Refit, Targets
 from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.run.data import with_small_first_batch
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.recorder import BlockHooks
@@ -63,14 +64,14 @@ def refit_change(
     """
     store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
     base, architecture = delta.base, delta.base.architecture
-    config, solved = base.transformers_config, dict[str, Tensor]()
+    solved = dict[str, Tensor]()
 
     def write(name: str, tensor: Tensor) -> Tensor:
         solved[name] = tensor.to(torch.float32).contiguous()
         return solved[name]
 
-    def runner(source: TensorSource, prefix: str, untied: bool) -> Runner:
-        return Runner(config, source, architecture, batches, store, prefix, device=device, untie=untied)
+    def runner(tensors: Tensors, prefix: str, untied: bool) -> Runner:
+        return Runner(replace(base, tensors=tensors, untie=untied), batches, store, prefix, device=device)
 
     new, merge = (runner(base.tensors, prefix, untie) for prefix in ("new", "carried"))
     maps = delta.alignment.transforms, delta.alignment.folded

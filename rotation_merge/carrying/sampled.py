@@ -93,8 +93,7 @@ def sampled_change(
 
 def module(view: View, device: str) -> Any:
     """A model in memory, on a device, with parameters of its own."""
-    runner = Runner(view.transformers_config, view.tensors, view.architecture, [], untie=view.untie, device=device)
-    model = runner.fill_all()
+    model = Runner(view, [], device=device).fill_all()
     copy_parameters(model)
     return model
 

@@ -45,20 +45,5 @@ def text(name: str) -> Tensor:
     return torch.frombuffer(bytearray((TEXTS / f"{name}.txt").read_bytes()), dtype=torch.uint8).long()
 
 
-def windows(name: str, length: int = 128) -> Tensor:
-    """One held-out text cut into consecutive windows; a shorter rest at the end is dropped.
-
-    Args:
-        name: one of ``NAMES``.
-        length: tokens in each window, positive.
-
-    Returns:
-        Token ids, int64, shape (N, length).
-    """
-    tokens = text(name)
-    count = len(tokens) // length
-    return tokens[: count * length].view(count, length)
-
-
 def _pixels(images: np.ndarray) -> Tensor:
     return torch.as_tensor(images).float().div(16).sub(0.5).unsqueeze(1)

@@ -113,7 +113,7 @@ def _demo(source: str, length: int) -> dict[str, Tensor]:
     if name not in data.NAMES:
         known = ", ".join(f"demo:{known}" for known in ("digits", *data.NAMES))
         raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
-    return {"input_ids": data.windows(name, length)}
+    return _windows(data.text(name), length, source)
 
 
 def tokenizer_of(model_path: str) -> Any:

@@ -252,6 +252,12 @@ def check_answers(model: Any, tensors: Iterable[Tensor], label: str | None = Non
         raise CheckpointError(problem, where=label, remedy=remedy)
 
 
+def has_fused_attention(model: nn.Module) -> bool:
+    """Whether all parts of a model can use torch's fused attention."""
+    supported = [part._supports_sdpa for part in model.modules() if hasattr(part, "_supports_sdpa")]
+    return hasattr(model, "set_attn_implementation") and all(supported)
+
+
 @contextmanager
 def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
     """Use torch's fused attention within the block, if it computes the same on a batch.
@@ -259,7 +265,7 @@ def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
     It is much faster, but lacks some families' changes of attention (soft caps).
     """
     before = getattr(model.config, "_attn_implementation", None)
-    if before == "eager" and getattr(model, "_supports_sdpa", False):
+    if before == "eager" and has_fused_attention(model):
         plain = outputs(model, batch)
         model.set_attn_implementation("sdpa")
         fused = outputs(model, batch)

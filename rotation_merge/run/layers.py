@@ -5,18 +5,19 @@ Norms run without gain and shift (see `HookedModel`), and hidden states are thos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Block
 from rotation_merge.errors import StatisticsError
-from rotation_merge.run.functions import check_answers
+from rotation_merge.run.functions import SAME, check_answers
 from rotation_merge.run.recorder import HookedModel, Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.store import hooked
@@ -67,19 +68,29 @@ class WatchedBlocks:
             yield
 
     def _look(self, block: Block) -> None:
-        """Find the inputs of maps, and settle the split norms."""
+        """Find the inputs of maps, and settle which norms are split, and whether attention is fused.
+
+        Raises:
+            StatisticsError: recording changes a layer's outputs.
+        """
         probe = _Probe()
+        self.runner.attend("eager")
         plain = self._outputs(block, probe)
         check_answers(self.runner.model, plain)
         self.new_axes = probe.axes(self.hooked, self.axes)
-        for splits in (self.new_axes, ()):
-            self._splits = splits
-            with self.hooked.split(splits):
-                split = {self.new_axes[name] for name in self.hooked.splits}
-                again = self._outputs(block, _Probe())
-            if _same_outputs(plain, again, self.runner.model, must=block.index is not None):
-                break
-        self.split |= split
+        fused, split, whole = ("sdpa", self.new_axes), ("eager", self.new_axes), ("eager", ())
+        for attention, self._splits in (split, whole) if block.index is None else (fused, split):
+            self.runner.attend(attention)
+            with self.hooked.split(self._splits):
+                axes = {self.new_axes[name] for name in self.hooked.splits}
+                watched = self._outputs(block, _Probe())
+            if _difference(plain, watched) <= (SAME if attention == "sdpa" else MOST_DIFFERENCE):
+                self.split |= axes
+                return
+        raise StatisticsError(
+            f"the maps of {type(self.runner.model).__name__} cannot be recorded without changing its outputs",
+            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
+        )
 
     def _outputs(self, block: Block, watcher: Watcher) -> list[Tensor]:
         """Outputs of a layer (or, outside of the layers, the model) for the first batch; else what goes on from it."""
@@ -92,21 +103,12 @@ class WatchedBlocks:
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _same_outputs(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
-    """Check that recording leaves the outputs of a model (or a layer) unchanged.
-
-    Raises:
-        StatisticsError: it did not, although it must.
-    """
+def _difference(plain: Sequence[Tensor], watched: Sequence[Tensor]) -> float:
+    """The largest difference of outputs, relative to the size of each; infinite for those of another form."""
+    if [x.shape for x in plain] != [x.shape for x in watched]:
+        return math.inf
     pairs = zip(plain, watched, strict=True)
-    apart = (float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12)) for a, b in pairs)
-    same = max(apart, default=0.0) <= MOST_DIFFERENCE
-    if must and not same:
-        raise StatisticsError(
-            f"the maps of {type(model).__name__} cannot be recorded without changing its outputs",
-            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
-        )
-    return same
+    return max((float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
 
 
 class _Probe(Watcher):

@@ -22,7 +22,7 @@ from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError
 from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.run.arrays import one_by_one
-from rotation_merge.run.functions import check_answers, inputs_for
+from rotation_merge.run.functions import Batch, check_answers, inputs_for
 from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.ledger import SECONDS
 from rotation_merge.run.runner import Runner
@@ -31,8 +31,6 @@ from rotation_merge.run.statistics import Statistics
 from rotation_merge.run.sums import Collector, Sums, means
 from rotation_merge.run.unfinished import UnfinishedMeasurement, together
 from rotation_merge.workers import Progress
-
-Batch = Mapping[str, Tensor]
 
 INPUTS, FISHER = "inputs of the maps", "Fisher"
 """Names of the parts of a measurement, shown as progress."""

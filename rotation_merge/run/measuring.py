@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from torch import Tensor, nn
+from torch import nn
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
@@ -27,7 +27,7 @@ from rotation_merge.model.view import View
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
 from rotation_merge.run.empty_models import empty_model
-from rotation_merge.run.functions import architecture_of, load
+from rotation_merge.run.functions import Batch, architecture_of, load
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.measure import MeasureConfig, fisher_diagonals, grams
@@ -37,8 +37,6 @@ from rotation_merge.run.store import StateStore
 from rotation_merge.run.sums import first_readers
 from rotation_merge.run.unfinished import UnfinishedMeasurement, together
 from rotation_merge.workers import Progress, free_memory
-
-Batches = Sequence[dict[str, Tensor]]
 
 
 def default_statistics_path(reference: ModelReference) -> Path:
@@ -76,8 +74,7 @@ def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, 
         problem = "a Fisher diagonal needs the whole model in memory"
         remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
         raise StatisticsError(problem, where=name, remedy=remedy)
-    config, architecture = checkpoint.transformers_config, checkpoint.architecture
-    return streamed_model(config, checkpoint, architecture, torch.float32, device, name)
+    return streamed_model(checkpoint, torch.float32, device)
 
 
 def record(
@@ -125,7 +122,7 @@ def measured_in_memory(opened: View, module: nn.Module | None, data: Data, optio
 def measured(
     view: View,
     module: nn.Module | None,
-    batches: Batches,
+    batches: Sequence[Batch],
     task: str,
     options: MeasureConfig,
     metadata: Mapping[str, Any],
@@ -152,19 +149,18 @@ def measured(
 
 
 def _grams(
-    view: View, batches: Batches, state: UnfinishedMeasurement | None, progress: Progress, device: str
+    view: View, batches: Sequence[Batch], state: UnfinishedMeasurement | None, progress: Progress, device: str
 ) -> Statistics:
     store = StateStore(None if state is None else str(state.path), SPACE)
     few_first = with_small_first_batch(batches)
     try:
-        runner = Runner(view.transformers_config, view.tensors, view.architecture, few_first, store, device=device)
-        return grams(runner, state, progress)
+        return grams(Runner(view, few_first, store, device=device), state, progress)
     finally:
         store.close()
 
 
 def _metadata(
-    view: View, origin: Mapping[str, Any], data: Data, batches: Batches, options: MeasureConfig
+    view: View, origin: Mapping[str, Any], data: Data, batches: Sequence[Batch], options: MeasureConfig
 ) -> dict[str, Any]:
     """What statistics are of: model, samples and options."""
     return {

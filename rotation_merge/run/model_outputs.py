@@ -72,13 +72,10 @@ class ModelOutputs:
         if self.like is not None:
             view = with_classes_of(view, open_model(self.like))
         run = Runner(
-            view.transformers_config,
-            view.tensors,
-            view.architecture,
+            view,
             inputs,
             dtype=self.dtype,
             fill=lambda _, tensor: _noisy(self._cast(tensor), unit, draw) if unit else tensor,
-            name=self.path,
         )
         run.run_through()
         return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]

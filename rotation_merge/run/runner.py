@@ -12,7 +12,6 @@ it is entered and frees them when it is left.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,9 +26,10 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.blocks import read_tensor, unstack
 from rotation_merge.model.forms import restructured
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run.empty_models import empty_model
-from rotation_merge.run.functions import Batch, architecture_of, unlabelled
+from rotation_merge.run.functions import Batch, architecture_of, has_fused_attention, unlabelled
 from rotation_merge.run.store import PLAIN, SharedKVCache, StateStore, versions
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
@@ -60,14 +60,10 @@ class Runner:
         stored: its tensors by the names of its checkpoint.
 
     Args:
-        config: of the model; not modified.
-        source: its tensors.
-        own: the architecture by whose names the source goes.
+        view: the model; with `untie` a tied head gets its own tensor.
         store: where hidden states wait; None: in memory.
         prefix: of this model's keys in the store.
         fill: see `Fill`.
-        untie: give a tied head its own tensor.
-        name: of the model, for messages.
 
     Raises:
         CheckpointError: weights are missing, or the files have another form, from which transformers' cannot be joined.
@@ -75,26 +71,22 @@ class Runner:
 
     def __init__(
         self,
-        config: Any,
-        source: TensorSource,
-        stored: Architecture,
+        view: View,
         batches: Sequence[Batch],
         store: StateStore | None = None,
         prefix: str = "",
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         fill: Fill = lambda _, tensor: tensor,
-        untie: bool = False,
-        name: str | None = None,
     ) -> None:
         self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
         self.store = StateStore() if store is None else store
-        self.model = empty_model(config, untie)
-        self.architecture = architecture_of(self.model, untie)
-        self.stored, self.source = source, restructured(source, stored, self.architecture)
+        self.model = empty_model(view.transformers_config, view.untie)
+        self.architecture = architecture_of(self.model, view.untie)
+        self.stored, self.source = view.tensors, restructured(view.tensors, view.architecture, self.architecture)
         if not self._covers():
             problem = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
-            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=name)
+            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=view.name)
         self._buffers()
         for parameter in self.model.parameters():  # which some models bring their inputs to before any is filled
             if parameter.is_meta and parameter.is_floating_point():
@@ -124,10 +116,10 @@ class Runner:
     @classmethod
     def of_module(cls, module: Any, batches: Sequence[Batch]) -> Runner:
         """A runner of a loaded model, whose weights it shares."""
-        config, first = copy.copy(module.config), next(module.parameters())
-        config.architectures = [type(module).__name__]
-        tensors, architecture = as_tensors(module.state_dict()), architecture_of(module)
-        return cls(config, tensors, architecture, batches, dtype=first.dtype, device=str(first.device))
+        name, first = type(module).__name__, next(module.parameters())
+        config = {**module.config.to_dict(), "architectures": [name]}
+        view = View(name, config, architecture_of(module), as_tensors(module.state_dict()))
+        return cls(view, batches, dtype=first.dtype, device=str(first.device))
 
     def advance(self) -> Block | None:
         """Leave the current block, after its outputs are recorded, and open the next; None at the end."""
@@ -153,7 +145,7 @@ class Runner:
             if self._first + batch in self._arguments:
                 self._layer_forward(batch)
             else:
-                self._forward(batch)
+                self.answer(batch)
         except _Unfilled as stop:
             if not self._inside:
                 return stop.arguments
@@ -186,6 +178,12 @@ class Runner:
         self._recording = True
         yield
         self._recording = False
+
+    def attend(self, kind: str) -> None:
+        """Compute attention in torch's fused form (sdpa) from now on, where the model has it, or plainly (eager)."""
+        if has_fused_attention(self.model) and kind != self.model.config._attn_implementation:
+            self.model.set_attn_implementation(kind)
+            self._arguments.clear()  # whose masks are of the other form
 
     def is_shared(self, name: str) -> bool:
         """Whether the model uses a parameter in several places."""
@@ -271,12 +269,6 @@ class Runner:
         """A tensor as the model stores it, read from the source: nothing, or one or several, by their names."""
         tensor = read_tensor(info, self.source)
         return {} if tensor is None else unstack(info, self.fill(info, tensor))
-
-    def weights(self, blocks: Collection[str]) -> dict[str, Tensor]:
-        """Parameters and buffers of blocks and of the model itself, by their names in the model."""
-        tensors = dict(self.model.named_buffers()) | {n: p._parameters[s] for n, [(p, s), *_] in self._slots.items()}
-        names = {name for b in self.architecture.blocks if b.name in blocks for i in b.tensors for name in i.names}
-        return {name: tensor for name, tensor in tensors.items() if name in names or "." not in name}
 
     def set(self, name: str, tensor: Tensor) -> None:
         """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
@@ -396,12 +388,9 @@ class Runner:
                 for batch in range(len(self.batches)):
                     self.run(batch)
 
-    def answer(self, batch: int) -> Any:
-        """The model's output for a batch, after the last block."""
-        return self._forward(batch)
-
     @torch.no_grad()
-    def _forward(self, batch: int) -> Any:
+    def answer(self, batch: int) -> Any:
+        """The model's output for a batch, after the last block; before it, as far as the forward gets."""
         self._batch, self._inside = self._first + batch, False
         self._replayed = {}
         self._calls.clear()
@@ -428,36 +417,23 @@ def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple
     return {name: places[id(parameters[name])] for name in architecture.named() if name in parameters}
 
 
-def streamed_model(
-    config: Any,
-    source: TensorSource,
-    architecture: Architecture,
-    dtype: torch.dtype,
-    device: str = "cpu",
-    name: str = "model",
-) -> Any:
+def streamed_model(view: View, dtype: torch.dtype, device: str = "cpu") -> Any:
     """transformers' model in evaluation mode, whose layers read their weights on each run.
 
     Its parameters have their shapes throughout, and values (NaN, if one looks) only inside of their layer.
-
-    Args:
-        config: of the model; not modified.
-        source: its tensors.
-        architecture: the architecture by whose names the source goes.
-        name: of the model, for messages.
 
     Raises:
         CheckpointError: weights are missing, or the files have another form than transformers' model, and cannot be
             brought into it one layer at a time.
     """
-    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, name=name)
+    runner = Runner(view, [], dtype=dtype, device=device)
     layers = [block for block in runner.architecture.blocks if runner.module_of(block) is not None]
     owned = {block.name: _alone(runner, block) for block in layers}
     model = runner.fill_all({info.name for infos in owned.values() for info in infos})
     for block in layers:
         _read_on_entry(runner, block, owned[block.name])
     if lost := sorted(n for n, p in model.named_parameters() if p.is_meta):
-        raise CheckpointError(f"missing weights, the first is {lost[0]}", where=name, remedy="download it again")
+        raise CheckpointError(f"missing weights, the first is {lost[0]}", where=view.name, remedy="download it again")
     return model
 
 

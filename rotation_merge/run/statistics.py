@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,11 @@ class Statistics:
             StatisticsError: it cannot be read, or is none.
         """
         try:
-            tensors, meta = stored_in(path)
+            file = safe_open(str(path), framework="pt")
+            head = Header.of(file)
         except (OSError, SafetensorError) as error:
             raise StatisticsError(f"cannot be read ({short(error)})", where=str(path), remedy=ANEW) from error
+        meta, tensors = head.metadata, Tensors(head.shapes, head.dtypes, by_name(file.get_tensor))
         if meta.get("format") != FORMAT:
             raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
         try:
@@ -145,6 +148,7 @@ class Statistics:
             StatisticsError: it cannot be written; nothing is left behind.
             RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
         """
+        holds_statistics = partial(has_format, name=FORMAT)
         check_output(Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away"))
         self.write(path)
 
@@ -226,17 +230,6 @@ class Statistics:
         return Gram(self[f"{axis}.gram"], self[f"{axis}.count"], axis in self.split)
 
 
-def stored_in(path: Path | str) -> tuple[Tensors, Mapping[str, str]]:
-    """The tensors of a safetensors file, read when they are asked for, and its metadata.
-
-    Raises:
-        OSError, SafetensorError: it cannot be read.
-    """
-    file = safe_open(str(path), framework="pt")
-    head = Header.of(file)
-    return Tensors(head.shapes, head.dtypes, by_name(file.get_tensor)), head.metadata
-
-
 def _head(tensors: Tensors, meta: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file with these tensors in the order of their names; the same on every run."""
     head: dict[str, Any] = {"__metadata__": meta}
@@ -249,11 +242,6 @@ def _head(tensors: Tensors, meta: Mapping[str, str]) -> bytes:
     text = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def holds_statistics(path: str) -> bool:
-    """Whether a file holds statistics, of this format or an older one."""
-    return has_format(path, FORMAT)
 
 
 def has_format(path: str, name: str) -> bool:

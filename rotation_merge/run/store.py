@@ -82,11 +82,6 @@ class StateStore:
         if key in self._files:
             os.remove(self._files.pop(key))
 
-    def clear(self) -> None:
-        """Forget everything; more may come."""
-        for key in [*self._forms]:
-            self.drop(key)
-
     def close(self) -> None:
         """Forget everything, for good."""
         self._forms.clear()

@@ -23,11 +23,10 @@ class Collector(Watcher):
     Args:
         maps: by name.
         axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
-        sums: the sums so far.
     """
 
-    def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str], sums: Sums | None = None) -> None:
-        self.maps, self.axes, self.sums = maps, axes, {} if sums is None else sums
+    def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str]) -> None:
+        self.maps, self.axes, self.sums = maps, axes, Sums()
         self.first_readers = frozenset(first_readers(axes).values())
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:

@@ -17,6 +17,8 @@ import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, RefitResult, Teachers
 from rotation_merge.averaging.ridge import ridge_change
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run.data import batched_by_length
 from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
@@ -44,7 +46,8 @@ class Few:
         return {name: mean[name] if x.is_floating_point() else x for name, x in first.items()}  # type: ignore[misc]
 
     def runner(self, of: State, batches: list[Any], store: StateStore, name: str) -> Runner:
-        return Runner(self.config, of, self.architecture, batches, store, name, torch.float64)
+        view = View(name, self.config.to_dict(), self.architecture, as_tensors(of))
+        return Runner(view, batches, store, name, torch.float64)
 
     def refit(
         self,

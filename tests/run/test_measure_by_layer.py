@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from cli_support import run
 from memory_support import alive, forget
 from plugin_support import make as make_checkpoint
@@ -23,6 +22,8 @@ from rotation_merge import MeasureConfig, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run import measure
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
@@ -47,11 +48,10 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
     model = make(case)
     given: Any = inputs(case, model)
     config, state = save(model, tmp_path / "model")
-    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     stored = resolve(config, list(state), case.name)
     monkeypatch.setattr(HookedModel, "split", lambda *_: nullcontext())
     with keep_float64(), torch.no_grad():
-        runner = Runner(own, state, stored, [given], dtype=torch.float64)
+        runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
         found = grams(runner, UnfinishedMeasurement(tmp_path / "layers", {}), lambda *_: None)
         whole = HookedModel.of(model, architecture_of(model))
         collector = Collector(whole.maps, found.axes)
@@ -61,6 +61,29 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
     assert found.tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.9])
+def test_fused_attention_only_where_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    model = make(next(case for case in ALL if case.family == "llama"))
+    batches = [{"input_ids": torch.arange(24).view(4, 6)}, {"input_ids": torch.arange(10).view(2, 5)}]
+    usual, calls = torch.nn.functional.scaled_dot_product_attention, Counter[str]()
+
+    def scaled(*args: Any, **named: Any) -> torch.Tensor:
+        calls["fused"] += 1
+        return scale * usual(*args, **named)
+
+    with keep_float64():
+        with monkeypatch.context() as patched:
+            patched.setattr("rotation_merge.run.runner.has_fused_attention", lambda _: False)
+            plain = grams(Runner.of_module(model, batches), None, lambda *_: None)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
+        fused = grams(Runner.of_module(model, batches), None, lambda *_: None)
+    layers = len(model.model.layers)
+    tried, run, opened = layers, len(batches) * layers, layers - 1  # a layer is opened by the form of that before it
+    assert calls["fused"] == (tried if scale != 1.0 else tried + run + opened)
+    for key in plain:
+        torch.testing.assert_close(fused[key], plain[key], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -131,9 +154,9 @@ class Counted(dict[str, torch.Tensor]):
 def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> None:
     case = next(case for case in ALL if case.family == "llama")
     config, state = save(make(case), tmp_path / "model")
-    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     source = Counted(state)
-    model = streamed_model(own, source, resolve(config, list(state), case.name), torch.float64)
+    architecture = resolve(config, list(state), case.name)
+    model = streamed_model(View(case.name, config, architecture, as_tensors(source)), torch.float64)
     weights = [name for name in state if name.endswith("down_proj.weight")]
     assert all(source.reads[name] == 0 for name in weights)
     ids = torch.ones(1, 3, dtype=torch.int64)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carry
 from rotation_merge.errors import RotationMergeError
@@ -21,7 +19,7 @@ from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run import demo as data
-from rotation_merge.run.data import Data
+from rotation_merge.run.data import read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 
@@ -195,17 +193,13 @@ def _merge(text: str, out: Path, stock: bool = False) -> None:
 
 
 def _digits(path: Path) -> float:
-    _, _, pixels, labels = data.digits()
-    return evaluate(load(str(path)), Data([{"pixel_values": pixels, "labels": labels}], "class", len(labels)))[1]
+    model = load(str(path))
+    return evaluate(model, read_batches("demo:digits", str(path), model))[1]
 
 
 def _loss(path: Path | str, *names: str) -> float:
     model = load(str(path))
-    losses = []
-    for name in names:
-        parts = data.windows(name)[:160].split(32)
-        batches: list[dict[str, torch.Tensor]] = [{"input_ids": part, "labels": part} for part in parts]
-        losses.append(evaluate(model, Data(batches, "next token", sum(map(len, parts))))[0])
+    losses = [evaluate(model, read_batches(f"demo:{name}", str(path), model, 160))[0] for name in names]
     return sum(losses) / len(losses)
 
 
