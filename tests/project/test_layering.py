@@ -41,15 +41,15 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 237),
     ("model",): (4000, 6131),
-    ("run",): (2400, 5255),
-    ("matching",): (3400, 6144),
-    ("averaging",): (2000, 3807),
+    ("run",): (2400, 5197),
+    ("matching",): (3400, 6077),
+    ("averaging",): (2000, 3779),
     ("carrying",): (1500, 2387),
     ("report",): (1400, 2133),
     ("mergekit_plugin",): (2500, 4363),
     ("diagnose",): (2100, 2813),
     ("search", "share"): (1400, 2817),
-    ("api", "cli", "__init__"): (1400, 3930),
+    ("api", "cli", "__init__"): (1400, 3924),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
