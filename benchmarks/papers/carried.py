@@ -29,9 +29,8 @@ from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
     Plans,
     Solver,
-    block_plans,
+    plans_of,
     stream_ends,
-    stream_plan,
     transported,
     weight_points,
 )
@@ -286,13 +285,13 @@ def _moved(change: Delta) -> dict[str, tuple[Tensor, Tensor]]:
 def _plans(new: Model, old: Model) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
     solver, architecture = Solver(hard=False, regularisation=REGULARISATION["weights"]), new.architecture
-    ends = {stream: stream_ends(architecture, stream, new.state, old.state) for stream in architecture.streams}
-    streams = {stream: stream_plan(points, solver) for stream, points in ends.items() if points is not None}
-    found = dict(streams)
+    ends = stream_ends(architecture, new.state, old.state)
+    streams = plans_of(architecture.streams.values(), ends, solver)
+    plans = dict(streams)
     for block in architecture.blocks:
         points = weight_points(block, read_block(block, new.state), read_block(block, old.state), streams)
-        found |= block_plans(block, points, solver)
-    return found
+        plans |= plans_of(block.spaces.values(), points, solver)
+    return plans
 
 
 def _transported(delta: Delta, plans: Plans) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:

@@ -52,7 +52,7 @@ UNITS = {
     ),
     "averaging/test_own_methods.py": ("averaging model", "methods that are told about models, tensor by tensor"),
     "averaging/test_refit.py": (
-        "architecture averaging run",
+        "architecture averaging model run",
         "the rule in double precision, map by map; merges solve and write in single",
     ),
     "averaging/test_sliced.py": ("averaging", "matrices in slices against whole ones"),
@@ -159,7 +159,7 @@ UNITS = {
     "run/test_metrics.py": ("run", "figures against a hand computation"),
     "run/test_proof_by_layer.py": ("model run", "a lowered limit on models that are held whole"),
     "run/test_backends.py": ("matching workers", "how blocks are shared in a cluster"),
-    "run/test_runner.py": ("architecture run", "the runner of layers alone"),
+    "run/test_runner.py": ("architecture model run", "the runner of layers alone"),
     "run/test_settled.py": ("run", "the store of states alone"),
     "run/test_written.py": ("run", "samples that models write, token by token"),
     "search/test_merge_changes.py": ("model run search", "parts of the search alone: its judge and candidates"),
