@@ -7,11 +7,8 @@ questionable is a warning. No weights are read before somebody asks a `Pair` for
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from mergekit.common import ModelReference
 from torch import Tensor
@@ -48,12 +45,34 @@ OUTSIDE_RECIPES = (
     "'barrier --heads-of each'"
 )
 
+FLAGS = {
+    "attention_bias": ("attention",),
+    "qkv_bias": ("attention",),
+    "use_qkv_bias": ("attention",),
+    "mlp_bias": ("ffn",),
+    "use_bias": ("attention", "ffn", "mixer"),
+    "bias": ("attention", "ffn"),
+}
+"""Config entries that give linear maps a bias, and the kinds of spaces that those maps have an axis of."""
+
 NEW_BIASES = "transformers makes new ones (set it to false in config.json if the model has none)"
 
-_DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("pair.json").read_text(encoding="utf-8"))
-WORDS, FLAGS = _DATA["words"], _DATA["biases"]
-"""Facts on a space or norm as messages call them. Config entries that give linear maps a bias, and the kinds of spaces
-that those maps have an axis of."""
+WORDS = {
+    "groups": "KV heads",
+    "per_group": "query heads for each KV head",
+    "head_dim": "dimensions of a head",
+    "rotary": "rotary dimensions",
+    "interleaved": "neighbours as rotary pairs",
+    "rotary_parts": "parts that rotary embedding turns apart",
+    "norm": "norm of queries and keys",
+    "degree": "degree of the activation",
+    "free_order": "heads that may change places",
+    "free_groups": "KV heads that may change places",
+    "layer": "LayerNorm",
+    "offset": "offset of the gain",
+    "reads": "readers",
+}
+"""Facts on a space or norm as messages call them."""
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
