@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 import errno
-import json
 import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 INTERRUPTED = 130
@@ -91,21 +89,42 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
-@cache
-def _removed() -> dict[str, str]:
-    """What was removed before the first release, and what to do instead.
+_REMOVED = {
+    "genome": "mergekit has deprecated mergekit-evolve; use 'align' once, and search over its models",
+    "inspect tensor": "rotation_merge.json beside the merge holds the figures of a tensor's space",
+    "barrier anchors": "run 'barrier' once for each anchor, with two models",
+    "gguf, align gguf, align gguf_type, merge gguf, merge gguf_type": "convert the merged folder with llama.cpp's "
+    "convert_hf_to_gguf.py",
+    "report, align html, inspect html": "the model card and rotation_merge.json hold it; 'barrier --plot' draws paths",
+    "attention: invertible": "use 'rotation', an orthogonal map with a scale",
+    "doctor mend_weights": "correct the recipe and merge again",
+    "subsets, merge subsets": "run 'merge' on some of the models",
+    "widths, align widths, carry widths": "take models of equal sizes, or train anew",
+    "layers_map, carry layers_map": "take bases of equal depth, or train anew",
+    "rooted": "leave it out",
+    "kfac": "use 'refit', 'regmean' or 'fisher'",
+    "kinds: kfac": "measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
+    "kinds: moments": "'gram' holds means and mean squares",
+    "gram_norm": "leave it out, for the norm in 'wudi' and none in 'refit'",
+    "share": "leave it out; 'iso' keeps the directions of the sum",
+    "alpha": "leave it out, or raise 'ridge'",
+    "norms": "leave it out",
+    "measure rank": "leave it out; Grams are kept whole",
+    "carry: activations, method: activations": "use 'refit', which keeps more of a change",
+    "controls, carry controls": "leave it out",
+    "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
+    "judge, carry judge": "leave it out, and name samples of your task as 'data'",
+}
+"""What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods
+(NAME), their values (KEY: VALUE), commands (COMMAND), and their options (COMMAND OPTION)."""
 
-    By recipe keys, options of Python and methods (NAME), their values (KEY: VALUE), commands (COMMAND), and their
-    options (COMMAND OPTION).
-    """
-    remedies: dict[str, str] = json.loads(Path(__file__).with_name("removed.json").read_text(encoding="utf-8"))
-    return remedies
+REMOVED = {name: remedy for names, remedy in _REMOVED.items() for name in names.split(", ")}
 
 
 def removed(name: str) -> str:
     """A remedy for something that was removed; empty for any other name."""
     key = name.strip("-").replace("-", "_")
-    return f"it was removed: {_removed()[key]}" if key in _removed() else ""
+    return f"it was removed: {REMOVED[key]}" if key in REMOVED else ""
 
 
 FEW = 20
