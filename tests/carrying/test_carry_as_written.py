@@ -13,7 +13,7 @@ from plugin_support import load, make, one_error, state, twin, write_state
 
 from rotation_merge.carrying import sampled
 from rotation_merge.carrying.judge import HeldOutSamples, TransferSamples
-from rotation_merge.matching import match_on
+from rotation_merge.matching.activations import Activations
 from rotation_merge.run.evaluate import evaluate
 
 MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "qwen2": {"tie_word_embeddings": False}}
@@ -149,17 +149,17 @@ def test_judging_samples_are_in_no_other_use(
 ) -> None:
     """Nothing is matched, solved or chosen on them."""
     seen, used = set[tuple[int, ...]](), list[TransferSamples]()
-    record, read = match_on.record_activations, sampled.read_parts
+    record, read = Activations.of, sampled.read_parts
 
-    def recording(model: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
+    def recording(model: Any, batches: list[dict[str, torch.Tensor]], most: int) -> Activations:
         seen.update(rows_of(batches))
-        return record(model, batches)
+        return record(model, batches, most)
 
     def reading(*arguments: Any) -> TransferSamples:
         used.append(read(*arguments))
         return used[-1]
 
-    monkeypatch.setattr(match_on, "record_activations", recording)
+    monkeypatch.setattr(Activations, "of", recording)
     monkeypatch.setattr(sampled, "read_parts", reading)
     rows = [[(7 * i + j * j) % 40 for j in range(10)] for i in range(33)]
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
