@@ -386,16 +386,17 @@ def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, 
     if per_group == 1:
         return _gains(parts, Pairing(i, j, unmoved)), unmoved
     gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
-    for queries in (unmoved, _assigned(_alone(parts, Pairing(i, j, unmoved)))):
-        rows = torch.arange(len(i))  # of the pairs that still change
+    likely = _assigned(_alone(parts, Pairing(i, j, unmoved)))
+    differs = (likely != unmoved).any(1).nonzero()[:, 0]
+    for rows, queries in ((torch.arange(len(i)), unmoved), (differs, likely[differs])):
         for _ in range(TURNS):
+            if not len(rows):  # the pairs that still change
+                break
             reached, agreement = _turned(parts, Pairing(i[rows], j[rows], queries))
             better = reached - gains[rows] > GAINED * reached.abs()
             orders[rows[better]], gains[rows[better]] = queries[better], reached[better]
             following = _assigned(agreement)
             changes = (following != queries).any(1)
-            if not changes.any():
-                break
             rows, queries = rows[changes], following[changes]
     return gains, orders
 

@@ -42,7 +42,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("record",): (250, 237),
     ("model",): (4000, 6131),
     ("run",): (2400, 5197),
-    ("matching",): (3400, 6096),
+    ("matching",): (3400, 6097),
     ("averaging",): (2000, 3779),
     ("carrying",): (1500, 2387),
     ("report",): (1400, 2133),
