@@ -115,10 +115,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/workers.py": ("matching/test_workers.py",),
     "rotation_merge/mergekit_plugin": MERGES,
     "rotation_merge/mergekit_plugin/block_match.py": ("matching/test_workers.py", *MERGES),
-    "rotation_merge/mergekit_plugin/statistics.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/mergekit_plugin/carried.py": ("carrying/test_carry_recipe.py", *MERGES),
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/mergekit_plugin/saved_alignments.py": ("matching/test_save_alignment.py",),
+    "rotation_merge/mergekit_plugin/run.py": ("matching/test_save_alignment.py", *MERGES),
     "rotation_merge/mergekit_plugin/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit_recipes.py"),
     "rotation_merge/mergekit_plugin/session.py": (
         "mergekit_plugin/test_session.py",
@@ -127,6 +126,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rotation_merge/mergekit_plugin/own_methods.py": (
         "averaging/test_averaging.py",
+        "carrying/test_carry.py",
         "averaging/test_ot_fusion.py",
     ),
     **{

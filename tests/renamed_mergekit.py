@@ -13,7 +13,7 @@ from typing import Any
 
 NAMES = (
     *("_METHODS", "callback", "get_architecture_info", "MergePlanner", "run_merge"),
-    *("_get_donor_model", "_execute_resolved", "layer_weights", "MergeMethodSpec"),
+    *("_execute_resolved", "layer_weights", "MergeMethodSpec"),
 )
 """What is taken hold of in mergekit's modules, overridden, and imported; the rest is looked for by `check_host`."""
 

@@ -16,8 +16,8 @@ from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMe
 from rotation_merge.diagnose.donors import donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.keys import OPTIONS
-from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.session import Models
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model

@@ -12,9 +12,9 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin.document import METHOD, Document, documents, is_ours
-from rotation_merge.mergekit_plugin.keys import OF_MODEL, OPTIONS, RELATIONS
-from rotation_merge.mergekit_plugin.models import Models, settle_presets
+from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
+from rotation_merge.mergekit_plugin.session import Models, settle_presets
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.run_keys import mark_of
@@ -60,7 +60,7 @@ class RecipeDonor:
         return title(self.name, self.origin)
 
 
-KEPT = ("exclude", "unsupported", "untie")
+KEPT = ("exclude", "preset", "unsupported", "untie")
 """Options of the whole merge that say something about each donor."""
 
 
@@ -109,10 +109,7 @@ def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
 
 
 def carried_recipe(
-    path: str,
-    donor: RecipeDonor,
-    matched: AlignConfig | None,
-    match_values: Mapping[str, Any] | None,
+    path: str, donor: RecipeDonor, matched: AlignConfig | None, match_values: Mapping[str, Any] | None
 ) -> Recipe:
     """A recipe of the anchor and one donor, whose task vector is carried, after the recipe at `path`.
 
@@ -120,25 +117,23 @@ def carried_recipe(
         matched: options of matching that replace those of the recipe, alignment files included.
         match_values: in that case: 'match_on' and its samples.
     """
-    recipe = Recipe.of(last_recipe(path, "give two models instead"))
-    config = recipe.config
-    settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
-    model_values = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
-    preset = next((RELATIONS[relation] for model, relation in recipe.relations.items() if str(model) == donor.name), {})
-    values = {**preset, **(config.parameters or {}), **model_values}
-    options = {name: values[name] for name in OPTIONS if name in values} if matched is None else asdict(matched)
-    finding = () if matched is None else ("alignment", "match_on")
-    values = {**{name: value for name, value in values.items() if name not in finding}, **(match_values or {})}
-    chosen = [name for name in OF_MODEL if name in values]
+    config = Recipe.of(last_recipe(path, "give two models instead")).config
+    entry = next(entry for entry in config.models or [] if str(entry.model) == donor.name)
+    values = {**(config.parameters or {}), **(entry.parameters or {})}
+    if matched is not None:
+        values = {name: value for name, value in values.items() if name not in (*MATCHING, "alignment")}
+        values |= {**asdict(matched), **(match_values or {})}
+    of_model = {name: values[name] for name in OF_MODEL if name in values}
+    shared = {name: values[name] for name in (*OPTIONS, *KEPT) if name in values}
     alone = MergeConfiguration.model_validate(
         {
             "merge_method": METHOD,
             "base_model": donor.anchor,
             "models": [
                 {"model": donor.anchor, "parameters": {"weight": 0.5}},
-                {"model": donor.name, "parameters": {"weight": 0.5, **{name: values[name] for name in chosen}}},
+                {"model": donor.name, "parameters": {"weight": 0.5, **of_model}},
             ],
-            "parameters": {"delegate": "linear", **options, **{n: values[n] for n in KEPT if n in values}},
+            "parameters": {"delegate": "linear", **shared},
             "dtype": "float32",
         }
     )

@@ -17,12 +17,11 @@ from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Path, walk
-from rotation_merge.mergekit_plugin.donors import Donors
+from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.keys import BY_NAME
-from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.rules import explain
-from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.session import Models, Session
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows
@@ -234,9 +233,8 @@ def _plan(document: Document, session: Session) -> None:
     from rotation_merge.mergekit_plugin.compile import compiled
 
     try:
-        compiled(session)
-        assert session.donors is not None
-        _warn(document, session.donors)
+        _, views = compiled(session)
+        _warn(document, views.donors)
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
             document.raised(_place(document, error), error)
@@ -246,10 +244,10 @@ def _plan(document: Document, session: Session) -> None:
         document.fault((), " ".join(str(error).split()), "correct the recipe")
 
 
-def _warn(document: Document, donors: Donors) -> None:
+def _warn(document: Document, donors: Mapping[ModelReference, Donor]) -> None:
     """Warnings about a questionable merge of the donors."""
     warned = set[str]()
-    for model, donor in donors.by_model.items():
+    for model, donor in donors.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
         for note in (*donor.pair.warnings, *donor.pair.notes):
             if note not in warned:

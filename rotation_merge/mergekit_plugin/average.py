@@ -37,11 +37,7 @@ NOT_IN_PYTHON = ("unsupported", "statistics", "data", "samples")
 
 
 def delegate_of(method: str) -> MergeMethod:
-    """A merge method by its name.
-
-    Raises:
-        RecipeError: there is none; names the nearest.
-    """
+    """A merge method by its name; an unknown one is refused with the nearest."""
     if not isinstance(method, str):
         problem = f"the method is of type {type(method).__name__}"
         raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
@@ -142,7 +138,7 @@ def average_views(
     first, references = views[0], [entry.model for entry in recipe.config.models or []]
     session = Session.of(recipe, MergeOptions(random_seed=seed), watched=False)
     session.models.update(zip(references, views, strict=True))
-    _, in_output = output_views(session)
+    in_output = output_views(session)
     ids, method = {model: number for number, model in enumerate(references)}, recipe.delegate
     parameters = tensor_parameters(recipe, in_output.blocks, ids)
     if isinstance(method, OwnMethod):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import torch
@@ -23,12 +23,17 @@ from rotation_merge.matching.run import Run
 from rotation_merge.matching.serialisation import match_once
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.blocks import read_block
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import in_order, workers_for
 
+Transforms = Mapping[str, Transform]
 
-@dataclass(frozen=True, eq=False)
+Finder = tuple[Callable[[], Transforms], str]
+"""Gives the transforms that the one of a space is among, and its name there."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMatching:
     """One donor's block that is to be matched to the anchor's.
 
@@ -39,11 +44,10 @@ class BlockMatching:
     """
 
     out: OutputBlock
-    anchor: TensorSource = field(repr=False)
-    donor: TensorSource = field(repr=False)
+    anchor: Tensors
+    donor: Tensors
     names: tuple[str, str]
     options: AlignConfig
-    run: Run = field(repr=False)
     whole: Callable[[], Alignment] | None = None
 
     @property
@@ -54,26 +58,23 @@ class BlockMatching:
     @property
     def weights(self) -> int:
         """Number of weights in the block."""
-        shapes = as_tensors(self.anchor).shapes
-        return sum(math.prod(shapes.get(name, (0,))) for info in self.out.block.tensors for name in info.names)
+        names = (name for info in self.out.block.tensors for name in info.names)
+        return sum(math.prod(self.anchor.shapes.get(name, (0,))) for name in names)
 
-    def matched(self, device: torch.device | None = None) -> BlockMatch:
-        """Reads both blocks, and matches them, unless an earlier run has."""
-        return match_once(self.run.ledger, self.key, lambda: self._match(device))
-
-    def _match(self, device: torch.device | None) -> BlockMatch:
+    def match(self, device: torch.device | None = None) -> BlockMatch:
+        """Reads both blocks and matches them."""
         anchor, donor = self._read(self.anchor), self._read(self.donor)
         streams = {} if self.whole is None else on_device(self.whole().transforms, device)
         with named(*self.names):
             return match_block(self.out.anchor, anchor, donor, self.options, streams)
 
-    def _read(self, source: TensorSource) -> dict[str, Tensor]:
+    def _read(self, source: Tensors) -> dict[str, Tensor]:
         local = {space.name for space in self.out.block.spaces.values()}
         compared = [i for i in self.out.block.tensors if any(space.name in local for space in i.spaces())]
         return read_block(replace(self.out.block, tensors=tuple(compared)), source)
 
 
-def on_device(transforms: Mapping[str, Transform], device: torch.device | None) -> Mapping[str, Transform]:
+def on_device(transforms: Transforms, device: torch.device | None) -> Transforms:
     """Transforms on a device; None: where they are."""
     return transforms if device is None else {name: transform.to(device) for name, transform in transforms.items()}
 
@@ -82,46 +83,39 @@ class BlockMatches:
     """The matches of a merge's blocks, each found once: on a CPU by a pool, ahead of the merge.
 
     Args:
-        single: one block at a time (`--low-cpu-memory`).
+        run: records them, and has those of an earlier run.
         device: gives the accelerator of a thread; None: a pool works ahead on the CPU.
+        single: one block at a time (`--low-cpu-memory`).
     """
 
-    def __init__(self, single: bool, device: Callable[[], torch.device | None] | None = None) -> None:
-        self.single, self.device = single, device
+    def __init__(self, run: Run, device: Callable[[], torch.device | None], single: bool = False) -> None:
+        self.run, self.device, self.single = run, device, single
         self.jobs: list[BlockMatching] = []
         self._ahead = self._matched_ahead()
-        self._transforms: dict[str, Mapping[str, Transform]] = {}
+        self._transforms: dict[str, Transforms] = {}
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
-    def of(self, job: BlockMatching) -> Mapping[str, Transform]:
-        """The transforms of a block's local spaces, waited for; the following blocks are started.
-
-        Args:
-            job: one of the jobs.
-
-        Raises:
-            AlignmentError: as matching does.
-        """
-        device = None if self.device is None else self.device()
+    def of(self, job: BlockMatching) -> Transforms:
+        """The transforms of a job's local spaces, waited for; the following jobs are started."""
+        device = self.device()
         if job.key not in self._transforms:
-            self._wait(job, device)
+            with self._locks["" if device is None else job.key]:
+                while job.key not in self._transforms:
+                    matched, match = next(self._ahead) if device is None else (job, self._match(job, device))
+                    self.run.record(matched.names[1], match.rows)
+                    self._transforms[matched.key] = match.transforms
+                if len(self._transforms) == len(self.jobs):
+                    self.end()
         return on_device(self._transforms[job.key], device)
 
-    def _wait(self, job: BlockMatching, device: torch.device | None) -> None:
-        with self._locks["" if self.device is None else job.key]:
-            while job.key not in self._transforms:
-                matched_job, match = next(self._ahead) if self.device is None else (job, job.matched(device))
-                matched_job.run.record(matched_job.names[1], match.rows)
-                matched_job.run.keep(matched_job.names[1], match.transforms)
-                self._transforms[matched_job.key] = match.transforms
-            if len(self._transforms) == len(self.jobs):
-                self.end()
+    def _match(self, job: BlockMatching, device: torch.device | None = None) -> BlockMatch:
+        return match_once(self.run.ledger, job.key, lambda: job.match(device))
 
     def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""
         jobs, threads = sorted(self.jobs, key=lambda job: job.out.label), torch.get_num_threads()
         count = 1 if self.single else workers_for(max(job.weights for job in jobs))
-        matches = in_order([lambda job: job.matched()] * count, jobs)  # which ends with this generator
+        matches = in_order([self._match] * count, jobs)  # which ends with this generator
         for job in jobs:
             match = next(matches)
             torch.set_num_threads(max(1, threads - count))
@@ -132,31 +126,23 @@ class BlockMatches:
         self._ahead.close()
 
 
-class DonorTransforms(dict[str, Transform]):
-    """The transforms of one donor by the output's names of its spaces, each found whenever it is asked for.
+class LazyTransforms(dict[str, Transform]):
+    """Transforms by space, each found whenever it is asked for.
 
     Args:
-        spaces: the anchor's names of all spaces, by those of the output.
-        jobs: by name in the output, what matches a local space; all others are those of the whole model.
-        whole: gives the alignment of the whole model, where there is one.
+        finders: by space; none: nothing moves.
     """
 
-    def __init__(
-        self,
-        spaces: Mapping[str, str],
-        jobs: Mapping[str, BlockMatching],
-        whole: Callable[[], Alignment] | None,
-        matches: BlockMatches,
-    ) -> None:
+    def __init__(self, finders: Mapping[str, Finder]) -> None:
         super().__init__()
-        self.spaces, self.jobs, self.whole, self.matches = spaces, jobs, whole, matches
+        self.finders = finders
 
-    def __missing__(self, name: str) -> Transform:
-        if name in self.jobs:
-            return self.matches.of(self.jobs[name])[self.spaces[name]]
-        if self.whole is None:
-            raise KeyError(name)
-        return self.whole().transforms[self.spaces[name]]
+    def __missing__(self, space: str) -> Transform:
+        find, name = self.finders[space]
+        return find()[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.jobs or (self.whole is not None and self.spaces.get(str(name)) in self.whole().transforms)
+    def __contains__(self, space: object) -> bool:
+        if space not in self.finders:
+            return False
+        find, name = self.finders[str(space)]
+        return name in find()

@@ -9,16 +9,15 @@ from functools import cache, partial
 import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
-from mergekit.options import MergeOptions
 
 from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL
-from rotation_merge.mergekit_plugin.recipe import Recipe, title
+from rotation_merge.mergekit_plugin.recipe import title
+from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import translated
@@ -32,10 +31,8 @@ ASKS = (*MATCHING, "carry", "carry_scale", "data")
 
 
 def carried(
-    recipe: Recipe,
+    session: Session,
     reader: ConfigReader,
-    options: MergeOptions,
-    run: Run,
     model: ModelReference,
     origin: ModelReference | None,
     match: AlignConfig,
@@ -55,21 +52,13 @@ def carried(
     Raises:
         RecipeError: there is no change to carry, or samples are asked for and its base has tokens at other ids.
     """
-    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
-    keys["alignment"] = "alignment"
-    values = {name: recipe.given(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
-    values = {name: value for name, value in values.items() if value is not None}
-    config = TransferConfig(**values, match=match, seed=options.random_seed or 0, untie=recipe.untie)
-    try:
-        config.check_use()
-    except RecipeError as error:
-        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
+    config, run = _config(session, reader, model, match), session.run
     if origin is None:
         if config.method == "weights":
             return None, 1.0
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
-    if types := quantised(folder_of(model.model, options.transformers_cache) or ""):
+    if types := quantised(folder_of(model.model, session.options.transformers_cache) or ""):
         run.note(f"`{model}` {types}.")
     if not config.needs_samples:
         note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
@@ -79,17 +68,25 @@ def carried(
         problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
         remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
         raise RecipeError(problem, where=str(model), remedy=remedy)
-    execution = Execution(str(options.device or "cpu"), "float32", near="carried")
-    names = str(model), str(origin), str(recipe.base)
-    return cache(partial(_with_samples, *names, config, execution, run, options.quiet)), 1.0
+    return cache(partial(_with_samples, session, model, origin, config)), 1.0
+
+
+def _config(session: Session, reader: ConfigReader, model: ModelReference, match: AlignConfig) -> TransferConfig:
+    """What the recipe says of carrying a donor's change."""
+    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
+    keys["alignment"] = "alignment"
+    values = {name: session.recipe.given(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: value for name, value in values.items() if value is not None}
+    config = TransferConfig(**values, match=match, seed=session.seed, untie=session.recipe.untie)
+    try:
+        config.check_use()
+    except RecipeError as error:
+        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
+    return config
 
 
 def check_adapter(model: View, origin: View | None = None) -> None:
-    """Refuse a model with an adapter that was trained neither on this model nor on its base.
-
-    Raises:
-        CheckpointError: names the bases.
-    """
+    """Refuse a model with an adapter that was trained neither on this model nor on its base."""
     bases, remedy = ([], OWN_BASE) if origin is None else ([origin], "name its own base ('finetuned_from')")
     check_own_base(model, bases, f"{remedy}, or run mergekit with --allow-crimes")
 
@@ -109,12 +106,12 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
     return True, f"{words}: its change is added as it is."
 
 
-def _with_samples(
-    donor: str, origin: str, anchor: str, config: TransferConfig, execution: Execution, run: Run, quiet: bool
-) -> View:
+def _with_samples(session: Session, model: ModelReference, origin: ModelReference, config: TransferConfig) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
-    bases = open_bases(anchor, origin, execution.device)
-    with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
+    run, donor = session.run, str(model)
+    execution = Execution(str(session.options.device or "cpu"), "float32", near="carried")
+    bases = open_bases(str(session.recipe.base), str(origin), execution.device)
+    with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
         work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
         (job,) = transfers([work], bases, config, execution, watch)

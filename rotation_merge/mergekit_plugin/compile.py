@@ -6,34 +6,39 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+import itertools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-from mergekit.architecture import ModelArchitecture
+from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import InputSliceDefinition, MergeConfiguration
+from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import registry
-from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
+from torch import Tensor
+from transformers import PretrainedConfig
 
+from rotation_merge.architecture import find
+from rotation_merge.architecture.model import Block
+from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import not_written
-from rotation_merge.mergekit_plugin.definitions import describe, open_models
+from rotation_merge.matching.pair import check_depth, check_shapes
 from rotation_merge.mergekit_plugin.delegated import Delegated, tensor_parameters
 from rotation_merge.mergekit_plugin.document import with_models
-from rotation_merge.mergekit_plugin.donor_checks import check_meaning
-from rotation_merge.mergekit_plugin.donors import Donors
-from rotation_merge.mergekit_plugin.loader import PlacedModel, StandIn, ViewLoader, runs
-from rotation_merge.mergekit_plugin.output import check_tensors, output_blocks
-from rotation_merge.mergekit_plugin.own_methods import told
-from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.refit import refitted_view
+from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
+from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
+from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
+from rotation_merge.mergekit_plugin.own_methods import refitted_view, told
+from rotation_merge.mergekit_plugin.recipe import tuned_from
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
+from rotation_merge.model.folder import fetched
+from rotation_merge.model.sentence import in_module
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
+from rotation_merge.workers import listener
 
 
 class CompiledRecipe(MergeConfiguration):
@@ -47,57 +52,87 @@ class CompiledRecipe(MergeConfiguration):
         return list(dict.fromkeys([self.base_model, *models]))
 
 
-def compiled(session: Session) -> tuple[CompiledRecipe, Callable[[], object]]:
+class AlignedModule(ModuleArchitecture):
+    """One module of the output, in every model of a recipe: views have the output's names and layers.
+
+    Attributes:
+        apart: says of a tensor that it is written to a file of its own; for mergekit such a one is optional.
+    """
+
+    def __init__(self, blocks: Sequence[Block], layers_key: str, apart: Callable[[str], bool]) -> None:
+        self.blocks, self.layers_key, self.apart = blocks, layers_key, apart
+
+    def _weights(self, place: str, index: int | None = None) -> list[WeightInfo]:
+        return [
+            WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis, optional=self.apart(name))
+            for block in self.blocks
+            if (block.place, block.index) == (place, index)
+            for info in block.tensors
+            for name in info.names
+        ]
+
+    def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("before")
+
+    def post_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("after")
+
+    def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("layer", index)
+
+    def num_layers_config_key(self) -> str:
+        return self.layers_key
+
+    def num_layers(self, config: PretrainedConfig) -> int:
+        return len({block.index for block in self.blocks} - {None})
+
+
+def described(views: RecipeViews) -> ModelArchitecture:
+    """The architecture of a recipe's output as mergekit's `ModelArchitecture`."""
+    architecture, config, spec = views.architecture, views.base.config, find(views.base.config)
+    apart = partial(in_module, modules=views.base.modules)
+    modules = {}
+    for name, key in architecture.layers_key.items():
+        blocks = [block for block in architecture.blocks if block.module == name]
+        modules[name] = ModuleDefinition(architecture=AlignedModule(blocks, key, apart))
+    return ModelArchitecture(
+        modules=modules,
+        architectures=list(config.get("architectures") or []),
+        model_type=str(config.get("model_type")),
+        tagalong_files=list(spec.tagalong_files) if spec else None,
+        vocab_size_config_key=spec.vocab_size_key if spec else None,
+    )
+
+
+def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
     """Settle a recipe's models, register them and the delegate for this run, and write its stock recipe.
 
     No weight is read. When the session's run ends, mergekit's registries are as they were.
 
     Returns:
-        The stock recipe, and a function that does what comes before single tensors are merged: it finds the alignments
-        of whole models, and refits.
+        The stock recipe, and the views that stand for its models; they are prepared before single tensors are merged.
 
     Raises:
         RotationMergeError: the recipe or a model is at fault.
     """
-    config, views = output_views(session)
-    recipe, number, cache = session.recipe, next(runs), session.options.transformers_cache
+    views, recipe, number = output_views(session), session.recipe, next(runs)
     name, whole = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.on_whole_models
-    placed = {model: PlacedModel.of(model, number, cache) for model in views.by_model}
-    served = {model: views.served(model) for model in views.by_model}
-    prepare: Callable[[], object] = views.donors.match_wholes
+    placed = {m: StandIn.of(m, session.models[m].folder, number, recipe.untie) for m in views.stored}
+    served = {model: views.served(model) for model in views.stored}
     if whole:
-        served[recipe.base], prepare = refitted_view(views)
+        served[recipe.base] = refitted_view(views)
     parameters = {} if whole else tensor_parameters(recipe, views.blocks, placed)
-    stock = stock_recipe(config, name, placed, recipe.base, cache, alone=whole)
+    stock = stock_recipe(views, name, placed)
     inner = recipe.delegate
     if recipe.own_method is not None and not whole:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         inner = told(recipe.own_method, views, placed, parameters, dtype_from_name(stock.out_dtype))
-    stock._architecture = describe(views.architecture, views.base.config)
-    _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain, parameters))
+    stock._architecture = described(views)
+    finish = _finisher(session, stock.out_dtype)
+    _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain, parameters, finish))
     for model, reference in placed.items():
         _register(session, LoaderCache.loaders, reference, ViewLoader(served[model]))
-    return stock, prepare
-
-
-def output_views(session: Session) -> tuple[MergeConfiguration, RecipeViews]:
-    """A recipe as modules with slices, and its models as views of its output. No weight is read.
-
-    Raises:
-        RotationMergeError: the recipe or a model is at fault.
-    """
-    recipe, anchor = session.recipe, open_models(session)
-    config = normalised(recipe, describe(anchor.architecture, anchor.config))
-    blocks = output_blocks(config, recipe, session.models)
-    donors = session.donors = Donors(session, blocks)
-    check_meaning(config, donors)
-    session.run.folded = donors.folded
-    if left_out := anchor.ignored:
-        session.run.note(not_written(left_out))
-    for out in blocks:
-        check_tensors(recipe, session.models, out)
-    _check_tokens(donors)
-    return config, RecipeViews(donors)
+    return stock, views
 
 
 def _register(session: Session, registered: MutableMapping[Any, Any], name: object, value: object) -> None:
@@ -106,69 +141,90 @@ def _register(session: Session, registered: MutableMapping[Any, Any], name: obje
     session.run.endings.append(partial(registered.pop, name, None))
 
 
-def normalised(recipe: Recipe, architecture: ModelArchitecture) -> MergeConfiguration:
-    """A recipe as modules with slices, by mergekit; a delegate that merges models only without a base adds none."""
-    placed = {m: PlacedModel.model_construct(**dict(m), run=0) for m in recipe.config.referenced_models()}
-    config = with_models(recipe.config, lambda model: placed.get(model, model))
-    config.base_model = None if recipe.plain else placed[recipe.base]
-    method = SimpleNamespace(validate_inputs=lambda *args, **kwargs: None)  # numbers of models are the reader's
-    planner: Any = SimpleNamespace(config=config, arch_info=architecture, options=MergeOptions(), _method=method)
-    MergePlanner.normalize_config(planner)
-    originals = {stand_in: model for model, stand_in in placed.items()}
-    config = with_models(config, lambda model: originals.get(model, model))
-    config.base_model = recipe.base
-    return config
+def _finisher(session: Session, out_dtype: str | None) -> Callable[[str, Tensor], Tensor | None]:
+    """Rounds tensors of the result and refuses NaN; keeps those apart that have files of their own."""
+    tell, count, base, dtype = listener(), itertools.count(1), session.base, dtype_from_name(out_dtype)
+
+    def finish(name: str, tensor: Tensor) -> Tensor | None:
+        written = next(count)
+        tell("writing tensors", written, max(written, len(base)))
+        tensor = check_merged(tensor if dtype is None else tensor.to(dtype), name)
+        if not in_module(name, base.modules):
+            return tensor
+        session.apart[name] = tensor.detach().cpu().clone()
+        return None
+
+    return finish
 
 
-def stock_recipe(
-    config: MergeConfiguration,
-    name: str,
-    placed: Mapping[ModelReference, PlacedModel],
-    base: ModelReference,
-    cache: str | None,
-    alone: bool,
-) -> CompiledRecipe:
-    """The normalised recipe with the models of this run; layers are counted as in the output.
+def output_views(session: Session) -> RecipeViews:
+    """The models of a recipe as views of its output; refuses what is at fault, and reads no weight."""
+    anchor = _open_models(session)
+    blocks = output_blocks(session.recipe, session.models)
+    donors = settled_donors(session, blocks)
+    check_meaning(session, blocks, donors)
+    session.run.folded = tuple(dict.fromkeys(stream for donor in donors.values() for stream in donor.folded))
+    if left_out := anchor.ignored:
+        session.run.note(not_written(left_out))
+    for out in blocks:
+        check_tensors(session.recipe, session.models, out)
+    carried = [model for model, donor in donors.items() if donor.origin is not None]  # whose changes go by tokens
+    _check_tokens(session, blocks, carried)
+    return RecipeViews(session, blocks, donors)
 
-    The delegate knows its parameters.
 
-    Args:
-        alone: whether the base is the only model.
-    """
+def _open_models(session: Session) -> View:
+    """Open a recipe's models, and check them together with it; returns the anchor."""
+    recipe, models = session.recipe, session.models
+    config, references = recipe.config, recipe.config.referenced_models()
+    models.together(recipe.base, references)
+    anchor = session.base
+    recipe.settle([anchor, *map(models.__getitem__, references)])
+    for part in (config, *(config.modules or {}).values()):
+        whole = [models[model.model] for model in part.models or []]
+        for model in whole:
+            check_depth(whole[0], model, "pair the layers under 'slices'")
+    resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
+    carried = tuned_from(config)
+    for reference in references:
+        check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
+    return anchor
+
+
+def stock_recipe(views: RecipeViews, name: str, placed: Mapping[ModelReference, StandIn]) -> CompiledRecipe:
+    """The recipe with the models of this run, layer by layer as in the output, under the delegate's name there."""
+    recipe, config, cache = views.recipe, views.recipe.config, views.session.options.transformers_cache
+    modules: dict[str, OutputModuleDefinition] = {}
+    for out in views.blocks:
+        if (index := out.block.index) is None:
+            continue
+        sources = [
+            InputSliceDefinition.model_construct(model=placed[model], layer_range=(index, index + 1))
+            for model in ([recipe.base] if recipe.on_whole_models else out.sources)
+        ]
+        module = modules.setdefault(out.block.module, OutputModuleDefinition.model_construct(slices=[]))
+        module.slices.append(OutputSliceDefinition.model_construct(sources=sources))
 
     def stand_in(model: ModelReference) -> ModelReference:
-        return placed[model] if model in placed else StandIn.of(model, cache=cache)
+        return placed[model] if model in placed else StandIn.of(model, fetched(model.model, cache))
 
-    modules = {}
-    for module, definition in (config.modules or {}).items():
-        pieces, first = [], 0
-        for piece in definition.slices or []:
-            last = first + len(range(*piece.sources[0].layer_range))
-            models = [base] if alone else [source.model for source in piece.sources]
-            sources = [InputSliceDefinition.model_construct(model=placed[m], layer_range=(first, last)) for m in models]
-            pieces.append(piece.model_copy(update={"sources": sources, "base_model": None}))
-            first = last
-        modules[module] = definition.model_copy(update={"slices": pieces, "models": None})
-    tokens = {name: with_models(getattr(config, name), stand_in) for name in ("tokenizer", "tokenizer_source")}
+    tokens = {key: with_models(getattr(config, key), stand_in) for key in ("tokenizer", "tokenizer_source")}
     values = {**dict(config), **tokens, "modules": modules, "models": None, "slices": None}
-    return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[base]})
+    return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[recipe.base]})
 
 
-def _check_tokens(donors: Donors) -> None:
-    """Check that models whose rows are averaged by token id have the base's ids.
-
-    Raises:
-        CheckpointError: names the one that has not.
-    """
-    recipe, models = donors.recipe, donors.models
+def _check_tokens(session: Session, blocks: Sequence[OutputBlock], carried: Sequence[ModelReference]) -> None:
+    """Refuse models whose rows are averaged by token id without having the base's ids."""
+    recipe = session.recipe
     if recipe.config.tokenizer or recipe.config.tokenizer_source:
         return
-    by_id = [
-        out
-        for out in donors.blocks
+    by_id = dict.fromkeys(
+        model
+        for out in blocks
         for info in out.block.tensors
         if info.vocabulary_axis is not None and not all(map(recipe.excluded, info.names))
-    ]
-    for model in dict.fromkeys(model for out in by_id for model in out.sources):
-        if model != recipe.base and donors.by_model[model].origin is None:  # whose change goes by tokens
-            check_token_ids(donors.base, models[model])
+        for model in out.sources
+    )
+    for model in by_id:
+        if model != recipe.base and model not in carried:
+            check_token_ids(session.base, session.models[model])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,10 +58,18 @@ class Delegated(MergeMethod):
         inner: the delegate.
         plain: whether it is not told that the anchor is the base.
         parameters: of each tensor that is merged, by its name.
+        finish: takes every tensor of the result by its name, and gives the one to write, if any.
     """
 
-    def __init__(self, name: str, inner: MergeMethod, plain: bool, parameters: Parameters) -> None:
-        self.inner, self.plain, self.parameters = inner, plain, parameters
+    def __init__(
+        self,
+        name: str,
+        inner: MergeMethod,
+        plain: bool,
+        parameters: Parameters,
+        finish: Callable[[str, Tensor], Tensor | None],
+    ) -> None:
+        self.inner, self.plain, self.parameters, self.finish = inner, plain, parameters, finish
         contract = InputContract(base=BasePolicy.OPTIONAL, min_inputs=0)
         self.spec = replace(inner.spec, name=name, parameters=(), contract=contract)
 
@@ -70,8 +78,8 @@ class Delegated(MergeMethod):
 
     def _execute_resolved(
         self, groups: Sequence[TensorGroup], parameters: list[dict[str, Any]], **options: Any
-    ) -> tuple[Tensor, ...]:
-        return tuple(self._merged(group, options) for group in groups)
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(self.finish(str(group.metadata.name), self._merged(group, options)) for group in groups)
 
     def _merged(self, group: TensorGroup, options: dict[str, Any]) -> Tensor:
         if (parameters := self.parameters.get(str(group.metadata.name))) is None:

@@ -1,11 +1,16 @@
-"""The available delegates: mergekit's methods and our own."""
+"""The available delegates: mergekit's methods and our own, and what mergekit's registry knows of ours."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn
+
 from mergekit import merge_methods
-from mergekit.merge_methods.base import MergeMethod
+from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec
 
 from rotation_merge.averaging.registry import METHODS
+from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin.document import METHOD
 
 OWN: dict[str, MergeMethod] = {method.spec.name: method for method in METHODS}
 """Delegates of our own, each a merge method of recipes, too: `merge_method: NAME` merges models as they are."""
@@ -18,9 +23,30 @@ def names() -> list[str]:
 
 
 def get(name: str) -> MergeMethod:
-    """A delegate by its name; ours before mergekit's.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """A delegate by its name; ours before mergekit's."""
     return OWN[name] if name in OWN else merge_methods.get(name)
+
+
+class RotationMergeMethod(MergeMethod):
+    """Entry in the registry, so that recipes can name the method; they are compiled, and called directly it refuses."""
+
+    spec = MergeMethodSpec(
+        name=METHOD,
+        pretty_name="Rotation Merge",
+        reference_url="https://arxiv.org/abs/2502.00264",
+    )
+
+    def validate_inputs(
+        self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
+    ) -> NoReturn:
+        """Raise, because this is only reached where `run_merge` is bypassed."""
+        problem = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
+        raise RecipeError(problem, remedy="use mergekit-yaml, mergekit-multi or mergekit.merge.run_merge")
+
+    def _execute(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.validate_inputs(())
+
+
+def registered(name: str) -> MergeMethod:
+    """What mergekit's registry gives for our method, and for an average of our own."""
+    return RotationMergeMethod() if name == METHOD else OWN[name]

@@ -1,11 +1,12 @@
-"""A recipe as YAML text: its documents, whether they are ours, and the line and column of every entry and fault."""
+"""A recipe as YAML text: its documents, whether they are ours, and the line and column of every fault."""
 
 from __future__ import annotations
 
 import difflib
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import yaml
@@ -23,17 +24,14 @@ Path = tuple[str | int, ...]
 Finding = tuple[Path, str, str]
 """Where something is wrong, what, and the remedy."""
 
-Mark = tuple[int, int]
-"""Line and column, from 1."""
-
 MOST_VALUES = 100_000
 """Largest number of entries in a recipe; repetitions by aliases count."""
 
-DEEPEST = 400
-"""More levels than the parser reads: only an alias of itself has them."""
-
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
+
+MISSPELT = "did you mean"
+"""Stands in the remedy of a fault that is a misspelt word."""
 
 
 def items(value: Any) -> list[tuple[Any, Any]]:
@@ -95,21 +93,23 @@ class Fault:
 
 @dataclass
 class Document:
-    """One recipe: its value, and of a text a mark for each key and item.
+    """One recipe.
 
     Attributes:
+        root: its text, as nodes with positions; None: it was made in Python.
         config: mergekit's validated form of the value, once read.
     """
 
     value: Any
     number: int = 1
-    marks: dict[Path, Mark] = field(default_factory=dict)
+    root: yaml.Node | None = field(default=None, repr=False)
     faults: list[Fault] = field(default_factory=list)
     config: Any = field(default=None, repr=False)
 
     def fault(self, path: Path, problem: str, remedy: str = "", error: bool = True) -> None:
         """Note a fault at a path, or at the nearest part of it that the text has."""
-        fault = Fault(problem, dotted(path), remedy, *self._position(path), self.number, error)
+        line, column = (0, 0) if self.root is None else _position(self.root, path)
+        fault = Fault(problem, dotted(path), remedy, line, column, self.number, error)
         if fault not in self.faults:
             self.faults.append(fault)
 
@@ -122,35 +122,21 @@ class Document:
         """Whether a fault has been recorded at a path."""
         return any(fault.error and fault.where == dotted(path) for fault in self.faults)
 
-    def collect(self, *rules: Iterable[Finding]) -> None:
+    def collect(self, findings: Iterable[Finding]) -> None:
         """Note what rules find."""
-        for rule in rules:
-            for finding in rule:
-                self.fault(*finding)
-
-    @property
-    def misspelt(self) -> bool:
-        """Whether a word is misspelt, so that another may only seem to be missing."""
-        return any("did you mean" in fault.remedy for fault in self.faults)
+        for finding in findings:
+            self.fault(*finding)
 
     @property
     def first(self) -> Fault | None:
         """The fault to report: a misspelt word before what it causes; else the first one."""
         errors = [fault for fault in self.faults if fault.error]
-        return min(errors, key=lambda fault: "did you mean" not in fault.remedy, default=None)
+        return min(errors, key=lambda fault: MISSPELT not in fault.remedy, default=None)
 
     def raise_first(self) -> None:
-        """
-        Raises:
-            RecipeError: the fault to mend first, if there is any.
-        """
+        """Raise the fault to mend first, if there is any."""
         if self.first is not None:
             raise RecipeError(self.first.what, where=self.first.where or "recipe", remedy=self.first.remedy)
-
-    def _position(self, path: Path) -> Mark:
-        while path and path not in self.marks:
-            path = path[:-1]
-        return self.marks.get(path, (1, 1) if self.marks else (0, 0))
 
 
 def dotted(path: Path) -> str:
@@ -165,12 +151,15 @@ def documents(text: str) -> list[Document]:
     """Parse a recipe; mergekit-multi's hold several documents.
 
     Raises:
-        RecipeError: the text is not YAML, or holds no mapping; names line and column.
+        RecipeError: the text is not YAML, or holds no mapping, or too much; names line and column.
     """
     try:
-        nodes = [node for node in yaml.compose_all(text, Loader=yaml.SafeLoader) if node is not None]
-        entries = [_entries(node) for node in nodes]  # first, as values are made by rewriting nodes (`<<`)
-        values = [yaml.SafeLoader("").construct_document(node) for node in nodes]
+        roots = [root for root in yaml.compose_all(text, Loader=yaml.SafeLoader) if root is not None]
+        if sum(_count(root, {}) for root in roots) > MOST_VALUES:
+            problem = f"it holds more than {MOST_VALUES} values, or an alias of itself"
+            raise RecipeError(problem, where="recipe", remedy="write out what its aliases (&, *) repeat")
+        twice = [list(_twice(root)) for root in roots]  # first, as values are made by rewriting nodes (`<<`)
+        values = [yaml.SafeLoader("").construct_document(root) for root in roots]
     except RecursionError as error:
         raise RecipeError("it is nested too deeply", where="recipe", remedy="write it with fewer levels") from error
     except yaml.YAMLError as error:
@@ -178,50 +167,54 @@ def documents(text: str) -> list[Document]:
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
         problem = getattr(error, "problem", None) or str(error)
         raise RecipeError(f"not valid YAML: {problem}", where=place, remedy="check indentation and quotes") from error
-    complete = [pair for pair in zip(values, entries, strict=True) if pair[0] is not None]
+    complete = [parts for parts in zip(values, roots, twice, strict=True) if parts[0] is not None]
     if not complete:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
-    return [_document(number, *pair) for number, pair in enumerate(complete, 1)]
+    return [_document(number, *parts) for number, parts in enumerate(complete, 1)]
 
 
-def _document(number: int, value: Any, entries: list[tuple[Path, Mark, bool]]) -> Document:
-    result = Document(value, number)
-    for path, mark, twice in entries:
-        result.marks[path] = mark
-        if twice:
-            result.fault(path, "the key occurs twice; the last one counts", "remove one")
+def _document(number: int, value: Any, root: yaml.Node, twice: list[Path]) -> Document:
+    document = Document(value, number, root)
+    document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in twice)
     if not isinstance(value, dict):
-        result.fault((), f"a recipe is a mapping of keys, this is a {type(value).__name__}", "start with merge_method:")
-    return result
+        problem = f"a recipe is a mapping of keys, this is a {type(value).__name__}"
+        document.fault((), problem, "start with merge_method:")
+    return document
 
 
-def _entries(root: yaml.Node) -> list[tuple[Path, Mark, bool]]:
-    """Every path of a document, its mark, and whether its key is a duplicate.
-
-    Raises:
-        RecipeError: aliases expand to more values than memory holds, or contain themselves.
-    """
-    entries = list(islice(_walk(root), MOST_VALUES + 1))
-    if len(entries) > MOST_VALUES or any(len(path) > DEEPEST for path, _, _ in entries):
-        problem = f"it holds more than {MOST_VALUES} values, or an alias of itself"
-        raise RecipeError(problem, where="recipe", remedy="write out what its aliases (&, *) repeat")
-    return entries
-
-
-def _walk(
-    node: yaml.Node, path: Path = (), key: yaml.Node | None = None, twice: bool = False
-) -> Iterator[tuple[Path, Mark, bool]]:
-    mark = (key or node).start_mark
-    yield path, (mark.line + 1, mark.column + 1), twice
-    children: list[tuple[str | int, yaml.Node | None, yaml.Node]] = []
+def _children(node: yaml.Node) -> list[tuple[str | int, yaml.Mark, yaml.Node]]:
+    """Keys or indices of a node's entries, where each begins, and its value."""
     if isinstance(node, yaml.MappingNode):
-        children = [(str(name.value), name, value) for name, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        children = [(index, None, item) for index, item in enumerate(node.value)]
-    steps = set()
-    for step, name, child in children if len(path) <= DEEPEST else ():
-        yield from _walk(child, (*path, step), name, step in steps)
-        steps.add(step)
+        return [(str(key.value), key.start_mark, value) for key, value in node.value]
+    entries = node.value if isinstance(node, yaml.SequenceNode) else []
+    return [(index, entry.start_mark, entry) for index, entry in enumerate(entries)]
+
+
+def _position(root: yaml.Node, path: Path) -> tuple[int, int]:
+    """Line and column of the last entry at a path, or of the nearest part of it."""
+    node, mark = root, root.start_mark
+    for step in path:
+        entries = {name: (start, child) for name, start, child in _children(node)}
+        if step not in entries:
+            break
+        mark, node = entries[step]
+    return mark.line + 1, mark.column + 1
+
+
+def _count(node: yaml.Node, known: dict[int, float]) -> float:
+    """Number of values in a node, its aliases written out; infinite if it holds an alias of itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        known[id(node)] = 1 + sum(_count(child, known) for _, _, child in _children(node))
+    return known[id(node)]
+
+
+def _twice(node: yaml.Node, path: Path = ()) -> Iterator[Path]:
+    """Paths of keys that a mapping has more than once."""
+    counts = Counter(step for step, _, _ in _children(node))
+    yield from ((*path, step) for step, count in counts.items() if count > 1)
+    for step, _, child in _children(node):
+        yield from _twice(child, (*path, step))
 
 
 def is_ours(value: Any, misspelt: bool = True) -> bool:

@@ -6,8 +6,9 @@ A recipe of ours begins with a look at whether all of mergekit could be extended
 from __future__ import annotations
 
 import functools
-import os
+import queue
 import re
+import threading
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -17,14 +18,21 @@ from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.host import check_host
 
-CHECK = "ROTATION_MERGE_CHECK"
-"""Environment variable that, set to 1, has merges by mergekit's own methods looked at when they are written."""
+
+class Methods(dict[str, Any]):
+    """mergekit's methods by name, ours among them only when they are asked for by name.
+
+    `registered_methods()` lists methods that merge single tensors; ours know more of the models and cannot.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        from rotation_merge.mergekit_plugin.delegates import registered
+
+        return registered(name)
 
 
 def extend_registry(module: Any) -> None:
     """Let recipes name our merge methods."""
-    from rotation_merge.mergekit_plugin.method import Methods
-
     module._METHODS = Methods(module._METHODS)
 
 
@@ -61,9 +69,32 @@ def _with_paths(value: Any, below_parameters: bool = False) -> Any:
     return [_with_paths(item, below_parameters) for item in value] if isinstance(value, list) else value
 
 
+class DrainedQueueEvent(threading.Event):
+    """Set only once a queue of pending results is empty, too."""
+
+    def __init__(self, results: queue.Queue[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def is_set(self) -> bool:
+        return super().is_set() and self._results.empty()
+
+
 def extend_merge(module: Any) -> None:
-    """Run our recipes, and those of mergekit's methods with models in GGUF."""
-    stock = module.run_merge
+    """Run our recipes, and those of mergekit's methods with models in GGUF.
+
+    A compiled recipe brings its architecture along. mergekit's executor for several GPUs collects all results: it would
+    stop when the devices are done, even with results left in its queue.
+    """
+    stock, architecture, executor = module.run_merge, module.get_architecture_info, module.MultiGPUExecutor
+
+    def get_architecture_info(config: Any, options: Any) -> Any:
+        return getattr(config, "_architecture", None) or architecture(config, options)
+
+    def collecting_executor(*args: Any, **options: Any) -> Any:
+        devices = executor(*args, **options)
+        devices.done_event = DrainedQueueEvent(devices.task_completion_queue)
+        return devices
 
     @functools.wraps(stock)
     def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
@@ -73,20 +104,16 @@ def extend_merge(module: Any) -> None:
                 from rotation_merge.mergekit_plugin.run import run
 
                 return run(stock, merge_config, out_path, options, config_source)
-        if _reads_gguf(merge_config):
-            with one_line():
-                from rotation_merge.mergekit_plugin.loader import decoded
+        if not _reads_gguf(merge_config):
+            return stock(merge_config, out_path, options, config_source)
+        with one_line():
+            from rotation_merge.mergekit_plugin.loader import decoded
 
-                with decoded(merge_config, options) as config:
-                    stock(config, out_path, options, config_source or merge_config.to_yaml())
-        else:
-            stock(merge_config, out_path, options, config_source)
-        if os.environ.get(CHECK) == "1":
-            from rotation_merge.mergekit_plugin.output_check import say_defects
+            with decoded(merge_config, options) as config:
+                return stock(config, out_path, options, config_source or merge_config.to_yaml())
 
-            say_defects(merge_config, out_path, options)
-
-    module.run_merge = run_merge
+    module.run_merge, module.MultiGPUExecutor = run_merge, collecting_executor
+    module.get_architecture_info = get_architecture_info
 
 
 def _reads_gguf(config: Any) -> bool:

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.state import failed
+from rotation_merge.mergekit_plugin.hooks import failed
 
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and
@@ -16,19 +16,17 @@ otherwise end with one line."""
 BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config",),
     "mergekit.merge": (
-        *("run_merge", "_model_out_config", "_get_donor_model", "_set_chat_template", "generate_card"),
+        *("run_merge", "_model_out_config", "_set_chat_template"),
         *("MergePlanner", "MultiGPUExecutor", "get_architecture_info"),
     ),
-    "mergekit.card": ("is_hf", "maybe_link_hf"),
+    "mergekit.card": ("generate_card", "is_hf", "maybe_link_hf"),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t"),
-    "mergekit.plan:MergePlanner": ("normalize_config",),
     "mergekit.architecture.base:ModuleArchitecture": (
         *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),
     ),
     "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
-    "mergekit.io.tensor_writer:TensorWriter": ("save_tensor",),
     "mergekit.merge_methods.registry": ("_METHODS",),
     "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute", "_execute_resolved"),
 }
@@ -46,10 +44,7 @@ def supported() -> str:
 
 
 def check_host() -> None:
-    """
-    Raises:
-        MergekitError: something of mergekit's that we build on is not there.
-    """
+    """Refuse a mergekit that lacks something that we build on."""
     for name, error in failed.items():
         raise unfit(f"{name}: {error}") from error
     _check_names()

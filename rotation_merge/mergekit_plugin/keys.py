@@ -179,10 +179,7 @@ def checked(name: str, value: Any) -> Any:
 
 
 def _check_inside(name: str) -> None:
-    """
-    Raises:
-        RecipeError: a file's name leads out of the folder that it is to be written in.
-    """
+    """Refuse a file's name that leads out of the folder that it is to be written in."""
     if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (os.curdir, os.pardir):
         problem = f"'{name}' is not a name inside the merged model's folder"
         raise RecipeError(problem, remedy="write 'true', or a name such as 'maps.safetensors'")

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
@@ -21,43 +20,39 @@ from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 runs = itertools.count(1)
 """Numbers of the runs of this process."""
 
 
 class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
-    """A model under a reference that no other recipe has; for one in GGUF the folder that is made from it.
+    """The folder of a model's files, of a GGUF the one that is made from it, under a reference of one run.
 
     mergekit's cache of loaders is one dictionary for the whole process, so all others read the untouched weights.
 
     Attributes:
+        name: of the model, with its adapter.
         run: number of the run.
+        untie: whether its config says that the head is a tensor of its own.
     """
 
-    run: int
+    name: str
+    run: int = 0
+    untie: bool = False
 
     @classmethod
-    def of(cls, reference: ModelReference, run: int = 0, cache: str | None = None) -> Self:
-        """A model's reference in a run.
-
-        Args:
-            cache: of the hub.
-        """
-        model = reference.model
-        if is_gguf(model.path):
-            model = ModelPath(path=fetched(model, cache))
-        return cls.model_construct(**{**dict(reference), "model": model, "run": run})
-
-
-class PlacedModel(StandIn, frozen=True):  # type: ignore[call-arg]
-    """A model as one run of one recipe of ours sees it."""
+    def of(cls, reference: ModelReference, folder: str, run: int = 0, untie: bool = False) -> StandIn:
+        """A model's reference in a run."""
+        return cls(model=ModelPath(path=folder), name=str(reference), run=run, untie=untie)
 
     def config(self, trust_remote_code: bool = False) -> PretrainedConfig:
-        """An empty one: mergekit asks the architecture of the output alone."""
-        return PretrainedConfig()
+        """The model's config, which that of the merge is made from."""
+        config = super().config(trust_remote_code)
+        if self.untie:
+            config.tie_word_embeddings = False
+        return config
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class ViewLoader:
@@ -83,14 +78,13 @@ class ViewLoader:
 @contextmanager
 def decoded(config: MergeConfiguration, options: MergeOptions) -> Iterator[MergeConfiguration]:
     """A recipe of mergekit's own in which folders stand for models in GGUF; adapters on them are merged when read."""
-    placed: dict[ModelReference, StandIn] = {}
-    for _, model in walk(config):
-        if isinstance(model, ModelReference) and is_gguf(model.model.path) and model not in placed:
-            bare = model.model_copy(update={"lora": None})
-            placed[model] = StandIn.of(bare, next(runs), options.transformers_cache)
-            if model.lora is not None:
-                LoaderCache.loaders[placed[model]] = ViewLoader(open_model(model, options=options, any_base=True))
+    ggufs = {part for _, part in walk(config) if isinstance(part, ModelReference) and is_gguf(part.model.path)}
+    folders = {model: fetched(model.model, options.transformers_cache) for model in ggufs}
+    placed = {model: StandIn.of(model, folder, next(runs)) for model, folder in folders.items()}
+    adapted = [model for model in ggufs if model.lora is not None]
     try:
+        for model in adapted:
+            LoaderCache.loaders[placed[model]] = ViewLoader(open_model(model, options=options, any_base=True))
         yield with_models(config, lambda model: placed.get(model, model))
     finally:
         for stand_in in placed.values():

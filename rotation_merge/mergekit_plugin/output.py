@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
+from mergekit.config import ConfigReader, InputModelDefinition, InputSliceDefinition, OutputSliceDefinition
 
 from rotation_merge.architecture.model import Block, Part, TensorInfo
-from rotation_merge.errors import CheckpointError, RecipeError
-from rotation_merge.mergekit_plugin.models import Models
+from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.session import Models
 from rotation_merge.model.view import View
 
 Sources = dict[ModelReference, Block]
@@ -55,29 +55,72 @@ class OutputBlock:
         return {new: old for info, stored in pairs for new, old in zip(info.names, stored.names, strict=True)}
 
 
-def output_blocks(config: MergeConfiguration, recipe: Recipe, models: Models) -> list[OutputBlock]:
-    """All blocks of a recipe's output.
-
-    Args:
-        config: normalised: modules with slices.
-
-    Raises:
-        RotationMergeError: a layer is missing in a model.
-    """
-    return [_block(models[recipe.base], recipe.base, *met) for met in _meeting(config, models)]
+def readers_of(blocks: Iterable[OutputBlock]) -> dict[ModelReference, ConfigReader]:
+    """The lookup of each model's parameters, in the first block that it goes into."""
+    readers: dict[ModelReference, ConfigReader] = {}
+    for out in blocks:
+        for model in out.sources:
+            readers.setdefault(model, out.reader.with_t(0))
+    return readers
 
 
-def names_in(model: ModelReference, outs: Iterable[OutputBlock]) -> dict[str, str]:
-    """The same of several blocks."""
-    return {new: old for out in outs for new, old in out.names_in(model).items()}
+def layers_of(model: ModelReference, blocks: Iterable[OutputBlock]) -> dict[str, list[tuple[int, int]]]:
+    """By module, which of the anchor's layers meets which layer of a model."""
+    layers: dict[str, list[tuple[int, int]]] = {}
+    for out in blocks:
+        block = out.sources.get(model)
+        if block is not None and block.index is not None and out.anchor.index is not None:
+            layers.setdefault(block.module, []).append((out.anchor.index, block.index))
+    return layers
+
+
+def output_blocks(recipe: Recipe, models: Models) -> list[OutputBlock]:
+    """All blocks of a recipe's output, in their order; refuses layers and modules that a model lacks."""
+    base, blocks = models[recipe.base], list[OutputBlock]()
+    for name, slices, reader in _modules(recipe, base):
+        numbers = itertools.count()
+        for number, piece in enumerate(slices):
+            of_piece, count = reader.for_out_slice(piece), len(range(*piece.sources[0].layer_range))
+            if number == 0:
+                blocks += [_block(recipe, base, *met, of_piece) for met in _outside(models, name, "before", piece)]
+            for offset in range(count):
+                layers = {source.model: _layer(models, source, name, offset) for source in piece.sources}
+                of_layer = of_piece.with_t(offset / (count - 1) if count > 1 else 1.0)
+                blocks.append(_block(recipe, base, next(numbers), layers, of_layer))
+            if piece is slices[-1]:
+                blocks += [_block(recipe, base, *met, of_piece) for met in _outside(models, name, "after", piece)]
+    return blocks
+
+
+def _modules(recipe: Recipe, base: View) -> Iterator[tuple[str, list[OutputSliceDefinition], ConfigReader]]:
+    """Each module of the output: its name, its slices, and the lookup of its parameters."""
+    config, known = recipe.config, base.architecture.layers_key
+    if config.slices and len(known) > 1:
+        remedy = f"write slices for each under 'modules': {', '.join(known)}"
+        raise RecipeError(f"the model has {len(known)} modules", where="slices", remedy=remedy)
+    for name in config.modules or known:
+        if name not in known:
+            raise RecipeError(f"there is no module '{name}'", where="modules", remedy=nearest(name, known))
+        module = (config.modules or {}).get(name)
+        part = module or config
+        slices = part.slices or [_whole(recipe, part.models or [], len(base.architecture.layers(name)))]
+        yield name, slices, ConfigReader(config=config, t=0, module=module)
+
+
+def _whole(recipe: Recipe, entries: Sequence[InputModelDefinition], count: int) -> OutputSliceDefinition:
+    """Whole models as a slice; a base that is not listed joins them, if the delegate takes a base."""
+    models = {entry.model: entry.parameters for entry in entries}
+    if not recipe.plain:
+        models.setdefault(recipe.base, None)
+    sources = [
+        InputSliceDefinition.model_construct(model=model, layer_range=(0, count), parameters=parameters)
+        for model, parameters in models.items()
+    ]
+    return OutputSliceDefinition.model_construct(sources=sources)
 
 
 def same_block(model: View, block: Block) -> Block:
-    """The corresponding block of another model.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The corresponding block of another model, which is refused if it has none."""
     for candidate in model.architecture.blocks:
         same = (candidate.module, candidate.place, candidate.index) == (block.module, block.place, block.index)
         if same and (block.index is not None or candidate.name == block.name):
@@ -85,31 +128,14 @@ def same_block(model: View, block: Block) -> Block:
     raise CheckpointError(f"has no block like {block.name}", where=model.name, remedy="merge models of one depth")
 
 
-def _meeting(config: MergeConfiguration, models: Models) -> Iterator[tuple[int | None, Sources, ConfigReader]]:
-    """Number (None outside of the layers), sources and parameters of each block."""
-    for name, module in (config.modules or {}).items():
-        slices, reader = module.slices or [], ConfigReader(config=config, t=0, module=module)
-        numbers = itertools.count()
-        for sources in _outside(models, name, "before", slices[0]):
-            yield None, sources, reader.for_out_slice(slices[0])
-        for piece in slices:
-            count = len(range(*piece.sources[0].layer_range))
-            for offset in range(count):
-                layers = {source.model: _layer(models, source, name, offset) for source in piece.sources}
-                t = offset / (count - 1) if count > 1 else 1.0
-                yield next(numbers), layers, reader.for_out_slice(piece).with_t(t)
-        for sources in _outside(models, name, "after", slices[-1]):
-            yield None, sources, reader.for_out_slice(slices[-1])
-
-
-def _outside(models: Models, module: str, place: str, piece: OutputSliceDefinition) -> list[Sources]:
-    """The blocks before or after the layers."""
+def _outside(models: Models, module: str, place: str, piece: OutputSliceDefinition) -> list[tuple[None, Sources]]:
+    """The blocks before or after the layers, which have no number, with their sources."""
     blocks: dict[str, Sources] = {}
     for source in piece.sources:
         for block in models[source.model].architecture.blocks:
             if block.module == module and block.place == place:
                 blocks.setdefault(block.name, {})[source.model] = block
-    return list(blocks.values())
+    return [(None, sources) for sources in blocks.values()]
 
 
 def _layer(models: Models, source: InputSliceDefinition, module: str, offset: int) -> Block:
@@ -120,10 +146,8 @@ def _layer(models: Models, source: InputSliceDefinition, module: str, offset: in
     return layers[number]
 
 
-def _block(
-    base: View, reference: ModelReference, index: int | None, sources: Sources, reader: ConfigReader
-) -> OutputBlock:
-    anchor = sources.get(reference) or same_block(base, next(iter(sources.values())))
+def _block(recipe: Recipe, base: View, index: int | None, sources: Sources, reader: ConfigReader) -> OutputBlock:
+    anchor = sources.get(recipe.base) or same_block(base, next(iter(sources.values())))
     infos = (replace(info, names=base.architecture.names(info, index)) for info in anchor.tensors)
     block = replace(anchor, index=index, tensors=tuple(infos))
     return OutputBlock(block if index == anchor.index else _with_own_spaces(block), anchor, sources, reader)
@@ -149,11 +173,7 @@ def _with_own_spaces(block: Block) -> Block:
 
 
 def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:
-    """Check that every model has the tensors of a block, but for those that are left to the anchor.
-
-    Raises:
-        CheckpointError: some models have a tensor that others lack.
-    """
+    """Refuse models that lack a tensor of a block which others have, unless it is left to the anchor."""
     anchor, sources = out.anchor, out.sources
     for info in {info.key: info for block in (*sources.values(), anchor) for info in block.tensors}.values():
         holders = [model for model, block in sources.items() if block.tensor(info.key) is not None]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,17 +24,8 @@ from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input,
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
-from rotation_merge.mergekit_plugin.keys import (
-    BY_NAME,
-    EACH,
-    OPTIONS,
-    RECIPE,
-    RELATIONS,
-    UNMOVED,
-    checked,
-    names,
-)
-from rotation_merge.mergekit_plugin.rules import MODELS, check, check_names, check_structure, is_plain, leaves, scopes
+from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS, RELATIONS, UNMOVED, checked
+from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, settings, unknown_names
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
 
@@ -48,54 +40,53 @@ class Recipe:
     """The parts of a merge configuration that concern the alignment.
 
     Attributes:
-        config: mergekit's view of it.
         document: its source.
-        base: the anchor; of an average alone that needs none, the first model.
+        config: mergekit's view of it.
         delegate: the method that averages.
-        alone: whether it is the recipe of an average of our own, with nothing moved (`merge_method: wudi`).
-        plain: the delegate is not told that the anchor is the base (see `is_plain`).
-        exclude: parts of names of tensors that are copied from the anchor.
-        values: the parameters of the whole merge, by name (see `value`).
         own_heads: names of tensors that every model keeps of its own (`heads_of: each`), known once models are opened.
         relations: `near` or `far` by donor where a `preset` is set, or `unmoved`; known once models are opened.
     """
 
-    config: MergeConfiguration
     document: Document = field(repr=False)
-    base: ModelReference
+    config: MergeConfiguration
     delegate: MergeMethod
-    alone: bool
-    plain: bool
-    exclude: tuple[str, ...]
-    values: Mapping[str, Any]
     own_heads: set[str] = field(default_factory=set, repr=False)
     relations: dict[ModelReference, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(cls, config: MergeConfiguration) -> Recipe:
-        """Read a configuration made in Python.
-
-        Raises:
-            RecipeError: the first fault, its place and the remedy.
-        """
+        """Read a configuration made in Python; errors as of `of`."""
         return cls.of(Document({}, config=config))
 
     @classmethod
     def of(cls, document: Document) -> Recipe:
-        """Read a document.
-
-        Raises:
-            RecipeError: the first fault, its place and the remedy.
-        """
+        """Read a document; the first fault is raised, with its place and the remedy."""
         recipe = read(document)
         document.raise_first()
         assert recipe is not None
         return recipe
 
-    def value(self, name: str) -> Any:
-        """A parameter of the whole merge, its default where it is not given."""
-        value = self.values.get(name)
-        return BY_NAME[name].default if value is None else value
+    @property
+    def base(self) -> ModelReference:
+        """The anchor; of an average alone that needs none, the first model."""
+        base: ModelReference = self.config.base_model or entries(self.config)[0].model
+        return base
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the delegate is not told that the anchor is the base (see `is_plain`)."""
+        return is_plain(self.config, self.delegate)
+
+    @cached_property
+    def exclude(self) -> tuple[str, ...]:
+        """Parts of names of tensors that are copied from the anchor."""
+        words = map(str.strip, str(self.value("exclude") or "").split(","))
+        return tuple(word for word in words if word)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is the recipe of an average of our own, with nothing moved (`merge_method: wudi`)."""
+        return self.config.merge_method in OWN
 
     @property
     def own_method(self) -> OwnMethod | None:
@@ -113,6 +104,12 @@ class Recipe:
         return dtype_from_name(self.config.dtype)
 
     @property
+    def least_dtype(self) -> torch.dtype | None:
+        """The least precise dtype that the recipe rounds to; None: all tensors keep theirs."""
+        dtypes = filter(None, map(dtype_from_name, (self.config.dtype, self.config.out_dtype)))
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+    @property
     def unsupported(self) -> str:
         return str(self.value("unsupported"))
 
@@ -124,22 +121,11 @@ class Recipe:
     def mean(self) -> bool:
         return bool(self.value("anchor") == "mean")
 
-    def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
-        """The options for one donor in one block; filters see the block's module path."""
-        relation = UNMOVED if self.alone else self.relations.get(donor, "")
-        values: dict[str, Any] = dict(RELATIONS.get(relation, {}))
-        for name in OPTIONS:
-            value = self.given(name, reader, donor, block)
-            if value is not None:
-                values[name] = value
-        return AlignConfig.from_values(values)
-
-    def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
-        """The options for one donor, which know those of each block."""
-        scopes = [scope for scope in reader.parameter_sources(donor) if scope is not None]
-        varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
-        whole = self.options(reader, "", donor)
-        return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
+    def value(self, name: str) -> Any:
+        """A parameter of the whole merge, its default where it is not given."""
+        value = (self.config.parameters or {}).get(name)
+        value = None if value is None else checked(name, value)
+        return BY_NAME[name].default if value is None else value
 
     def of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
         """A parameter of one model; its default where it is not given."""
@@ -155,22 +141,30 @@ class Recipe:
                     return checked(name, value)
         return None
 
+    def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
+        """The options for one donor in one block; filters see the block's module path."""
+        relation = UNMOVED if self.alone else self.relations.get(donor, "")
+        given = {name: self.given(name, reader, donor, block) for name in OPTIONS}
+        values = {name: value for name, value in given.items() if value is not None}
+        return AlignConfig.from_values({**RELATIONS.get(relation, {}), **values})
+
+    def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
+        """The options for one donor, which know those of each block."""
+        scopes = [scope for scope in reader.parameter_sources(donor) if scope is not None]
+        varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
+        whole = self.options(reader, "", donor)
+        return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
+
     def settle_heads(self, models: Iterable[View]) -> None:
         """Settle which tensors every model keeps of its own."""
         if self.value("heads_of") == "each":
             self.own_heads.update(name for model in models for name in head_names(model.architecture))
 
     def settle(self, models: Sequence[View]) -> None:
-        """Settle heads, and check that the names of layers and tensors in the recipe are those of the models.
-
-        Args:
-            models: the anchor first.
-
-        Raises:
-            RecipeError: the first that is not.
-        """
+        """Settle heads; refuse names of layers and tensors in the recipe that the models (the anchor first) lack."""
         self.settle_heads(models)
-        check_names(self.document, models[0].architecture, (name for model in models for name in model.names))
+        tensors = (name for model in models for name in model.names)
+        self.document.collect(unknown_names(self.config, models[0].architecture, tensors))
         self.document.raise_first()
 
     def excluded(self, tensor: str) -> bool:
@@ -182,28 +176,11 @@ def read(document: Document) -> Recipe | None:
     delegate = check(document)
     if document.first is not None or delegate is None:
         return None
-    config: MergeConfiguration = document.config
-    settings = config.parameters or {}
-    values = {name: checked(name, settings[name]) for name in names(RECIPE, EACH) if name in settings}
-    words = [word.strip() for word in (values.get("exclude") or "").split(",")]
-    return Recipe(
-        config=config,
-        document=document,
-        base=config.base_model or next(model for model, _ in entries(config)),
-        delegate=delegate,
-        alone=config.merge_method in OWN,
-        plain=is_plain(config, delegate),
-        exclude=tuple(word for word in words if word),
-        values={**values, "delegate": delegate.spec.name},
-    )
+    return Recipe(document, document.config, delegate)
 
 
 def check_file(path: str, text: str) -> None:
-    """Check every document of ours in a recipe file.
-
-    Raises:
-        RecipeError: the first fault, with line and column, and the number of others.
-    """
+    """Check a recipe file; raises its first fault, with line and column, and the number of others."""
     try:
         ours = [document for document in documents(text) if is_ours(document.value)]
     except RecipeError as error:
@@ -223,15 +200,18 @@ def title(model: object, origin: object | None) -> str:
     return str(model) if origin is None else f"{model} (carried over from {origin})"
 
 
-def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mapping[str, Any]]]:
-    """Every model that a recipe merges, with its parameters."""
-    return ((part.model, part.parameters or {}) for _, part in scopes(config) if isinstance(part, MODELS))
+def entries(config: MergeConfiguration) -> list[Any]:
+    """Every part of a recipe that names a model to merge, and its parameters."""
+    return [part for _, part in walk(config) if isinstance(part, MODELS)]
 
 
 def tuned_from(config: MergeConfiguration) -> dict[ModelReference, ModelReference]:
     """The donors whose change is carried over, and the base that each was fine-tuned from."""
-    named = ((model, checked("finetuned_from", settings.get("finetuned_from"))) for model, settings in entries(config))
-    return {model: ModelReference.model_validate(base) for model, base in named if base is not None}
+    named = {
+        entry.model: checked("finetuned_from", (entry.parameters or {}).get("finetuned_from"))
+        for entry in entries(config)
+    }
+    return {model: ModelReference.model_validate(base) for model, base in named.items() if base is not None}
 
 
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
@@ -240,10 +220,13 @@ def tuned_from(config: MergeConfiguration) -> dict[ModelReference, ModelReferenc
 def recipe_inputs(config: MergeConfiguration) -> list[Input]:
     """Everything that a recipe reads, wherever it names it: models, adapters, sources of tokenizers, files."""
     inputs = [Input(str(part), "model") for _, part in walk(config) if isinstance(part, ModelReference)]
-    for name, value in _parameters(config):
-        option = BY_NAME[name].option
-        if isinstance(option.kind, Kind) and option.kind.role == READ and value not in (*option.words, "none"):
-            inputs.append(Input(value, "model" if option.kind is MODEL else name))
+    for setting in settings(config):
+        option = BY_NAME[setting.name].option if setting.name in BY_NAME else None
+        if option is None or not isinstance(option.kind, Kind) or option.kind.role != READ:
+            continue
+        for _, value in setting.leaves():
+            if isinstance(value, str) and value not in (*option.words, "none"):
+                inputs.append(Input(value, "model" if option.kind is MODEL else setting.name))
     return list(dict.fromkeys(inputs))
 
 
@@ -259,19 +242,15 @@ def inputs_in(path: str) -> list[Input]:
 
 
 def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
-    """All outputs of a recipe: the folder, and files named by parameters.
-
-    Args:
-        out: the merged model's folder; None: it is not known yet.
-    """
-    settings = config.parameters or {}
-    spill = settings.get("spill") or "none"
+    """All outputs of a recipe: the folder (None: it is not known yet), and files named by parameters."""
+    given = config.parameters or {}
+    spill = given.get("spill") or "none"
     outputs = [] if spill == "none" else [Output(spill, "parameters.spill", ROOM, remedy="name another folder")]
     if out is None:
         return outputs
     outputs += [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
-    if (name := settings.get("save_alignment")) not in (None, False, "none"):
-        donors = len({model for model, _ in entries(config)} - {config.base_model})
+    if (name := given.get("save_alignment")) not in (None, False, "none"):
+        donors = len({entry.model for entry in entries(config)} - {config.base_model})
         remedy = "name another file, or move it away"
         for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):
             outputs.append(Output(file, "parameters.save_alignment", wrote=_is_saved_alignment, remedy=remedy))
@@ -291,11 +270,3 @@ def _is_saved_alignment(path: str) -> bool:
             return bool(json.loads((file.metadata() or {})["made"])[KEPT_BY] == "save_alignment")
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return False
-
-
-def _parameters(config: MergeConfiguration) -> Iterator[tuple[str, str]]:
-    """Names of our parameters in a recipe with every text that they are set to, also in lists and filters."""
-    for _, part in scopes(config):
-        for name, setting in (part.parameters or {}).items():
-            if name in BY_NAME:
-                yield from ((name, value) for _, value in leaves(setting) if isinstance(value, str))

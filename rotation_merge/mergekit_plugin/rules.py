@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mergekit import merge
 from mergekit.common import ModelReference
@@ -36,6 +36,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import delegates, keys
 from rotation_merge.mergekit_plugin.document import (
     METHOD,
+    MISSPELT,
     MULTI_KEYS,
     Document,
     Finding,
@@ -62,21 +63,32 @@ KEYS = {
 }
 """Every key of mergekit's recipes."""
 
+ONE_OF_TWO = "leave out one of the two"
+
 
 # --- parts of a recipe -----------------------------------------------------------------------------------------------
 
 
-def scopes(config: MergeConfiguration) -> Iterator[tuple[Path, Any]]:
-    """Every place for parameters in a recipe, and the part that it belongs to."""
-    return (((*path, "parameters"), part) for path, part in walk(config) if type(part) in ALLOWED)
+class Setting(NamedTuple):
+    """A parameter in a recipe: its path, its name, what it is set to, and the part that it stands under."""
+
+    path: Path
+    name: str
+    value: Any
+    part: Any
+
+    def leaves(self) -> Iterator[tuple[Path, Any]]:
+        """The scalars: itself, the entries of a per-layer list, the values behind filters."""
+        for path, value in walk(self.value, self.path):
+            if isinstance(value, bool | int | float | str) and path[-1:] != ("filter",):
+                yield path, value
 
 
-def leaves(setting: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The scalars of a setting: itself, the entries of a per-layer list, the values behind filters."""
-    settings = walk(setting, path)
-    return (
-        (p, value) for p, value in settings if isinstance(value, bool | int | float | str) and p[-1:] != ("filter",)
-    )
+def settings(config: MergeConfiguration) -> Iterator[Setting]:
+    """Every parameter in a recipe, ours and the delegate's."""
+    for path, part in walk(config):
+        for name, value in (part.parameters or {}).items() if type(part) in ALLOWED else ():
+            yield Setting((*path, "parameters", name), name, value, part)
 
 
 @dataclass(frozen=True)
@@ -86,13 +98,13 @@ class MergeInputs:
     Attributes:
         path: their place in the recipe.
         entries: each model's part, and its place.
-        above: the parameters that hold for all of them.
+        above: names of the parameters that hold for all of them.
         whole: whether they are whole models, to which mergekit adds a base that is not listed.
     """
 
     path: Path
     entries: list[tuple[Path, Any]]
-    above: list[Mapping[str, Any]]
+    above: set[str]
     whole: bool
 
     def inputs(self, base: ModelReference | None, whole: bool = False) -> list[ModelReference]:
@@ -103,13 +115,12 @@ class MergeInputs:
 
 def groups(config: MergeConfiguration) -> Iterator[MergeInputs]:
     """Every set of models for the delegate."""
-    every = list(scopes(config))
-    for path, part in every:
+    for path, part in walk(config):
         listed = "sources" if isinstance(part, OutputSliceDefinition) else "models"
-        if entries := getattr(part, listed, None):
-            place = (*path[:-1], listed)
-            above = [outer.parameters or {} for p, outer in every if path[: len(p) - 1] == p[:-1]]
-            yield MergeInputs(place, [((*place, i), e) for i, e in enumerate(entries)], above, listed == "models")
+        if type(part) in ALLOWED and (entries := getattr(part, listed, None)):
+            above = {s.name for s in settings(config) if path[: len(s.path) - 2] == s.path[:-2]}
+            places = [((*path, listed, number), entry) for number, entry in enumerate(entries)]
+            yield MergeInputs((*path, listed), places, above, listed == "models")
 
 
 def tokenizer_source(config: MergeConfiguration) -> str | None:
@@ -140,9 +151,10 @@ def check(document: Document) -> MergeMethod | None:
             document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, known))
         return None
     delegate = _delegate(config)
-    document.collect(_whole(config), _parameters(config, delegate), _unused_options(config))
-    document.collect(_slices(config), _conflicts(config))
-    if delegate is not None and not document.misspelt:
+    for rule in (_entries, _unused_options, _slices, _conflicts):
+        document.collect(rule(config))
+    document.collect(_parameters(config, delegate))
+    if delegate is not None and not any(MISSPELT in fault.remedy for fault in document.faults):
         document.collect(_contract(config, delegate))
     return delegate
 
@@ -154,14 +166,14 @@ def check_structure(document: Document) -> None:
     try:
         document.config = validate(content, extra="forbid")
     except ValidationError as error:
-        document.collect(findings(error, content))
+        document.collect(_structural(error, content))
         with suppress(ValidationError, RuntimeError, ValueError):
             document.config = validate(content)
     except (RuntimeError, TypeError, ValueError) as error:
         document.fault((), str(error), "see mergekit's documentation")
 
 
-def findings(error: ValidationError, content: Any) -> Iterator[Finding]:
+def _structural(error: ValidationError, content: Any) -> Iterator[Finding]:
     """pydantic's errors in words, one for each place: unknown keys first, for which others may be missing."""
     reported: list[Path] = []
     for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
@@ -206,7 +218,7 @@ def _delegate(config: MergeConfiguration) -> MergeMethod | None:
     return delegates.get(close[0]) if close else None
 
 
-def _whole(config: MergeConfiguration) -> Iterator[Finding]:
+def _entries(config: MergeConfiguration) -> Iterator[Finding]:
     """Entries of the whole recipe; mergekit reads the chat template when all weights have been merged."""
     for key, dtype in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
         if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
@@ -233,23 +245,29 @@ def _whole(config: MergeConfiguration) -> Iterator[Finding]:
 def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterator[Finding]:
     """Every parameter: whether it exists, may stand there, and has an effect; then its values."""
     specs = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
-    for path, part in scopes(config):
-        allowed = [name for name in ALLOWED[type(part)] if name in keys.MERGING or config.merge_method == METHOD]
-        for name, setting in (part.parameters or {}).items():
-            place = (*path, name)
-            if name in keys.BY_NAME and name not in (*allowed, *specs):
-                yield place, *_misplaced(name, config.merge_method)
-            elif name in keys.BY_NAME and _is_no_value(name, setting):
-                if name != "delegate":  # of which it has been said that it is no method
-                    problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
-                    yield place, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
-            elif name in keys.BY_NAME or name in specs:
-                yield from _without_effect(config, place, part, delegate)
-                yield from _values(place, setting, specs.get(name))
-            elif delegate is not None and name not in keys.LEGACY:
-                elsewhere = (spec.name for known in delegates.names() for spec in delegates.get(known).spec.parameters)
-                remedy = removed(name) or "leave it out" if name in elsewhere else nearest(name, [*specs, *allowed])
-                yield place, f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
+    used, every = {setting.name for setting in settings(config)}, config.merge_method == METHOD
+    for setting in settings(config):
+        name, ours = setting.name, keys.BY_NAME.get(setting.name)
+        allowed = [known for known in ALLOWED[type(setting.part)] if every or known in keys.MERGING]
+        if ours is None and name not in specs:
+            if delegate is not None and name not in keys.LEGACY:
+                yield setting.path, *_unknown(name, delegate, [*specs, *allowed])
+        elif name not in (*allowed, *specs):
+            yield setting.path, *_misplaced(name, config.merge_method)
+        elif ours and ours.option.scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
+            if name != "delegate":  # of which it has been said that it is no method
+                problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
+                yield setting.path, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
+        else:
+            yield from _without_effect(setting, delegate, used) if delegate is not None else ()
+            yield from _values(setting, specs.get(name))
+
+
+def _unknown(name: str, delegate: MergeMethod, known: Iterable[str]) -> tuple[str, str]:
+    """A parameter that neither we nor the delegate have: problem and remedy."""
+    elsewhere = (spec.name for method in delegates.names() for spec in delegates.get(method).spec.parameters)
+    remedy = removed(name) or "leave it out" if name in elsewhere else nearest(name, known)
+    return f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
 
 
 def _misplaced(name: str, method: str) -> tuple[str, str]:
@@ -260,37 +278,26 @@ def _misplaced(name: str, method: str) -> tuple[str, str]:
     return f"parameter '{name}' does not belong here", f"it stands {keys.PLACES[keys.BY_NAME[name].option.scope]}"
 
 
-def _is_no_value(name: str, setting: Any) -> bool:
-    """Whether a parameter of the whole model has a list, or filters."""
-    return keys.BY_NAME[name].option.scope != keys.BLOCK and isinstance(setting, list | ConditionalParameter)
-
-
-def _without_effect(
-    config: MergeConfiguration, place: Path, part: Any, delegate: MergeMethod | None
-) -> Iterator[Finding]:
+def _without_effect(setting: Setting, delegate: MergeMethod, used: set[str]) -> Iterator[Finding]:
     """A parameter that the delegate does not read, or not under one model."""
-    if delegate is None:
-        return
-    name, method = str(place[-1]), delegate.spec.name
+    name, method = setting.name, delegate.spec.name
     readers = keys.BY_NAME[name].option.delegates if name in keys.BY_NAME else ()
-    settings = {name for _, scope in scopes(config) for name in scope.parameters or {}}
-    sampled = name in ("data", "samples") and {"match_on", "finetuned_from"} & settings
+    sampled = name in ("data", "samples") and {"match_on", "finetuned_from"} & used
     if readers and method not in readers and not sampled:
         problem = f"parameter '{name}' has no effect with delegate {method}"
-        yield place, problem, f"leave it out; it is read by delegate {', '.join(readers)}"
+        yield setting.path, problem, f"leave it out; it is read by delegate {', '.join(readers)}"
     shared = [spec.name for spec in delegate.spec.parameters if spec.scope == ParameterScope.SHARED]
-    if name in shared and isinstance(part, MODELS):
+    if name in shared and isinstance(setting.part, MODELS):
         problem = f"parameter '{name}' of delegate {method} has no effect under one model"
-        yield place, problem, "move it under the recipe's 'parameters'"
+        yield setting.path, problem, "move it under the recipe's 'parameters'"
 
 
-def _values(path: Path, setting: Any, spec: ParameterSpec | None) -> Iterator[Finding]:
+def _values(setting: Setting, spec: ParameterSpec | None) -> Iterator[Finding]:
     """Values that a parameter cannot have: one of ours, or of the delegate."""
-    name = str(path[-1])
-    for place, value in leaves(setting, path):
+    for place, value in setting.leaves():
         try:
-            if name in keys.BY_NAME and name != "delegate":
-                keys.checked(name, value)
+            if setting.name in keys.BY_NAME and setting.name != "delegate":
+                keys.checked(setting.name, value)
             if spec is not None:
                 check_value(spec, value)
         except RecipeError as error:
@@ -307,37 +314,15 @@ def _unused_options(config: MergeConfiguration) -> Iterator[Finding]:
         meeting = len({getattr(entry, "layer_range", None) for _, entry in group.entries}) == 1
         for path, entry in group.entries:
             if entry.model != config.base_model:
-                file = (entry.parameters or {}).get("alignment")
-                moved[path] = file not in (None, False, "none") and meeting
-    for path, part in scopes(config):
-        donors = [donor for donor in moved if donor[: len(path) - 1] == path[:-1]]
-        if donors and all(moved[donor] for donor in donors):
-            for name in part.parameters or {}:
-                if name in keys.MATCHING:
-                    problem = f"'{name}' has no effect: the file under 'alignment' moves the donor"
-                    yield (*path, name), problem, "leave out one of the two"
-
-
-# --- slices, and the delegate's contract -----------------------------------------------------------------------------
-
-
-def _slices(config: MergeConfiguration) -> Iterator[Finding]:
-    """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor."""
-    for path, part in walk(config):
-        if not isinstance(part, OutputSliceDefinition):
-            continue
-        if part.base_model not in (None, config.base_model):
-            problem = f"base_model is {part.base_model}, that of the recipe is {config.base_model}"
-            yield path, problem, "all slices share one anchor; remove the slice's own base_model"
-        lengths = []
-        for step, source in enumerate(part.sources):
-            lengths.append(source.layer_range[1] - source.layer_range[0])
-            if not 0 <= source.layer_range[0] < source.layer_range[1]:
-                place = (*path, "sources", step, "layer_range")
-                yield place, f"layer_range is {list(source.layer_range)}", "write [first layer, one after the last]"
-        if len(set(lengths)) != 1:
-            problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
-            yield path, problem, "give every source of a slice the same number of layers"
+                moved[path] = (entry.parameters or {}).get("alignment") not in (None, False, "none") and meeting
+    for setting in settings(config):
+        donors = [file for path, file in moved.items() if path[: len(setting.path) - 2] == setting.path[:-2]]
+        if setting.name in keys.MATCHING and donors and all(donors):
+            yield (
+                setting.path,
+                f"'{setting.name}' has no effect: the file under 'alignment' moves the donor",
+                ONE_OF_TWO,
+            )
 
 
 def _conflicts(config: MergeConfiguration) -> Iterator[Finding]:
@@ -352,10 +337,30 @@ def _conflicts(config: MergeConfiguration) -> Iterator[Finding]:
         reasons |= dict.fromkeys(["match_on", "save_alignment", *samples], "the slices pair layers differently")
     if config.tokenizer or config.tokenizer_source:
         reasons["heads_of"] = "'tokenizer' changes the vocabulary of all heads"
-    for path, part in scopes(config):
-        for name, value in (part.parameters or {}).items():
-            if name in reasons and value not in (None, False, "none", "weights", "base"):
-                yield (*path, name), f"'{name}' cannot be used: {reasons[name]}", "leave out one of the two"
+    for path, name, value, _ in settings(config):
+        if name in reasons and value not in (None, False, "none", "weights", "base"):
+            yield path, f"'{name}' cannot be used: {reasons[name]}", ONE_OF_TWO
+
+
+# --- slices, and the delegate's contract -----------------------------------------------------------------------------
+
+
+def _slices(config: MergeConfiguration) -> Iterator[Finding]:
+    """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor."""
+    for path, part in walk(config):
+        if not isinstance(part, OutputSliceDefinition):
+            continue
+        if part.base_model not in (None, config.base_model):
+            problem = f"base_model is {part.base_model}, that of the recipe is {config.base_model}"
+            yield path, problem, "all slices share one anchor; remove the slice's own base_model"
+        for step, source in enumerate(part.sources):
+            if not 0 <= source.layer_range[0] < source.layer_range[1]:
+                place = (*path, "sources", step, "layer_range")
+                yield place, f"layer_range is {list(source.layer_range)}", "write [first layer, one after the last]"
+        lengths = [source.layer_range[1] - source.layer_range[0] for source in part.sources]
+        if len(set(lengths)) != 1:
+            problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
+            yield path, problem, "give every source of a slice the same number of layers"
 
 
 def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:
@@ -398,7 +403,7 @@ def _missing(delegate: MergeMethod, group: MergeInputs, base: ModelReference | N
     """Parameters that a delegate needs and is not given."""
     for spec in delegate.spec.parameters:
         name, problem = spec.name, f"delegate {delegate.spec.name} needs the parameter '{spec.name}'"
-        if not spec.required or any(name in settings for settings in group.above):
+        if not spec.required or name in group.above:
             continue
         if spec.scope == ParameterScope.SHARED:
             yield ("parameters",), problem, f"add '{name}' to the parameters"
@@ -415,8 +420,8 @@ def _missing(delegate: MergeMethod, group: MergeInputs, base: ModelReference | N
 # --- names in models -------------------------------------------------------------------------------------------------
 
 
-def check_names(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
-    """Check that layers, parts of names and filters in a recipe exist in the models.
+def unknown_names(config: MergeConfiguration, architecture: Architecture, tensors: Iterable[str]) -> Iterator[Finding]:
+    """Layers, parts of names and filters in a recipe that do not exist in the models.
 
     Filters of alignment options see blocks, not tensors.
 
@@ -427,20 +432,18 @@ def check_names(document: Document, architecture: Architecture, tensors: Iterabl
     blocks, known = [block.name for block in architecture.blocks], sorted(set(tensors))
     example = next((name for name in blocks if name.endswith(".0")), blocks[0])
     remedy = f"alignment options apply to whole blocks, with names such as '{example}'"
-    for path, part in scopes(document.config):
-        settings = part.parameters or {}
-        if "layers" in settings:
+    for path, name, value, _ in settings(config):
+        if name == "layers":
             try:
-                AlignConfig(layers=keys.checked("layers", settings["layers"])).check_layers(architecture)
+                AlignConfig(layers=keys.checked("layers", value)).check_layers(architecture)
             except RecipeError as error:
-                document.fault((*path, "layers"), error.what, error.remedy or "")
-        for option in settings.keys() & set(keys.OPTIONS):
-            for step, text in walk(settings[option]):
-                if step[-1:] == ("filter",) and text not in (None, "*") and not any(text in name for name in blocks):
-                    document.fault((*path, option), f"the filter '{text}' of '{option}' matches no block", remedy)
-    for word in map(str.strip, str((document.config.parameters or {}).get("exclude") or "").split(",")):
+                yield path, error.what, error.remedy or ""
+        for step, text in walk(value) if name in keys.OPTIONS else ():
+            if step[-1:] == ("filter",) and text not in (None, "*") and not any(text in block for block in blocks):
+                yield path, f"the filter '{text}' of '{name}' matches no block", remedy
+    for word in map(str.strip, str((config.parameters or {}).get("exclude") or "").split(",")):
         if word and not any(word in name for name in known):
             steps = {step for name in known for step in name.split(".") if not step.isdigit()}
             close = difflib.get_close_matches(word.rpartition(".")[2], sorted(steps), n=3, cutoff=0.0)
             advice = f"the nearest are {', '.join(map(repr, close))}"
-            document.fault(("parameters", "exclude"), f"no tensor name contains '{word}'", advice)
+            yield ("parameters", "exclude"), f"no tensor name contains '{word}'", advice

@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
+import logging
 import os
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from threading import Lock
 from typing import Any
+from unittest import mock
 
+import click
 import yaml
-from mergekit import card, merge
-from mergekit.common import ModelPath, ModelReference
+from mergekit import card
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
-from torch import Tensor
 
-from rotation_merge.averaging.average import check_merged
-from rotation_merge.errors import AlignmentError
-from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked
+from rotation_merge.errors import AlignmentError, RecipeError, named, printable, short
+from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.report_rows import file_metadata
 from rotation_merge.mergekit_plugin.compile import compiled
-from rotation_merge.mergekit_plugin.loader import StandIn
-from rotation_merge.mergekit_plugin.output_check import complete, say
-from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_outputs, title, tuned_from
+from rotation_merge.mergekit_plugin.recipe import (
+    ALIGNMENT,
+    KEPT_BY,
+    Recipe,
+    numbered,
+    recipe_inputs,
+    recipe_outputs,
+    tuned_from,
+)
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
-from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import add_section
-from rotation_merge.model.folder import fetched, folder_of
+from rotation_merge.model.folder import folder_of
 from rotation_merge.model.headers import VOCABULARIES
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
-from rotation_merge.model.sentence import in_module, write_modules
+from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.staging import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
-from rotation_merge.report.integrity import Defect
+from rotation_merge.report.integrity import Contents, Defect, check_folder
+from rotation_merge.report.integrity.mending import copy_companions
+from rotation_merge.report.integrity.tokens import Vocabulary
 from rotation_merge.run.ledger import kept_beside
-from rotation_merge.workers import keep_freed_memory, listener
+from rotation_merge.workers import keep_freed_memory
+
+LOG = logging.getLogger(__name__)
 
 
 def run(
@@ -74,47 +81,102 @@ def run(
             session.run.end()
 
 
-def _run(stock: Callable[..., None], session: Session, out_path: str, config_source: str) -> None:
+def _run(stock: Callable[..., None], session: Session, out_path: str, source: str) -> None:
     """`run`, once nothing speaks against writing."""
-    recipe, record, options = session.recipe, session.run, session.options
-    fetch_tokenizer(recipe.config, options)
-    base, apart = session.models[recipe.base], dict[str, Tensor]()
+    record, options, base = session.run, session.options, session.base
     ledger = kept_beside(out_path, lambda: _mark(session), session.devices[0])
-    with ledger as record.ledger, staged(out_path) as staging, _as_it_is_here(session, apart):
-        with unchanged(session.models[model] for model in _read(recipe.config)):
-            compiled_recipe, prepare = compiled(session)
-            prepare()
-            stock(compiled_recipe, staging, _quiet_about_tokenizers(recipe.config, options), config_source)
+    with ledger as record.ledger, staged(out_path) as staging:
+        with unchanged(session.models[model] for model in _read(session.recipe.config)):
+            compiled_recipe, views = compiled(session)
+            views.prepare()
+            stock(compiled_recipe, staging, _stock_options(session))
         if base.modules:
-            write_modules(base.folder, staging, apart)
-        if recipe.value("prove"):
-            prove_files(session, staging)
-        report, defects = _completed(session, staging, config_source)
+            write_modules(base.folder, staging, session.apart)
+        if session.recipe.value("prove"):
+            prove_files(views, staging)
+        report, defects = _completed(views, staging, source)
     checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
     say([] if options.quiet else [*closing(report, out_path), *checked])
 
 
-def _completed(session: Session, staging: str, config_source: str) -> tuple[MergeReport, list[Defect]]:
-    """Add to a written merge what mergekit does not write: saved alignments, the report, heads, the card's section."""
-    recipe, record, config, options = session.recipe, session.run, session.recipe.config, session.options
+def _stock_options(session: Session) -> MergeOptions:
+    """mergekit's options without a card, and without copying a tokenizer that is not there, which it would log."""
+    path = folder_of(session.recipe.base.model, session.options.transformers_cache)
+    tokenizer = path is None or any(name.startswith(VOCABULARIES) for name in os.listdir(path))
+    copy = session.options.copy_tokenizer and tokenizer
+    return session.options.model_copy(update={"write_model_card": False, "copy_tokenizer": copy})
+
+
+def _completed(views: RecipeViews, staging: str, source: str) -> tuple[MergeReport, list[Defect]]:
+    """Add to a written merge what mergekit does not write: saved alignments, the report, heads, the card."""
+    session, recipe, record, options = views.session, views.recipe, views.session.run, views.session.options
     marks, delegate, ours = fingerprints(session), recipe.delegate.spec.name, recipe.own_method is not None
-    keep_alignments(session, staging)
-    notes, defects = complete(config, staging, options)
+    keep_alignments(views, staging)
+    notes, defects = complete(recipe.config, staging, options)
     for note in notes:
         record.note(note)
     models = origins(map(ModelReference.model_validate, marks), options.transformers_cache)
-    report = record.report(recipe.base, delegate, config_source, marks, models, own_method=ours)
+    report = record.report(recipe.base, delegate, source, marks, models, own_method=ours)
     report.write(os.path.join(staging, REPORT_FILE))
     if recipe.value("heads_of") == "each":
-        donors = {str(model): session.models[model] for model in config.referenced_models() if model != recipe.base}
+        donors = {str(m): session.models[m] for m in recipe.config.referenced_models() if m != recipe.base}
         moved = [
             with_moved_head(donor, record.folded, record.transforms_of(name), record.heads.get(name, {}))
             for name, donor in donors.items()
         ]
         write_heads(staging, moved, report, options.out_shard_size)
     if options.write_model_card:
-        add_section(os.path.join(staging, "README.md"), report)
+        _write_card(recipe.config, staging, source, report)
     return report, defects
+
+
+def keep_alignments(views: RecipeViews, folder: str) -> None:
+    """Write the files of `save_alignment` into the merge's folder, as `align --save` does: one for each moved donor."""
+    run, setting = views.session.run, views.recipe.value("save_alignment")
+    if not setting:
+        return
+    first = os.path.join(folder, ALIGNMENT if setting is True else str(setting))
+    if os.path.exists(first):
+        problem = f"'{setting}' is a file of the merged model"
+        raise RecipeError(problem, where="parameters.save_alignment", remedy="name another file")
+    os.makedirs(os.path.dirname(first), exist_ok=True)
+    moved = {model: maps for model in views.donors if (maps := views.transforms_of(model))}
+    for path, (model, maps) in zip(numbered(first, len(moved)), moved.items(), strict=False):
+        pair, name = views.donors[model].pair, views.donors[model].name
+        spaces, models = pair.architecture.spaces(), [pair.anchor.reference, pair.donor.reference]
+        folded = tuple(s for s in run.folded if s in maps and (maps[s].turns_stream or spaces[s].kind == "latent"))
+        options = yaml.safe_dump(asdict(pair.options), sort_keys=False)
+        report, known = run.report(models[0], "none", options, models=origins(models)), run.alignment_files.get(name)
+        metadata = known.metadata if known else file_metadata(report, str(models[1]), name)
+        alignment = Alignment(maps, folded, basis=pair.basis(folded), metadata=metadata)
+        alignment.save(path, {KEPT_BY: "save_alignment"})
+
+
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+"""Names of models on the hub."""
+
+_CARD = Lock()
+
+
+def _write_card(config: MergeConfiguration, folder: str, source: str, report: MergeReport) -> None:
+    """Write mergekit's card of the recipe as the user wrote it, with a section of ours, and the recipe itself.
+
+    The hub is asked for no local directory, names are escaped for Markdown, and the recipe stands between more
+    backticks than it holds itself.
+    """
+    is_hf, link, fence = card.is_hf, card.maybe_link_hf, "```"
+    while fence in source:
+        fence += "`"
+    instead: dict[str, Any] = {
+        "is_hf": lambda path: not os.path.exists(path) and is_hf(path),
+        "maybe_link_hf": lambda path: link(path) if ON_HUB.fullmatch(path) else plain(path),
+    }
+    with _CARD, mock.patch.multiple(card, **instead):
+        text = card.generate_card(config=config, config_yaml=source, name=os.path.basename(folder))
+    path = os.path.join(folder, "README.md")
+    write_text(path, text.replace(f"```yaml\n{source}\n```", f"{fence}yaml\n{source}\n{fence}", 1))
+    add_section(path, report)
+    write_text(os.path.join(folder, "mergekit_config.yml"), source)
 
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:
@@ -130,43 +192,25 @@ def _mark(session: Session) -> str:
     return mark_of(models, words, recipe=recipe, seed=options.random_seed, lora_dtype=options.lora_merge_dtype)
 
 
-def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
-    """Have the files of a tokenizer from the hub here: once, where transformers would try for a minute, file by file.
-
-    Raises:
-        CheckpointError: they cannot be had.
-    """
-    source = tokenizer_source(config)
-    if source is not None:
-        fetched(ModelPath(path=source), options.transformers_cache)
-
-
-def prove_files(session: Session, place: str) -> None:
-    """Every donor that an alignment file moved computes the same after it.
-
-    Args:
-        place: a folder with room for one of them.
-
-    Raises:
-        AlignmentError: one does not.
-    """
+def prove_files(views: RecipeViews, place: str) -> None:
+    """Refuse an alignment file that changed what its donor computes; `place` has room for one model."""
     from rotation_merge.run.proof import prove
 
-    assert session.donors is not None
-    for model, donor in session.donors.by_model.items():
-        applied = session.run.alignment_files.get(title(model, donor.origin))
-        if applied is None or donor.whole is None:
+    files, run = views.session.run.alignment_files, views.session.run
+    for model, donor in views.donors.items():
+        if donor.name not in files or donor.whole is None:
             continue
-        view, alignment = session.models[donor.origin or model].as_filed, donor.whole()
+        view, alignment = views.session.models[donor.origin or model].as_filed, donor.whole()
         spaces = view.architecture.spaces()
         with TemporaryFolder(place) as folder:
             moved = os.path.join(folder, "moved")
             alignment.apply(view).save_pretrained(moved)
             proof = prove(view.name, moved, any(spaces[name].head for name in alignment.transforms if name in spaces))
+        file = files[donor.name].file
         if proof.failed:
             problem, remedy = f"changes the outputs of {view.name} ({proof.words})", "write it again with"
-            raise AlignmentError(problem, where=applied.file, remedy=f"{remedy} 'rotation-merge align'")
-        session.run.note(f"`{view.name}`, moved by {applied.file}: {proof.words}.")
+            raise AlignmentError(problem, where=file, remedy=f"{remedy} 'rotation-merge align'")
+        run.note(f"`{view.name}`, moved by {file}: {proof.words}.")
 
 
 def fingerprints(session: Session) -> dict[str, str]:
@@ -181,140 +225,62 @@ def fingerprints(session: Session) -> dict[str, str]:
     return prints
 
 
-@contextmanager
-def _as_it_is_here(session: Session, apart: dict[str, Tensor]) -> Iterator[None]:
-    """Replace some of mergekit's functions within the block.
+OF_TOKENIZER = ("no tokenizer", "no tokenizer config", "no chat template")
+"""Defects of a folder that is to hold no tokenizer."""
 
-    Config, card and small files are made from the recipe as the user wrote it, and its anchor, not from what it was
-    compiled to, nor from a cache of merged adapters. NaN is refused; the card asks the hub for no local directory and
-    escapes names for Markdown; and the results of every device are awaited.
 
-    Args:
-        apart: takes the tensors of sentence-transformers' modules, which have files of their own.
+def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> tuple[list[str], list[Defect]]:
+    """Copy the base's small files that mergekit does not copy, and check the written folder.
+
+    Returns:
+        Notes for the report, and the remaining defects of the folder. An error of the check itself becomes such a line,
+        so that no merge is lost.
     """
-    recipe, base, tell, count = session.recipe, session.models[session.recipe.base], listener(), itertools.count(1)
-    stand_in = StandIn.of(recipe.base, cache=session.options.transformers_cache)
-    config = recipe.config.model_copy(update={"base_model": stand_in})
-
-    def out_config(real: Callable[..., Any], _: Any, architecture: Any, **more: Any) -> Any:
-        written = real(config, architecture, **more)
-        if recipe.untie:
-            written.tie_word_embeddings = False
-        return written
-
-    def model_card(real: Callable[..., str], config_yaml: str, **more: Any) -> str:
-        return _fenced(real(config_yaml=config_yaml, **{**more, "config": recipe.config}), config_yaml)
-
-    def base_folder(real: Callable[..., Any], _: Any, options: MergeOptions) -> tuple[ModelReference, str]:
-        folder = fetched(stand_in.model, options.transformers_cache)
-        return ModelReference(model=ModelPath(path=folder)), folder
-
-    def save_tensor(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
-        check_merged(tensor, name)
-        if in_module(name, base.modules):
-            apart[name] = tensor.detach().cpu().clone()
-        else:
-            real(writer, name=name, tensor=tensor, **options)
-        written = next(count)
-        tell("writing tensors", written, max(written, len(base)))
-
-    def architecture(real: Callable[..., Any], config: Any, options: MergeOptions) -> Any:
-        return getattr(config, "_architecture", None) or real(config, options)
-
-    of_merge: Replacements = {
-        "_model_out_config": out_config,
-        "generate_card": model_card,
-        "_get_donor_model": base_folder,
-        "MultiGPUExecutor": _with_all_results,
-        "get_architecture_info": architecture,
-    }
-    of_card: Replacements = {
-        "is_hf": lambda real, path: not os.path.exists(path) and real(path),
-        "maybe_link_hf": lambda real, path: real(path) if ON_HUB.fullmatch(path) else plain(path),
-    }
-    with replaced((merge, of_merge), (card, of_card), (TensorWriter, {"save_tensor": save_tensor})):
-        yield
-
-
-class DrainedQueueEvent(threading.Event):
-    """Set only once a queue is empty, too.
-
-    Args:
-        results: queue of pending results.
-    """
-
-    def __init__(self, results: queue.Queue[Any]) -> None:
-        super().__init__()
-        self._results = results
-
-    def is_set(self) -> bool:
-        return super().is_set() and self._results.empty()
-
-
-def _with_all_results(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """mergekit's executor for several GPUs, corrected to collect all results.
-
-    The original stops when the devices are done, even with results left in its queue.
-    """
-    executor = real(*args, **options)
-    executor.done_event = DrainedQueueEvent(executor.task_completion_queue)
-    return executor
-
-
-def _fenced(text: str, recipe: str) -> str:
-    """A card of mergekit's, the recipe between more backticks than it holds itself."""
-    fence = "```"
-    while fence in recipe:
-        fence += "`"
-    return text.replace(f"```yaml\n{recipe}\n```", f"{fence}yaml\n{recipe}\n{fence}", 1)
-
-
-ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
-"""Names of models on the hub."""
-
-
-def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
-    """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
-    base = config.base_model
-    path = None if base is None else folder_of(base.model, options.transformers_cache)
-    if path is None or any(name.startswith(VOCABULARIES) for name in os.listdir(path)):
-        return options
-    return options.model_copy(update={"copy_tokenizer": False})
-
-
-Owner = ModuleType | type
-Replacements = Mapping[str, Callable[..., Any]]
-"""By name of a function what stands for it, which takes the real function, then its arguments."""
-
-_replacements: ContextVar[Mapping[Owner, Replacements]] = ContextVar("replacements", default=MappingProxyType({}))
-
-
-@contextmanager
-def replaced(*owners: tuple[Owner, Replacements]) -> Iterator[None]:
-    """Within the block and its thread, other functions in the place of some of mergekit's modules and classes."""
-    for owner, replacements in owners:
-        for name in replacements:
-            _make_replaceable(owner, name)
-    token = _replacements.set(dict(owners))
+    models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
+    places = {str(model): folder_of(model.model, options.transformers_cache) for model in models}
+    parents, copied = {name: place for name, place in places.items() if place is not None}, list[str]()
+    without = () if options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
-        yield
-    finally:
-        _replacements.reset(token)
+        copied = copy_companions(folder, list(parents.values()), without)
+        defects = [defect for defect in check_folder(folder, list(parents.values())) if defect.kind not in without]
+    except Exception as error:  # of readers and of transformers, of every kind
+        problem, remedy = f"could not be checked ({short(error)})", "run 'rotation-merge doctor'"
+        defects = [Defect("not checked", problem, os.path.basename(folder), remedy, fatal=False)]
+    notes = vocabulary_notes(parents, folder) if config.tokenizer or config.tokenizer_source else []
+    notes += [f"Copied from a parent: {', '.join(copied)}."] if copied else []
+    return [*notes, *(f"Check of the output: {defect.line}." for defect in defects)], defects
 
 
-def _make_replaceable(owner: Owner, name: str) -> None:
-    """Put a function before one of mergekit's, which calls it, or what stands for it in this thread."""
-    real = getattr(owner, name)
-    if getattr(real, "_rotation_merge", None) == (owner, name):
-        return
+def vocabulary_notes(parents: Mapping[str, str], folder: str) -> list[str]:
+    """A note on which model's rows the tokens of combined vocabularies have.
 
-    @functools.wraps(real)
-    def switch(*args: Any, **kwargs: Any) -> Any:
-        replacement = _replacements.get().get(owner, {}).get(name)
-        return real(*args, **kwargs) if replacement is None else replacement(real, *args, **kwargs)
+    Empty if a tokenizer cannot be read without its library.
 
-    switch._rotation_merge = owner, name  # type: ignore[attr-defined]
-    setattr(owner, name, switch)
+    mergekit's `PermutedEmbeddings` decides: a token of one model has that model's row; for a token of several, those
+    that lack it count with the base's row, or with the mean of the rows where the base lacks it, too.
+    """
+    known = {name: Vocabulary.of(Contents(place)) for name, place in parents.items()}
+    result = Vocabulary.of(Contents(folder))
+    if len(known) < 2 or not all(vocabulary.whole for vocabulary in (result, *known.values())):
+        return []
+    holders = {token: [name for name in known if token in known[name].ids] for token in result.ids}
+    shared = sum(len(names) == len(known) for names in holders.values())
+    parts = [f"Vocabulary of {len(result.ids)} tokens: the rows of {shared} tokens that all models have are averaged"]
+    for name in known:
+        if tokens := [f"'{token}'" for token, names in holders.items() if names == [name]]:
+            parts.append(f"{len(tokens)} tokens that only `{name}` has keep its rows ({named(tokens)})")
+    if partial := sum(1 < len(names) < len(known) for names in holders.values()):
+        parts.append(f"for {partial} tokens that some models lack, those models contribute the base's row, or the mean")
+    return [f"{'; '.join(parts)}."]
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines on stderr in a command, log them from Python."""
+    for line in lines:
+        if click.get_current_context(silent=True) is not None:
+            click.echo(printable(line), err=True)
+        else:
+            LOG.info(line)
 
 
 DONORS, NOTES = 5, 3

@@ -27,27 +27,16 @@ def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
     """
     session = Session.of(recipe, MergeOptions(quiet=True), watched=False)
     try:
-        _, views = output_views(session)
-        views.donors.match_wholes()
-        for model in views.by_model:
+        views = output_views(session)
+        views.prepare()
+        for model in views.stored:
             yield views.served(model).to(torch.float32).state_dict()
     finally:
         session.run.end()
 
 
-def _configuration(text: str) -> MergeConfiguration:
-    """
-    Raises:
-        RotationMergeError: the plugin is switched off, or the recipe is at fault.
-    """
-    if hooks.switched_off():
-        raise RotationMergeError(f"the plugin is switched off ({hooks.SWITCH}=0)", remedy="unset it")
-    config: MergeConfiguration = MergeConfiguration.model_validate(yaml.safe_load(text))
-    return config
-
-
 def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None = None, device: str = "cpu") -> None:
-    """Merge by mergekit's own `run_merge`, quietly.
+    """Merge by mergekit's own `run_merge`, quietly, as mergekit-yaml would.
 
     Args:
         text: the recipe, YAML.
@@ -55,9 +44,14 @@ def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None 
         tokenizer: copy the base's, as mergekit-yaml does.
         seed: of methods that draw at random.
         device: to compute on.
+
+    Raises:
+        RotationMergeError: the plugin is switched off, or as of `run`.
     """
+    if hooks.switched_off():
+        raise RotationMergeError(f"the plugin is switched off ({hooks.SWITCH}=0)", remedy="unset it")
     options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed, device=device)
     try:
-        merge.run_merge(_configuration(text), out, options, config_source=text)
+        merge.run_merge(MergeConfiguration.model_validate(yaml.safe_load(text)), out, options, config_source=text)
     finally:
         close_files()

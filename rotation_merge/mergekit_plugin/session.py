@@ -2,17 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from mergekit import common
+from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
+from torch import Tensor
 
+from rotation_merge.averaging.average import check_finite
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.pair import as_donor
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.models import Models
+from rotation_merge.mergekit_plugin.keys import PRESETS
 from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.model.labels import watched
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness
+from rotation_merge.model.open import check_present, open_model
+from rotation_merge.model.view import View
+
+
+class Models(dict[ModelReference, View]):
+    """The models of one recipe by reference, each opened once, when it is asked for."""
+
+    def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        super().__init__()
+        self.options, self.unsupported, self.untie = options, unsupported, untie
+
+    def __missing__(self, reference: ModelReference) -> View:
+        self[reference] = open_model(
+            reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
+        )
+        return self[reference]
+
+    def together(self, anchor: ModelReference, donors: Iterable[ModelReference], averaged: bool = False) -> None:
+        """Open an anchor and its donors, and check that these have its architecture and sizes.
+
+        Args:
+            averaged: as of `check_pair`.
+
+        Raises:
+            CheckpointError, ArchitectureError: name the model and what differs.
+        """
+        references = [anchor, *(reference for reference in donors if reference != anchor)]
+        for reference in references:
+            if reference not in self:
+                check_present(reference, self.options)
+        for reference in references:
+            self[reference]
+        for reference in references[1:]:
+            self[reference] = as_donor(self[anchor], self[reference], averaged)
+
+
+def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
+    """Fill `recipe.relations`, and note the options of each preset."""
+    for donor in donors if recipe.value("preset") is not None else ():
+        if donor == recipe.base:
+            continue
+        preset = str(recipe.value("preset"))
+        words = f"Preset {preset}"
+        if preset == "auto":
+            cosine = likeness(models[recipe.base], models[donor])
+            preset = "near" if cosine >= RELATED else "far"
+            measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"
+            words = f"Preset auto: {preset} for `{donor}` ({measured})"
+        recipe.relations[donor] = preset
+        if run is not None:
+            options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset].items())
+            run.note(f"{words}: {options}, unless the recipe says otherwise.")
 
 
 @dataclass
@@ -21,28 +79,33 @@ class Session:
 
     Attributes:
         run: record of the merge, kept if a report will be written.
-        donors: `Donors`, as they are settled when the recipe is compiled.
+        apart: tensors of sentence-transformers' modules, which have files of their own.
     """
 
     recipe: Recipe
     models: Models
     options: MergeOptions
     run: Run = field(default_factory=Run)
-    donors: Any = None
+    apart: dict[str, Tensor] = field(default_factory=dict)
+    _sources: dict[ModelReference, View] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         """A session of a recipe; `watched` as of its run."""
-        run = Run(watched=watched, kept_transforms={} if recipe.value("save_alignment") else None)
-        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), options, run)
+        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), options, Run(watched=watched))
+
+    @property
+    def base(self) -> View:
+        """The anchor."""
+        return self.models[self.recipe.base]
+
+    @property
+    def seed(self) -> int:
+        return self.options.random_seed or 0
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Devices for matching whole models: the merge's, or all of `--multi-gpu`.
-
-        Raises:
-            RotationMergeError: it gives none.
-        """
+        """Devices for matching whole models: the merge's, or all of `--multi-gpu`, of which there has to be one."""
         if not self.options.multi_gpu:
             return (str(self.options.device or "cpu"),)
         try:
@@ -53,13 +116,35 @@ class Session:
             raise RotationMergeError("--multi-gpu: this machine has no GPU", remedy="leave it out")
         return tuple(f"{common.get_torch_accelerator_type()}:{number}" for number in range(count))
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the merge computes on the CPU."""
-        return not self.options.multi_gpu and torch.device(self.options.device or "cpu").type == "cpu"
-
     def device(self) -> torch.device | None:
         """The accelerator on which this thread of the merge computes; None: the CPU."""
         if self.options.multi_gpu:
             return torch.empty(0).device
-        return None if self.on_cpu else torch.device(self.options.device)
+        device = torch.device(self.options.device or "cpu")
+        return None if device.type == "cpu" else device
+
+    def source(self, model: ModelReference) -> View:
+        """A model as the merge reads it, on the device of the thread that reads it.
+
+        Each tensor that is read is looked at once: it has to hold numbers, and counts for the report.
+
+        Raises:
+            CheckpointError: a tensor that is read holds NaN or infinity.
+        """
+        if model not in self._sources:
+            view, seen = self.models[model], set[str]()
+
+            def look(name: str, tensor: Tensor) -> Tensor:
+                if name not in seen:
+                    check_finite(tensor, name, model)
+                    seen.add(name)
+                    if self.run.watched:
+                        view.mark.add(name, tensor)
+                return tensor
+
+            def here(_: str, tensor: Tensor) -> Tensor:
+                return tensor if (device := self.device()) is None else tensor.to(device)
+
+            tensors = watched(view, look).map(here, dtypes={**view.dtypes, **view.stored_dtypes})
+            self._sources[model] = replace(view, tensors=tensors)
+        return self._sources[model]

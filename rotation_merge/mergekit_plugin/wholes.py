@@ -5,10 +5,10 @@ They are found before mergekit's plan runs, one block of each model in memory at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import tqdm
@@ -18,46 +18,58 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.heads import compared
+from rotation_merge.model.rows import vocabulary_subset
+from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices
 
 
-def match_whole(session: Session, pair: Pair, architecture: Architecture, donor_name: str, match: Match) -> Alignment:
-    """The alignment of one whole model to the anchor, on all devices where weights are matched.
-
-    Args:
-        architecture: what is compared of both.
-        donor_name: in the report.
-    """
-    devices, base, run = session.devices, str(session.recipe.base), session.run
+def match_whole(session: Session, pair: Pair, name: str, match: Match) -> Alignment:
+    """The alignment of one whole model to the anchor, on all devices where weights are matched."""
+    devices, recipe, run = session.devices, session.recipe, session.run
+    architecture = compared(session.base, [pair.donor], recipe.own_heads, recipe.excluded)
     together = len(devices) > 1 and match is match_model
     if together:
         match = partial(match_model, over=on_devices(devices))
     else:
         pair = replace(pair, device=devices[0])
-    with progress_bar(f"Aligning {donor_name}", session.options.quiet) as progress, named(base, donor_name):
-        ledger = run.ledger.under(donor_name)
-        alignment = match(architecture, *pair.matched, pair.options, progress, ledger=ledger)
+    with progress_bar(f"Aligning {name}", session.options.quiet) as progress, named(str(recipe.base), name):
+        alignment = match(architecture, *pair.matched, pair.options, progress, ledger=run.ledger.under(name))
     if together:  # where every device finds it
-        cpu = {name: transform.to(torch.device("cpu")) for name, transform in alignment.transforms.items()}
+        cpu = {space: transform.to(torch.device("cpu")) for space, transform in alignment.transforms.items()}
         alignment = replace(alignment, transforms=cpu)
-    run.aligned(donor_name, alignment)
+    run.aligned(name, alignment)
     return alignment
 
 
-def match_mean(
-    session: Session, architecture: Architecture, sources: Mapping[str, TensorSource], options: AlignConfig
-) -> dict[str, Alignment]:
-    """The alignments of all models but the base to their running mean, by name.
+def mean_matcher(session: Session, pairs: Mapping[str, Pair]) -> Callable[[], dict[str, Alignment]]:
+    """Gives the alignments of all models but the base to their running mean, by name, found once.
 
     Args:
-        sources: the models by name, base included.
+        pairs: of the base and each donor, with the same options.
+
+    Raises:
+        CheckpointError: their vocabularies have next to nothing in common.
     """
+    recipe, base, donors = session.recipe, session.base, [pair.donor for pair in pairs.values()]
+    sources = {str(recipe.base): base.tensors, **{name: pair.sources[1] for name, pair in pairs.items()}}
+    options = next((pair.options for pair in pairs.values()), NOTHING)
+    if options.residual != "none" and (rows := shared_rows([base, *donors])) is not None:
+        names = zip(sources, rows, strict=True)
+        sources = {name: vocabulary_subset(base.architecture, sources[name], row) for name, row in names}
+    architecture = compared(base, donors, recipe.own_heads, recipe.excluded)
+    return cache(partial(_match_mean, session, architecture, sources, options))
+
+
+def _match_mean(
+    session: Session, architecture: Architecture, sources: Mapping[str, Tensors], options: AlignConfig
+) -> dict[str, Alignment]:
     devices, base, run = session.devices, str(session.recipe.base), session.run
-    sources = {name: as_tensors(source).on(devices[0]) for name, source in sources.items()}
+    sources = {name: source.on(devices[0]) for name, source in sources.items()}
     over = in_threads if len(devices) == 1 else on_devices(devices)
     with progress_bar("Aligning to the mean", session.options.quiet) as progress:
         alignments = match_to_mean(architecture, sources, base, options, progress, over, ledger=run.ledger)

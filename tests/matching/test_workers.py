@@ -267,7 +267,7 @@ def test_backends_that_cannot_be_used_are_said_in_one_line(
 def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
     monkeypatch.setattr(block_match, "workers_for", lambda weights: 2)
 
-    def match() -> Any:
+    def match(device: None) -> Any:
         if failing:
             raise AlignmentError("no")
         return SimpleNamespace(rows=[], transforms={"threads": torch.get_num_threads()})
@@ -275,12 +275,11 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        blocks = block_match.BlockMatches(single=False)
+        blocks = block_match.BlockMatches(Run(watched=False), lambda: None)
         blocks.jobs = jobs
-        run = Run(watched=False)
         for key in "abc":
             out = SimpleNamespace(label=key, anchor=None)
-            jobs.append(SimpleNamespace(key=key, out=out, names=("a", "d"), run=run, weights=1, matched=match))
+            jobs.append(SimpleNamespace(key=key, out=out, names=("a", "d"), weights=1, match=match))
         for job in jobs[:-1]:
             with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
                 assert blocks.of(job) == {"threads": 1}  # type: ignore[comparison-overlap]

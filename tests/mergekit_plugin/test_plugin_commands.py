@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -38,19 +37,6 @@ def multi(documents: list[dict], folder: Path) -> Result:
     path.write_text("\n---\n".join(yaml.safe_dump(document, sort_keys=False) for document in documents))
     arguments = [path, "--intermediate-dir", folder / "stages", "--out-path", folder / "out", "--quiet"]
     return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
-
-
-@pytest.mark.slow
-def test_two_stages(pair: Pair, tmp_path: Path) -> None:
-    """The second stage aligns what the first has made, and names it where strings and models may stand."""
-    anchor, donor = pair
-    first = {"name": "first", **recipe_for("slerp", anchor, donor, t=0.5)}
-    second = recipe_for("linear", anchor, Path("first"))
-    result = multi([first, second], tmp_path)
-    assert result.exit_code == 0, result.output
-    assert max(relative_distances(state(tmp_path / "out"), state(anchor)).values()) <= 1e-5
-    report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
-    assert report["delegate"] == "linear"
 
 
 def test_a_stage_as_origin_of_a_fine_tune(pair: Pair, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mergekit.config import MergeConfiguration
 from mergekit.io import loader
 from mergekit.scripts.run_yaml import main as run_yaml
 from plugin_support import (
@@ -36,8 +35,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.run_recipe import moved_states
 from rotation_merge.model.folder import ShardReader
 
 Pair = tuple[Path, Path]
@@ -71,12 +68,21 @@ def with_slices(recipe: dict, *pieces: list[tuple[Path, list[int]]]) -> dict:
     return {key: value for key, value in recipe.items() if key != "models"} | {"slices": slices}
 
 
-def test_repeated_layers(pair: Pair, tmp_path: Path) -> None:
-    anchor, donor = pair
-    pieces = [[(anchor, r), (donor, r)] for r in ([0, 2], [1, 2], [0, 2])]
-    got = merged(with_slices(recipe_for("linear", anchor, donor), *pieces), tmp_path / "out")
-    assert_same(got, layers_from(state(anchor), [0, 1, 1, 0, 1]))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 5
+@pytest.mark.parametrize(
+    ("delegate", "pieces", "layers"),
+    [
+        pytest.param("linear", [("ad", [0, 2]), ("ad", [1, 2]), ("ad", [0, 2])], [0, 1, 1, 0, 1], id="repeated"),
+        pytest.param("linear", [("ad", [0, 2]), ("da", [1, 2])], [0, 1, 1], id="renumbered, the base's too"),
+        pytest.param("passthrough", [("a", [0, 2]), ("d", [0, 2])], [0, 1, 0, 1], id="of single models"),
+    ],
+)
+def test_layers_in_slices(delegate: str, pieces: list[Any], layers: list[int], pair: Pair, tmp_path: Path) -> None:
+    """A stack of layers of both: the donor's stand in the anchor's coordinates."""
+    models = dict(zip("ad", pair, strict=True))
+    slices = [[(models[name], span) for name in names] for names, span in pieces]
+    got = merged(with_slices(recipe_for(delegate, *pair), *slices), tmp_path / "out")
+    assert_same(got, layers_from(state(pair[0]), layers))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == len(layers)
 
 
 @pytest.mark.parametrize("delegate", ["linear", "slerp"])
@@ -91,22 +97,6 @@ def test_shifted_layers(pair: Pair, tmp_path: Path, delegate: str) -> None:
     assert_same(merged(recipe, tmp_path / "out"), state(anchor))
 
 
-def test_slices_of_single_models(pair: Pair, tmp_path: Path) -> None:
-    """A stack of layers of both: the donor's stand in the anchor's coordinates."""
-    anchor, donor = pair
-    recipe = with_slices(recipe_for("passthrough", anchor, donor), [(anchor, [0, 2])], [(donor, [0, 2])])
-    assert_same(merged(recipe, tmp_path / "out"), layers_from(state(anchor), [0, 1, 0, 1]))
-
-
-def test_layers_have_the_names_of_the_output(pair: Pair) -> None:
-    """Layers of the base, too, which slices renumber."""
-    anchor, donor = pair
-    pieces = [[(anchor, [0, 2]), (donor, [0, 2])], [(donor, [1, 2]), (anchor, [1, 2])]]
-    recipe = with_slices(recipe_for("linear", anchor, donor), *pieces)
-    for moved in moved_states(Recipe.read(MergeConfiguration(**recipe))):
-        assert_same(moved, layers_from(state(anchor), [0, 1, 1]))
-
-
 @pytest.mark.parametrize("form", ["models", "slices"])
 def test_modules(pair: Pair, tmp_path: Path, form: str) -> None:
     anchor, donor = pair
@@ -117,20 +107,6 @@ def test_modules(pair: Pair, tmp_path: Path, form: str) -> None:
         recipe = with_slices(recipe, [(anchor, [0, 2]), (donor, [0, 2])])
         recipe["modules"] = {"default": {"slices": recipe.pop("slices")}}
     assert_same(merged(recipe, tmp_path / "out"), state(anchor))
-
-
-def test_shards_in_and_out(pair: Pair, tmp_path: Path) -> None:
-    anchor, donor = pair
-    sharded = tmp_path / "sharded"
-    AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    out = tmp_path / "out"
-    got = merged(recipe_for("linear", anchor, sharded), out, "--out-shard-size", "5000")
-    assert len(list(out.glob("*.safetensors"))) > 2
-    assert_same(got, state(anchor))
-    model, wanted = (AutoModelForCausalLM.from_pretrained(path) for path in (out, anchor))
-    tokens = torch.arange(10)[None]
-    torch.testing.assert_close(model(tokens).logits, wanted(tokens).logits, rtol=1e-3, atol=1e-3)
 
 
 def as_pickle(source: Path, where: Path, shards: int = 1) -> Path:
@@ -193,23 +169,6 @@ def test_writing_options(pair: Pair, tmp_path: Path, flags: tuple[str, ...]) -> 
     anchor, donor = pair
     got = merged(recipe_for("linear", anchor, donor), tmp_path / "out", "--out-shard-size", "9000", *flags)
     assert_same(got, state(anchor))
-
-
-def test_adapter(pair: Pair, tmp_path: Path) -> None:
-    """A LoRA on the donor is merged as it is read; the rest of the donor then still is the anchor, moved."""
-    from peft import LoraConfig, get_peft_model
-
-    anchor, donor = pair
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(donor),
-        LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False),
-    )
-    model.save_pretrained(tmp_path / "lora")
-    recipe = recipe_for("linear", anchor, Path(f"{donor}+{tmp_path / 'lora'}"))
-    distances = relative_distances(merged(recipe, tmp_path / "out"), state(anchor))
-    changed = {name for name, distance in distances.items() if distance > 1e-4}
-    assert {f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)} <= changed
-    assert all(".mlp." in name for name in changed)
 
 
 def test_a_tied_head_stored_once_more(tmp_path: Path) -> None:

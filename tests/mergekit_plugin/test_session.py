@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,15 @@ import pytest
 import torch
 from cli_support import run as command
 from mergekit import card, merge
-from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from plugin_support import make, recipe_for, state, write_recipe, write_state
+from plugin_support import from_file, recipe_for, state, write_recipe, write_state
 from safetensors.torch import load_file, save_file
 
+import rotation_merge as rm
 from rotation_merge.architecture import build, registry
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.models import Models
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.run import replaced
 from rotation_merge.model import headers
 
 Pair = tuple[Path, Path]
@@ -84,23 +79,13 @@ def test_a_residual_merge_too(counted: Counter[str], pair: Pair, tmp_path: Path)
     assert counted["lay_out"] <= 2
 
 
-def test_a_merge_extends_mergekit_once(pair: Pair, tmp_path: Path) -> None:
+def test_a_merge_leaves_mergekits_functions_as_they_are(pair: Pair, tmp_path: Path) -> None:
+    before = {module: dict(vars(module)) for module in (card, merge)}
     run(recipe_for("linear", *pair), tmp_path / "out")
-    before = card.is_hf, merge._get_donor_model
     spoilt = write_state({"x": torch.ones(2)}, pair[0], tmp_path / "spoilt")
     with pytest.raises(Exception, match="missing"):
         run(recipe_for("linear", pair[0], spoilt), tmp_path / "none")
-    assert (card.is_hf, merge._get_donor_model) == before
-
-
-def test_other_threads_meet_the_real_functions() -> None:
-    answers: list[bool] = []
-    with replaced((card, {"is_hf": lambda real, path: True})), replaced((card, {"is_hf": lambda real, path: True})):
-        assert card.is_hf("/nowhere")
-        thread = threading.Thread(target=lambda: answers.append(card.is_hf("/nowhere")))
-        thread.start()
-        thread.join()
-    assert answers == [card.is_hf("/nowhere")] == [False]
+    assert all(vars(module) == functions for module, functions in before.items())
 
 
 @pytest.mark.slow
@@ -125,14 +110,15 @@ def test_equal_results_of_equal_merges(pair: Pair, tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge(tmp_path: Path) -> None:
+def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge(pair: Pair, tmp_path: Path) -> None:
     """Who loads it for the merge looks whether it holds numbers, whoever has read it for something else."""
-    reference, models = ModelReference.parse(str(make("llama", tmp_path / "model"))), Models(MergeOptions())
-    file, name = tmp_path / "model" / "model.safetensors", "model.norm.weight"
-    save_file({**load_file(file), name: torch.full((32,), torch.nan)}, file, {"format": "pt"})
-    assert models[reference].fingerprint
-    with pytest.raises(RotationMergeError, match="NaN"):
-        models.watched(reference, Run())[name]
+    donor, file = tmp_path / "donor", tmp_path / "alignment"
+    shutil.copytree(pair[1], donor)
+    spoilt = {**load_file(donor / "model.safetensors"), "model.norm.weight": torch.full((32,), torch.nan)}
+    save_file(spoilt, donor / "model.safetensors", {"format": "pt"})
+    rm.align(str(pair[0]), str(donor)).save(file)
+    with pytest.raises(rm.RotationMergeError, match="NaN"):
+        run(from_file(recipe_for("linear", pair[0], donor), file), tmp_path / "out")
 
 
 def test_commands_leave_no_model_in_mergekits_cache(pair: Pair, tmp_path: Path) -> None:

@@ -249,17 +249,22 @@ def test_a_tokenizer_that_is_not_there_is_a_fault_at_once(entry: str, tmp_path: 
 
 
 def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch):
-    from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
 
-    from rotation_merge.mergekit_plugin import run as merge
+    from rotation_merge.mergekit_plugin import compile as compiling
+    from rotation_merge.mergekit_plugin.document import Document
+    from rotation_merge.mergekit_plugin.recipe import Recipe
+    from rotation_merge.mergekit_plugin.session import Session
 
     asked = []
-    monkeypatch.setattr(merge, "fetched", lambda model, *_: asked.append(model.path))
+    monkeypatch.setattr(compiling, "fetched", lambda model, *_: asked.append(model.path) or LLAMAS[0])
+    models = [{"model": model, "parameters": {"weight": 0.5}} for model in LLAMAS[:2]]
     for source in ("base", "union", LLAMAS[0], "org/name"):
-        config = {"merge_method": "linear", "models": [{"model": LLAMAS[0]}], "tokenizer_source": source}
-        merge.fetch_tokenizer(MergeConfiguration.model_validate(config), MergeOptions())
-    assert asked == [LLAMAS[0], "org/name"]
+        recipe = {"merge_method": "rotation_merge", "base_model": LLAMAS[0], "models": models}
+        session = Session.of(Recipe.of(Document({**recipe, "tokenizer_source": source})), MergeOptions(quiet=True))
+        compiling.compiled(session)
+        session.run.end()
+    assert asked == ["org/name"]
 
 
 def test_models_as_strings_or_a_mapping(tmp_path: Path):
