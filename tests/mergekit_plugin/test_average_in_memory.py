@@ -122,12 +122,18 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"method": "regmean", "samples": "text.txt"}, "give batches of input_ids"),
         ({"weights": [1.0]}, "1 weights for 2 models"),
         ({"weights": 1.0}, "one number for each model"),
+        ({"weights": ["a", "b"]}, r"'weights' are \['a', 'b'\]; give one number for each model"),
+        ({"weights": [float("nan"), 1]}, r"models\[0\].weight: parameter 'weight' is nan"),
+        ({"statistics": ["a", "b"]}, "'statistics' have no effect with linear; leave them out"),
+        ({"seed": "a"}, "option 'seed' is 'a'; it must be a whole number"),
+        ({"samples": samples(), "method": "refit", "limit": 0}, "option 'limit' is 0; it must be a whole"),
+        ({"models": build("llama")}, "one LlamaForCausalLM stands where models belong; give a list of models"),
+        ({"models": "folder"}, "one str stands where models belong"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, Any], words: str) -> None:
-    models = [build("llama"), build("llama", seed=1)]
     with pytest.raises(rm.RotationMergeError, match=words) as error:
-        rm.average(models, **options).state_dict()
+        rm.average(**{"models": [build("llama"), build("llama", seed=1)], **options}).state_dict()
     assert "\n" not in str(error.value)
 
 
@@ -163,19 +169,3 @@ def test_what_a_delegate_draws_depends_on_the_seed_alone(delegate: str) -> None:
     assert_same(rm.average(models, delegate, density=0.5), first)
     other = rm.average(models, delegate, density=0.5, seed=1)
     assert any(not torch.equal(other[name], tensor) for name, tensor in first.items())
-
-
-def test_wrong_models_weights_and_statistics_are_one_line() -> None:
-    models = [build("llama", seed=seed) for seed in range(2)]
-    for models_given, options, words in [
-        (models[0], {}, "one LlamaForCausalLM stands where models belong; give a list of models"),
-        ("folder", {}, "one str stands where models belong"),
-        (models, {"weights": ["a", "b"]}, r"'weights' are \['a', 'b'\]; give one number for each model"),
-        (models, {"weights": [float("nan"), 1]}, r"models\[0\].weight: parameter 'weight' is nan"),
-        (models, {"statistics": ["a", "b"]}, "'statistics' have no effect with linear; leave them out"),
-        (models, {"seed": "a"}, "option 'seed' is 'a'; it must be a whole number"),
-        (models, {"samples": samples(), "method": "refit", "limit": 0}, "option 'limit' is 0; it must be a whole"),
-    ]:
-        with pytest.raises(rm.RotationMergeError, match=words) as error:
-            rm.average(models_given, **options)
-        assert "\n" not in str(error.value)
