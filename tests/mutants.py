@@ -115,7 +115,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/workers.py": ("matching/test_workers.py",),
     "rotation_merge/mergekit_plugin": MERGES,
     "rotation_merge/mergekit_plugin/block_match.py": ("matching/test_workers.py", *MERGES),
-    "rotation_merge/mergekit_plugin/carried.py": ("carrying/test_carry_recipe.py", *MERGES),
+    "rotation_merge/mergekit_plugin/donors.py": ("carrying/test_carry_recipe.py", *MERGES),
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/mergekit_plugin/run.py": ("matching/test_save_alignment.py", *MERGES),
     "rotation_merge/mergekit_plugin/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit_recipes.py"),

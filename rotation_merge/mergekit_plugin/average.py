@@ -27,6 +27,7 @@ from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.staging import free_name
 from rotation_merge.model.view import View
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.functions import Batch
@@ -50,12 +51,9 @@ def delegate_of(method: str) -> MergeMethod:
 def renamed_views(views: Sequence[View]) -> list[View]:
     """The same with distinct names, without the marks of revisions and adapters."""
     names: list[str] = []
-    for view in views:
-        plain = re.sub(r"[+@]", " with ", view.name)
-        if view.files is None:  # whose name is not to be looked for on the hub
-            plain += " (in memory)"
-        number = sum(name == plain or name.startswith(f"{plain} (") for name in names)
-        names.append(f"{plain} ({number + 1})" if number else plain)
+    for view in views:  # one in memory has a name that is not to be looked for on the hub
+        plain = re.sub(r"[+@]", " with ", view.name) + ("" if view.files is not None else " (in memory)")
+        names.append(free_name(plain, names.__contains__))
     return [replace(view, name=name) for view, name in zip(views, names, strict=True)]
 
 
@@ -81,10 +79,7 @@ def recipe_of(
     value = {
         "merge_method": METHOD,
         "base_model": views[0].name,
-        "models": [
-            {"model": view.name, "parameters": dict(model_parameters)}
-            for view, model_parameters in zip(views, of_model, strict=True)
-        ],
+        "models": [{"model": view.name, "parameters": dict(x)} for view, x in zip(views, of_model, strict=True)],
         "parameters": {**_needed(delegate, shared), **RELATIONS[UNMOVED], **shared, "delegate": method},
     }
     return Recipe.of(Document(value))

@@ -1,4 +1,4 @@
-"""A recipe's donors: what each is matched to, by which options, and the alignments of whole models."""
+"""A recipe's donors: what each is matched to, by which options, its whole alignment, and how its change is carried."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 
+from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
+from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match import match_model
@@ -20,13 +24,18 @@ from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, 
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.matching.run import AppliedAlignment
 from rotation_merge.matching.stream import Transforms
-from rotation_merge.mergekit_plugin.carried import added_as_it_is, carried, check_adapter
-from rotation_merge.mergekit_plugin.keys import UNMOVED
+from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session, settle_presets
 from rotation_merge.mergekit_plugin.wholes import match_whole, mean_matcher
+from rotation_merge.model.adapter_base import OWN_BASE
+from rotation_merge.model.folder import folder_of
+from rotation_merge.model.forms import translated
+from rotation_merge.model.gguf import quantised
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
+from rotation_merge.model.nearness import nearness
+from rotation_merge.model.open import check_own_base
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
 
@@ -103,8 +112,7 @@ def _settled(session: Session, model: ModelReference, reader: ConfigReader, bloc
     if origin is not None or pair.options.residual != "none":
         donor = replace(donor, pair=replace(pair, shared=_rows(session, matched, carried=origin is not None)))
     donor = _matching(session, donor, model, reader) if file is None else _moved_by(session, donor, model, file)
-    plan = carried(session, reader, model, origin, pair.options, donor.pair.shared is None)
-    return replace(donor, carried=plan[0], scale=plan[1])
+    return _carried(session, donor, model, reader)
 
 
 def _origin(session: Session, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
@@ -201,6 +209,86 @@ def _to_mean(session: Session, donors: dict[ModelReference, Donor]) -> dict[Mode
 
 def _of_mean(aligned: Callable[[], dict[str, Alignment]], name: str) -> Alignment:
     return aligned()[name]
+
+
+ASKS = (*MATCHING, "carry", "carry_scale", "data")
+"""Parameters with which a recipe asks for matching, or lets samples judge."""
+
+
+def _carried(session: Session, donor: Donor, model: ModelReference, reader: ConfigReader) -> Donor:
+    """The donor with the way that its change is carried: by the factor of its task vector, or chosen on samples."""
+    config, origin, run = _transfer(session, reader, model, donor.pair.options), donor.origin, session.run
+    if origin is None:
+        if config.method == "weights":
+            return donor
+        remedy = "name the model that it was tuned from ('finetuned_from')"
+        raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
+    if types := quantised(folder_of(model.model, session.options.transformers_cache) or ""):
+        run.note(f"`{model}` {types}.")
+    if not config.needs_samples:
+        note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
+        run.note(f"`{model}`: {note}.")
+        return donor if config.factor is None else replace(donor, scale=config.factor)
+    if donor.pair.shared is not None:
+        problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
+        remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
+        raise RecipeError(problem, where=str(model), remedy=remedy)
+    return replace(donor, carried=cache(partial(_with_samples, session, model, origin, config)))
+
+
+def _transfer(session: Session, reader: ConfigReader, model: ModelReference, match: AlignConfig) -> TransferConfig:
+    """What the recipe says of carrying a donor's change."""
+    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
+    keys["alignment"] = "alignment"
+    values = {name: session.recipe.given(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: value for name, value in values.items() if value is not None}
+    config = TransferConfig(**values, match=match, seed=session.seed, untie=session.recipe.untie)
+    try:
+        config.check_use()
+    except RecipeError as error:
+        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
+    return config
+
+
+def check_adapter(model: View, origin: View | None = None) -> None:
+    """Refuse a model with an adapter that was trained neither on this model nor on its base."""
+    bases, remedy = ([], OWN_BASE) if origin is None else ([origin], "name its own base ('finetuned_from')")
+    check_own_base(model, bases, f"{remedy}, or run mergekit with --allow-crimes")
+
+
+def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, origin: View) -> tuple[bool, str]:
+    """Whether a donor's change is added without alignment, and a note on it.
+
+    This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
+    """
+    near = nearness(base.architecture, base.tensors, translated(origin, origin.architecture, base.architecture))
+    if not near.shared:
+        return False, ""
+    words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
+    options = [name for scope in reader.parameter_sources(model) for name in scope or () if name in ASKS]
+    if options:
+        return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
+    return True, f"{words}: its change is added as it is."
+
+
+def _with_samples(session: Session, model: ModelReference, origin: ModelReference, config: TransferConfig) -> View:
+    """Runs the models on samples: the anchor as a donor changes it."""
+    run, donor = session.run, str(model)
+    execution = Execution(str(session.options.device or "cpu"), "float32", near="carried")
+    bases = open_bases(str(session.recipe.base), str(origin), execution.device)
+    with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
+        watch = lambda *_: bar.update(1)  # noqa: E731
+        work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
+        (job,) = transfers([work], bases, config, execution, watch)
+        view = transferred(job, progress=watch)
+    assert isinstance(view, View)
+    run.used(f"carrying {donor}", config.data, config.sample_count)
+    run.aligned(title(donor, origin), job.alignment)
+    if view.report is not None and view.report.lift is not None:
+        run.lifts[donor] = view.report.lift
+    for line in view.notes[len(job.report.notes) :]:
+        run.note(f"`{donor}`: {line}")
+    return view
 
 
 CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"

@@ -20,6 +20,7 @@ from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.labels import watched
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.open import check_present, open_model
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 
 
@@ -140,11 +141,9 @@ class Session:
                     seen.add(name)
                     if self.run.watched:
                         view.mark.add(name, tensor)
-                return tensor
-
-            def here(_: str, tensor: Tensor) -> Tensor:
                 return tensor if (device := self.device()) is None else tensor.to(device)
 
-            tensors = watched(view, look).map(here, dtypes={**view.dtypes, **view.stored_dtypes})
-            self._sources[model] = replace(view, tensors=tensors)
+            tensors = watched(view, look)
+            dtypes = {**view.dtypes, **view.stored_dtypes}
+            self._sources[model] = replace(view, tensors=Tensors(tensors.shapes, dtypes, tensors.read))
         return self._sources[model]
