@@ -17,7 +17,6 @@ from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.record import MergeReport, SpaceRow, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.symmetry import Transform
 
 LOG = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ class Run:
     Attributes:
         watched: whether somebody will read the report; if not, models' fingerprints are not taken.
         alignment_files: by donor, the alignment files that are applied instead of matching.
-        kept_transforms: by donor, the transforms that were used, where the recipe wants them kept (else None).
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
         lifts: facts of the recovered lift of each donor that samples judged.
@@ -59,7 +57,6 @@ class Run:
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     lifts: dict[str, dict[str, Any]] = field(default_factory=dict)
     watched: bool = True
-    kept_transforms: dict[str, dict[str, Transform]] | None = None
     ledger: Ledger = NOWHERE
     began: float = field(default_factory=time.perf_counter)
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -75,7 +72,6 @@ class Run:
     def aligned(self, donor: str, alignment: Alignment) -> None:
         """Record the alignment of one donor as a whole."""
         self.record(donor, alignment.rows)
-        self.keep(donor, alignment.transforms)
         self.transforms[donor] = alignment.transforms
         for note in alignment.notes:
             self.note(f"`{donor}`: {note}")
@@ -84,12 +80,6 @@ class Run:
         if alignment.summary:
             LOG.info("%s: %s", donor, ", ".join(f"{name} {value}" for name, value in alignment.summary.items()))
             self.whole[donor] = dict(alignment.summary)
-
-    def keep(self, donor: str, transforms: Mapping[str, Transform]) -> None:
-        """Store the transforms of a donor."""
-        if self.kept_transforms is not None:
-            with self._lock:
-                self.kept_transforms.setdefault(donor, {}).update(transforms)
 
     def used(self, of: str, source: str, samples: int, file: str | None = None) -> None:
         """Record samples that a result was computed from, each once.
