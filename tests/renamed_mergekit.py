@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = (
-    *("_METHODS", "callback", "get_architecture_info", "MergePlanner", "run_merge"),
+    *("_METHODS", "callback", "get_architecture_info", "run_merge"),
     *("_execute_resolved", "layer_weights", "MergeMethodSpec"),
 )
 """What is taken hold of in mergekit's modules, overridden, and imported; the rest is looked for by `check_host`."""

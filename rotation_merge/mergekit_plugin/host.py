@@ -15,10 +15,7 @@ otherwise end with one line."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config",),
-    "mergekit.merge": (
-        *("run_merge", "_model_out_config", "_set_chat_template"),
-        *("MergePlanner", "MultiGPUExecutor", "get_architecture_info"),
-    ),
+    "mergekit.merge": ("run_merge", "_set_chat_template", "MultiGPUExecutor", "get_architecture_info"),
     "mergekit.card": ("generate_card", "is_hf", "maybe_link_hf"),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
@@ -26,7 +23,7 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.architecture.base:ModuleArchitecture": (
         *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),
     ),
-    "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
+    "mergekit.io.tasks:LoaderCache": ("loaders",),
     "mergekit.merge_methods.registry": ("_METHODS",),
     "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute", "_execute_resolved"),
 }

@@ -138,16 +138,10 @@ class TestOptionsByBlock:
         assert found["curves"][1]["loss"][1] == pytest.approx(loss(tmp_path / "out", deep[2]), abs=1e-4)
         assert found["curves"][1]["loss"][1] != pytest.approx(found["curves"][1]["loss"][0], abs=1e-3)
 
-    def test_a_merge_with_the_stream_matched_follows_them_too(self, kind: str, deep: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("option", [{"residual": "permutation"}, {"anchor": "mean"}], ids=str)
+    def test_merges_of_whole_models_follow_them_too(self, option: Any, kind: str, deep: Any, tmp_path: Path) -> None:
         document = self.document(kind, deep)
-        document["parameters"]["residual"] = "permutation"
-        merged(document, tmp_path / "out")
-        rows = [row for row in report(tmp_path / "out")["rows"] if row["kind"] == "ffn"]
-        assert [row["layer"] for row in rows] == MATCHED[kind]
-
-    def test_so_does_a_merge_at_the_mean(self, kind: str, deep: Any, tmp_path: Path) -> None:
-        document = self.document(kind, deep)
-        document["parameters"]["anchor"] = "mean"
+        document["parameters"] |= option
         merged(document, tmp_path / "out")
         rows = [row for row in report(tmp_path / "out")["rows"] if row["kind"] == "ffn"]
         assert [row["layer"] for row in rows] == MATCHED[kind]
