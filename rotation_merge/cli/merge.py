@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,38 +69,23 @@ def command(
     context.with_resource(hold_outputs([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
     note("loading libraries ...")
 
-    from rotation_merge.model.adapter_base import on_base
-    from rotation_merge.model.open import whole_path
-    from rotation_merge.search.job import SearchConfig, usual_data
-    from rotation_merge.search.run import Search
+    from rotation_merge.search.run import searched
     from rotation_merge.workers import listening
 
-    base, bare = options.base and whole_path(options.base), list(map(whole_path, names))
-    names = [on_base(name, base) for name in bare]
-    if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
-        note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
-    sources = data or (usual_data(names[0]),)
-    values = {**asdict(options), "base": base, "device": usable_device(device)}
-    config = SearchConfig(models=tuple(names), out=out, data=sources, **values)
-    progress = Progress()
-    with listening(progress):
-        search = Search(config, progress.note, began)
-        outcome = search.outcome_of(force)
-        written = outcome.verdict.worth_it or anyway
-        if written:
-            search.write()
+    progress, device = Progress(), usable_device(device)
+    how: dict[str, Any] = {"force": force, "anyway": anyway, "say": progress.note, "began": began}
+    with listening(progress), searched(names, out, data, options, device, **how) as search:
         progress.close()
-        trained = _polished(search, out) if written and polish else None
-        search.clean(written)
+        trained = _polished(search, out) if search.written and polish else None
     progress.close()
+    written, outcome = out if search.written else None, search.outcome
     if as_json:
-        outputs = {"written": out if written else None, "polished": trained}
-        print_json({**outcome.to_dict(), **outputs})
-    else:
-        _show(outcome, out if written else None)
-        if trained is not None:
-            say(f"Polished: {trained['verdict']}.")
-            say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
+        print_json({**outcome.to_dict(), "written": written, "polished": trained})
+        return 0 if written else 1
+    _show(outcome, written)
+    if trained is not None:
+        say(f"Polished: {trained['verdict']}.")
+        say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
     return 0 if written else 1
 
 

@@ -28,7 +28,7 @@ def test_scales_move_every_tensor_along_the_line_once() -> None:
     change = {name: tensor - base.state_dict()[name] for name, tensor in copy.deepcopy(merged).state_dict().items()}
     visited: list[float] = []
 
-    def measure(model: nn.Module, best: Figures | None) -> tuple[float, Figures]:
+    def measure(model: nn.Module) -> Figures:
         scales = [
             float((tensor - base.state_dict()[name]).flatten() @ change[name].flatten() / change[name].square().sum())
             for name, tensor in model.state_dict().items()
@@ -36,9 +36,9 @@ def test_scales_move_every_tensor_along_the_line_once() -> None:
         torch.testing.assert_close(scales, [scales[0]] * len(scales), atol=1e-5, rtol=0)
         visited.append(scales[0])
         score = (scales[0] - 2.0) ** 2
-        return 0.0, Figures(score, None, [score])
+        return Figures(score, None, [score])
 
-    scale, figures = best_scale(merged, base, 1.0, (0.0, Figures(1.0, None, [1.0])), measure)
+    scale, figures = best_scale(merged, base, 1.0, measure, lambda figures: (0.0, figures.score))
     assert abs(scale - 2.0) < 0.2
     assert figures.score < 0.04
     assert len(set(visited)) == len(visited)
