@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from functools import partial
@@ -9,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, matching_options
+from rotation_merge.cli.options import config_of, config_options, data_option, matching_options
 from rotation_merge.cli.paths import (
     ALIGNMENT,
     MODELS_OR_RECIPE,
     NAMED_ALIGNMENTS,
-    SAMPLE_SOURCE,
     Writes,
     hold_outputs,
-    is_barrier,
     is_document,
     writes,
 )
@@ -34,38 +33,27 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
-from rotation_merge.run.curves import FILE, Barrier, Curve
-from rotation_merge.run.evaluate import PATH, BarrierConfig
-from rotation_merge.run.sample_kinds import KINDS
+from rotation_merge.run.curves import FILE, Barrier, read_barriers
+from rotation_merge.run.evaluate import BarrierConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.diagnose import RecipeDonor
+    from rotation_merge.diagnose.donors import RecipeDonor
 
 NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
-SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
-ON_PATHS = "models on the paths"
+
+def _is_barrier(path: str) -> bool:
+    """Whether a file was written by `barrier --save`."""
+    try:
+        return bool(read_barriers(path))
+    except RotationMergeError:
+        return False
+
+
+SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=_is_barrier, beside=True)
 
 NARROW = 2
 """Curves whose losses and accuracies stand side by side in one table."""
-
-
-class PathProgress(Progress):
-    """Progress over all paths: a bar on a terminal, otherwise occasional lines.
-
-    Attributes:
-        models: that are measured on all of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models, self._done = 0, 0
-
-    def __call__(self, activity: str, done: float, total: float) -> None:
-        if activity.startswith(PATH):
-            self._done += done > 0
-            activity, done, total = ON_PATHS, self._done, self.models
-        super().__call__(activity, done, total)
 
 
 @click.command(
@@ -74,14 +62,7 @@ class PathProgress(Progress):
     rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png"""
 )
 @click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR")
-@click.option(
-    "--data",
-    "sources",
-    type=SAMPLE_SOURCE,
-    multiple=True,
-    required=True,
-    help=f"Samples to measure on, one or more: {KINDS}.",
-)
+@data_option("Samples to measure on, one or more: {}.", "sources", multiple=True, required=True)
 @config_options(BarrierConfig)
 @click.option("--plot", type=NEW_PLOT, metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
 @click.option(
@@ -144,34 +125,33 @@ def command(
     donors = _donors(models, options, untie, alignment, match_on)
     if heads_of is not None:
         donors = _with_heads(models, donors)
-    progress = PathProgress()
+    progress, points = Progress(), config.points
     reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
     read = [*sources, *(matching.file for matching in chosen if matching.file)]
-    how = {"wanted": chosen, "points": config.points, "reading": reading}
-    mark = partial(measurement_key, models, donors, read, **how)
+    mark = partial(measurement_key, models, donors, read, wanted=chosen, points=points, reading=reading)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, sources, config.points, reading, progress, ledger)
-        progress.models = paths.models(chosen)
+        paths = Paths(models[0], donors, sources, points, reading, progress, ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(hold_outputs([Output(picture, "--plot") for picture in pictures]))
         barriers = paths.barriers(chosen)
     progress.close()
+    facts = [barrier.to_dict() for barrier in barriers]
     if save is not None:
-        _save(barriers, save)
+        write_text(os.path.join(save, FILE), json.dumps(facts, indent=1) + "\n")
     for picture, barrier in zip(pictures, barriers, strict=False):
         save_barrier(barrier, picture)
     if as_json:
-        print_json([barrier.to_dict() for barrier in barriers])
-        return 0
-    for barrier in barriers:
-        _show(barrier)
+        print_json(facts)
+    else:
+        for barrier in barriers:
+            _show(barrier)
     return 0
 
 
 def _donors(
     models: tuple[str, ...], options: AlignConfig, untie: bool, alignment: str | None, match_on: str
 ) -> list[RecipeDonor]:
-    from rotation_merge.diagnose import RecipeDonor, donors_of
+    from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 
     if alignment is not None and len(models) != 2:
         raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
@@ -204,17 +184,10 @@ def _pictures(plot: str, count: int) -> list[str]:
     return [plot, *(f"{stem}-{number}{ending}" for number in range(2, count + 1))]
 
 
-def _save(barriers: list[Barrier], directory: str) -> None:
-    import json
-
-    write_text(os.path.join(directory, FILE), json.dumps([barrier.to_dict() for barrier in barriers], indent=1) + "\n")
-
-
 def _show(barrier: Barrier) -> None:
-    curves = barrier.curves
-    words = [f"{curve.barrier():.4f} {curve.name}" for curve in curves]
-    words[0] = f"{curves[0].barrier():.4f} {_unit(barrier)} {curves[0].name}"
-    say(f"Barrier: {', '.join(words)}.")
+    curves, unit = barrier.curves, "of 1 - Spearman" if barrier.task == "similarity" else "nats"
+    words = [f"{curve.barrier():.4f} {unit if curve is curves[0] else ''} {curve.name}" for curve in curves]
+    say(f"Barrier: {', '.join(' '.join(word.split()) for word in words)}.")
     for sentence in barrier.words():
         say(f"{sentence[:1].upper()}{sentence[1:]}.")
     few = len(curves) <= NARROW
@@ -228,16 +201,9 @@ def _show(barrier: Barrier) -> None:
     headers = ("position", *(f"loss, {c.name}" for c in curves), *(f"{barrier.figure}, {c.name}" for c in shares))
     table(title, headers, rows, numbers=range(len(headers)))
     if not few:
-        heads = ("matching", "barrier", "loss in the middle", barrier.figure)
-        table("", heads, [_figures(curve, form) for curve in curves], numbers=(1, 2, 3))
+        middle = curves[0].middle()
+        headers = ("matching", "barrier", "loss in the middle", barrier.figure)
+        figures = ((c, f"{c.barrier():.4f}", f"{c.loss[middle]:.4f}", f"{c.accuracy[middle]:{form}}") for c in curves)
+        table("", headers, [(curve.name, *cells) for curve, *cells in figures], numbers=(1, 2, 3))
     if on_terminal():
         say(text_plot(barrier))
-
-
-def _figures(curve: Curve, form: str) -> tuple[str, ...]:
-    middle = curve.middle()
-    return curve.name, f"{curve.barrier():.4f}", f"{curve.loss[middle]:.4f}", f"{curve.accuracy[middle]:{form}}"
-
-
-def _unit(barrier: Barrier) -> str:
-    return "of 1 - Spearman" if barrier.task == "similarity" else "nats"

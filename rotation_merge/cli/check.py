@@ -27,9 +27,8 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     models, and the lengths of the changes that the recipe merges.
     """
     from rotation_merge.averaging.task_vectors import RATIO
-    from rotation_merge.diagnose import absent_models, check_text
     from rotation_merge.diagnose.check import lengths_of_changes, needs_of, suggestions
-    from rotation_merge.diagnose.sources import HUB_NOTE
+    from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_text
     from rotation_merge.report.remote import remote_headers
 
     text = read_recipe(Path(recipe))

@@ -38,7 +38,7 @@ def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None,
     --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors never change.
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case
-    from rotation_merge.diagnose.doctor.cause import LIKELY
+    from rotation_merge.diagnose.doctor.case import LIKELY
 
     case = open_case(patient, parents)
     corrected = _mended(case, out) if mend or out else []

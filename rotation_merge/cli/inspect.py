@@ -13,13 +13,11 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.options import config_of, matching_options
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table
-from rotation_merge.diagnose import donors_of
-from rotation_merge.diagnose.donors import RecipeDonor, last_recipe
+from rotation_merge.diagnose.donors import RecipeDonor, donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.open import open_model, parse_reference
@@ -113,15 +111,17 @@ def _check_target(context: click.Context, target: str, aligns: bool) -> None:
 def _about(target: str, options: AlignConfig, untie: bool) -> Answer:
     """What aligning a model needs, or each donor of a recipe; or the content of one of our files."""
     if not is_document(target):
-        donors, averaging = [_inspected(RecipeDonor(target, target, options, untie))], None
+        named, averaging = [RecipeDonor(target, target, options, untie)], None
     elif is_own_file(target):
         return _file(target)
     else:
-        donors, averaging = [_inspected(donor) for donor in donors_of(target)], _averaging(target)
+        read_recipe(Path(target))
+        named, averaging = donors_of(target), _averaging(target)
+    donors = [_inspected(donor) for donor in named]
 
     def show() -> None:
-        for donor in donors:
-            _show(donor)
+        for donor, facts in zip(named, donors, strict=True):
+            _show(donor, facts)
         if len(donors) > 1:
             say(f"All {len(donors)} donors: {bytes_text(max(donor['memory'] for donor in donors))} of memory")
         if averaging is not None:
@@ -168,23 +168,22 @@ def _inspected(donor: RecipeDonor) -> dict[str, Any]:
     return {**facts, **asdict(spaces), "memory": memory, "disk": size * spaces.parameters, "warnings": warnings}
 
 
-def _show(donor: dict[str, Any]) -> None:
-    model, origin, file = donor["model"], donor["origin"], donor["alignment"]
+def _show(donor: RecipeDonor, facts: dict[str, Any]) -> None:
     columns = ("space", "kind", "sizes", "blocks", "group")
-    caption = f"{title(model, origin)}: {donor['family']}, {donor['parameters']:,} weights"
-    rows = [[line[column] for column in columns] for line in donor["lines"]]
+    rows = [[line[column] for column in columns] for line in facts["lines"]]
+    caption = f"{donor.title}: {facts['family']}, {facts['parameters']:,} weights"
     table(caption, ("space", "kind", "size", "where", "group"), rows)
-    if origin is not None:
-        say(f"{origin} is aligned to the anchor; the maps are applied to {model} minus {origin}.")
-    if file is not None:
-        say(f"Nothing is matched: the transforms are read from {file}.")
-    for warning in donor["warnings"]:
+    if donor.origin is not None:
+        say(f"{donor.origin} is aligned to {donor.anchor}; the maps are applied to {donor.name} minus {donor.origin}.")
+    if donor.file is not None:
+        say(f"Nothing is matched: the transforms are read from {donor.file}.")
+    for warning in facts["warnings"]:
         say(f"Warning: {warning}", "yellow")
-    share = donor["matched"] / donor["parameters"] if donor["parameters"] else 0.0
+    share = facts["matched"] / facts["parameters"] if facts["parameters"] else 0.0
     say(f"Matched: {share:.0%} of the weights. Limits:")
-    for reason in donor["unaligned"]:
+    for reason in facts["unaligned"]:
         say(f"- {reason}")
-    say(f"One donor needs {bytes_text(donor['memory'])} of memory and {bytes_text(donor['disk'])} on disk")
+    say(f"One donor needs {bytes_text(facts['memory'])} of memory and {bytes_text(facts['disk'])} on disk")
 
 
 def _file(path: str) -> Answer:

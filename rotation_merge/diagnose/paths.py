@@ -61,10 +61,6 @@ class Paths:
             if not self.own_heads or number in (0, donor + 1)
         ]
 
-    def models(self, matchings: Sequence[Matching]) -> int:
-        """Largest number of models measured on all paths."""
-        return len(matchings) * len(self.measured) * self.points
-
     def barriers(self, matchings: Sequence[Matching]) -> list[Barrier]:
         """The path to every donor on each of the data, with a curve for every matching.
 

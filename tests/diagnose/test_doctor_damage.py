@@ -13,8 +13,8 @@ from plugin_support import state
 from safetensors.torch import save_file
 from tiny_models import ALL, Case, make
 
-from rotation_merge.diagnose import absent_models
 from rotation_merge.diagnose.doctor import diagnose, open_case
+from rotation_merge.diagnose.sources import absent_models
 
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Tensors, Case], None]

@@ -126,8 +126,7 @@ def _moved(case: Case, progress: Progress | None) -> ParentSpan:
 
 def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tuple[Pair, Alignment] | None:
     """The alignment of a donor; None if it is unknown, or the models are large."""
-    settings: Any = case.recipe.get("parameters") or {}
-    if donor.match_on != WEIGHTS or settings.get("anchor") == "mean" or donor.name not in case.models:
+    if donor.match_on != WEIGHTS or case.parameters.get("anchor") == "mean" or donor.name not in case.models:
         return None
     options, names = NOTHING if donor.file else donor.options, (donor.anchor, donor.matched)
     how: dict[str, Any] = {"words": donor.words, "unsupported": donor.unsupported, "excluded": donor.excluded}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.diagnose.doctor.case import Case
-from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.diagnose.doctor.case import Case, Cause
 from rotation_merge.diagnose.doctor.parents import Parent, ParentSpan, parents_of
 from rotation_merge.errors import RotationMergeError, named
 from rotation_merge.matching.block import match_block
@@ -103,8 +102,7 @@ def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
 
 
 def _delegate(case: Case) -> str:
-    parameters = case.recipe.get("parameters") or {}
-    return str(parameters.get("delegate", "linear")) if case.method == METHOD else case.method
+    return str(case.parameters.get("delegate", "linear")) if case.method == METHOD else case.method
 
 
 def _scales_itself(case: Case) -> bool:
@@ -115,18 +113,22 @@ def _scales_itself(case: Case) -> bool:
 def compare(
     blocks: tuple[Block, ...], merged: TensorSource, parents: ParentSpan, progress: Progress | None = None
 ) -> list[TensorComparison]:
-    """Every matrix of the layers beside those of the parents."""
-    compared = []
+    """Every matrix of the layers beside those of the parents.
+
+    Where only few are unlike theirs, heads, neurons and experts are put in order first.
+    """
     layers = [block for block in blocks if block.index is not None]
+    compared = []
     for number, block in enumerate(layers):
         if progress is not None:
             progress("comparing", number, len(layers))
-        pairs = dict(_pairs(block, merged, parents))
-        beside = _of_block(block, pairs)
-        if any(tensor.cosine < LOST for tensor in beside):
-            beside = _of_block(block, _in_order(block, pairs))
-        compared += beside
-    return compared
+        compared.append(_of_block(block, dict(_pairs(block, merged, parents))))
+    unlike = [sum(tensor.cosine < LOST for tensor in tensors) for tensors in compared]
+    if 2 * sum(unlike) < sum(map(len, compared)):
+        for number in (number for number, count in enumerate(unlike) if count):
+            pairs = dict(_pairs(layers[number], merged, parents))
+            compared[number] = _of_block(layers[number], _in_order(layers[number], pairs))
+    return [tensor for tensors in compared for tensor in tensors]
 
 
 Pair = tuple[Tensor, list[Tensor]]
