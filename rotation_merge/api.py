@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -439,8 +440,8 @@ def merge(
     config = MergeConfig.or_default(config)
     sources = paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source")
     check_output(Output(place, "out", FOLDER), [Input(whole_path(name), "model") for name in names], force=True)
-    with searched(names, place, sources, config, anyway=anyway, say=watch or LOG.info) as search:
-        return search.outcome
+    outcome, _ = searched(names, place, sources, config, "cpu", False, anyway, watch or LOG.info, time.perf_counter())
+    return outcome
 
 
 def for_evaluation(opened: View) -> Any:

@@ -8,8 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -50,20 +49,18 @@ MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """The hub's names of the measures, by unit."""
 
 
-@contextmanager
 def searched(
     models: Sequence[str],
     out: str,
     data: Sequence[str],
     config: MergeConfig,
-    device: str = "cpu",
-    *,
-    force: bool = False,
-    anyway: bool = False,
+    device: str,
+    force: bool,
+    anyway: bool,
     say: Callable[[str], None],
-    began: float | None = None,
-) -> Iterator[Search]:
-    """A search that has ended, and has written its best merge if that is worth it; what it kept goes with the block.
+    began: float,
+) -> tuple[Outcome, bool]:
+    """Search, and write the best merge if that is worth it; gives the outcome, and whether it was written.
 
     Args:
         models: an adapter's folder stands for the adapter on its base.
@@ -71,7 +68,7 @@ def searched(
         force: whatever lies at `out` may be replaced.
         anyway: write the best merge even if one parent alone is better.
         say: shows a line.
-        began: when the budget began, of `time.perf_counter`; None: now.
+        began: when the budget began, of `time.perf_counter`.
 
     Raises:
         RotationMergeError: something lies at `out`, models do not fit together, or data are of no use.
@@ -83,11 +80,11 @@ def searched(
         say("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     values = {**asdict(config), "base": base, "data": tuple(data) or (usual_data(names[0]),)}
     search = Search(SearchConfig(models=names, out=out, device=device, **values), say, began)
-    search.outcome_of(force)
-    if search.outcome.verdict.worth_it or anyway:
+    outcome = search.outcome_of(force)
+    if outcome.verdict.worth_it or anyway:
         search.write()
-    yield search
     search.clean()
+    return outcome, search.written
 
 
 class Search:
@@ -274,12 +271,8 @@ class Search:
     def _report(self, trial: Trial) -> Figures:
         """Figures of a merge on the reporting samples."""
         self._make(trial.name, trial.recipe)
-        figures = self.reporting_figures(str(self._place(trial.name)))
+        figures = self.reporting.measure(self.config.load(str(self._place(trial.name))))
         return replace(figures, on_base=trial.figures.on_base)
-
-    def reporting_figures(self, model: str) -> Figures:
-        """Figures of a model on the reporting samples."""
-        return self.reporting.measure(self.config.load(model))
 
     def _place(self, name: str) -> Path:
         """The folder of a candidate merge."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cli_support import CHECKPOINTS
 from click.testing import Result
-from plugin_support import mergekit_yaml, state
+from plugin_support import mergekit_yaml, state, write_state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
@@ -33,7 +33,8 @@ from rotation_merge.search.samples import split, write_data
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
 TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
-OTHERS = {"V": "vit-0", "W": "vit-1"}
+OTHERS = {"V": "vit-0", "W": "vit-1", "OTHER": "llama-1", "BASE": "llama-0", "LORA": "llama-0-lora-english"}
+LORA = CHECKPOINTS / OTHERS["LORA"]
 SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
 
 
@@ -154,6 +155,29 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
     assert found["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 
 
+def spoilt(name: str, folder: Path) -> Path:
+    """A model, or an adapter, that a search refuses; any other word as it is."""
+    if name not in ("GRANITE", "NAN", "MOVED", "LORA 1", "LORA 2"):
+        return Path(name)
+    if name.startswith("LORA"):
+        return Path(shutil.copytree(LORA, folder / name.replace(" ", "-")))
+    tensors, config = state(Path(C)), json.loads((Path(C) / "config.json").read_text())
+    shutil.copytree(C, folder / name)
+    if name == "GRANITE":  # computes otherwise by a Llama's weights
+        config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.5}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    elif name == "NAN":
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+        write_state(tensors, Path(C), folder / name)
+    else:  # two words have each other's ids
+        content = json.loads((Path(C) / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        first, second, *_ = vocabulary
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        (folder / name / "tokenizer.json").write_text(json.dumps(content))
+    return folder / name
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -161,23 +185,34 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "B", "OUT", "--budget", "soon"], "a time such as 90s, 10m or 2h"),
         (["A", "nowhere", "OUT"], "no such directory"),
         (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
-        (["A", "V", "OUT"], "llama"),
+        (["A", "V", "OUT"], "architecture is"),
         (["A", "B", "FILE"], "is a file"),
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
         (["A", "B", "A", "--force"], "is one of the inputs"),
         (["A", "A/", "OUT"], "is named twice"),
         (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
         (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
+        (["A", "B", "OUT", "--base", "OTHER"], "is not the base of"),
+        (["A", "B", "OUT", "--base", "nowhere"], "no such directory"),
+        (["A", "B", "OUT", "--base", "V"], "architecture is"),
+        (["A", "GRANITE", "OUT"], "attention_multiplier"),
+        (["A", "NAN", "OUT"], "holds NaN or infinity"),
+        (["A", "MOVED", "OUT"], "merge them by a recipe with 'tokenizer: {source: base}'"),
+        (["BASE+LORA", "OTHER+LORA", "OUT"], "is an adapter of llama-0, not of"),
+        (["LORA 1", "LORA 2", "OUT"], "is an adapter of llama-0, which is not on this machine; name its folder as"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
-    places = {word: str(CHECKPOINTS / name) for word, name in OTHERS.items()}
-    names = {**places, "A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
-    result = run(*[names.get(word, word) for word in arguments], *SMALL)
+    places = {"A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
+    (tmp_path / "models").mkdir()
+    words = [str(spoilt(word, tmp_path / "models")) for word in arguments]
+    places |= {word: str(CHECKPOINTS / name) for word, name in OTHERS.items()}
+    named = ["+".join(places.get(part, part) for part in word.split("+")) for word in words]
+    result = run(*named, *SMALL)
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
 def test_a_folder_that_cannot_be_written_into_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -342,29 +377,6 @@ def test_cheap_candidates_come_first_and_none_is_the_plain_one_again() -> None:
     for candidate in shared.candidates():
         assert {candidate.parameters[name] for name in ("attention", "heads", "ffn")} == {"none"}
     assert "share their coordinates" in shared.left_out()["aligned merges"]
-
-
-@pytest.mark.slow
-def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]):
-    """The merge stays as its recipe makes it; the trained model stands beside it with figures of its own."""
-    from rotation_merge.averaging.polish import PolishReport
-    from rotation_merge.cli import polish
-
-    def polished(
-        merged: str, out: str, teachers: object, sources: list[str], ways: object, device: str
-    ) -> PolishReport:
-        assert (teachers, sources, device) == ((ENGLISH, C), ["self", "self"], "cpu")
-        shutil.copytree(merged, out)
-        return PolishReport(1.0, 0.5)
-
-    only("plain")
-    monkeypatch.setattr(polish, "write_polished", polished)
-    result = run(ENGLISH, C, tmp_path / "out", *TINY, "--anyway", "--polish", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["polished"]
-    assert found["out"] == str(tmp_path / "out-polished")
-    assert "divergence (nats) on held-out samples" in found["verdict"]
-    assert (tmp_path / "out" / "recipe.yml").exists()
 
 
 def test_a_lower_loss_with_fewer_right_answers_is_said():
