@@ -92,6 +92,9 @@ def short(error: object) -> str:
 _REMOVED = {
     "genome": "mergekit has deprecated mergekit-evolve; use 'align' once, and search over its models",
     "inspect tensor": "rotation_merge.json beside the merge holds the figures of a tensor's space",
+    "compare": "use 'align ANCHOR DONOR' without OUT",
+    "fit": "use 'align ANCHOR DONOR OUT --learn --data DATA'; several donors at once: rotation_merge.fit in Python",
+    "merge polish": "run 'polish OUT OTHER --teachers A B' afterwards",
     "barrier anchors": "run 'barrier' once for each anchor, with two models",
     "gguf, align gguf, align gguf_type, merge gguf, merge gguf_type": "convert the merged folder with llama.cpp's "
     "convert_hf_to_gguf.py",

@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL
 from rotation_merge.cli.show import json_option, print_json, shown, table
 from rotation_merge.run.evaluate import EvaluateConfig, keep_figures, score
-from rotation_merge.run.sample_kinds import KINDS
 
 TITLES = {
     "accuracy": "accuracy",
@@ -27,7 +26,7 @@ TITLES = {
     rotation-merge evaluate ./merged/heads/emotion --data emotion.jsonl --data other-domain.jsonl"""
 )
 @click.argument("models", type=MODEL, nargs=-1, required=True)
-@click.option("--data", "sources", type=SAMPLE_SOURCE, multiple=True, required=True, help=f"One or more: {KINDS}.")
+@data_option("One or more: {}.", "sources", multiple=True, required=True)
 @config_options(EvaluateConfig)
 @device_option(" to compute on")
 @click.option("--keep", is_flag=True, help="Keep the figures in MODEL/evaluation.json, for its card.")

@@ -59,18 +59,11 @@ def command(
         maps = {module: vars(merged_map) for module, merged_map in merged.maps.items()}
         print_json({"out": out, "shares": dict(zip(sources, shares, strict=True)), "maps": maps})
         return 0
-    lowest = [
-        min(
-            (merged_map.shares[index], module)
-            for module, merged_map in merged.maps.items()
-            if merged_map.shares[index] is not None
-        )
-        for index in range(len(sources))
-    ]
-    rows = [
-        (source, f"{share:.1%}", f"{least:.1%}", module)
-        for source, share, (least, module) in zip(sources, shares, lowest, strict=True)
-    ]
+    rows = []
+    for index, (source, share) in enumerate(zip(sources, shares, strict=True)):
+        present = ((each.shares[index], module) for module, each in merged.maps.items())
+        least, module = min((kept, module) for kept, module in present if kept is not None)
+        rows.append((source, f"{share:.1%}", f"{least:.1%}", module))
     table("How much of each adapter the merge keeps", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
     span = str(min(ranks)) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
     say(f"{len(ranks)} maps merged by {method}, rank {span}; the rank keeps at least {merged.energy:.1%} of each map.")

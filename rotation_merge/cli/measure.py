@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, hold_outputs, writes
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL, STATISTICS, hold_outputs, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
+from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 
 
 @click.command(
@@ -19,12 +19,7 @@ from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
     rotation-merge measure ./classifier --data train.jsonl --kinds gram,fisher --samples 500"""
 )
 @click.argument("model", type=MODEL)
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
-    required=True,
-    help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.",
-)
+@data_option("{}; self: text the model writes; synthetic: images made of noise.", required=True)
 @click.option(
     "--out", type=STATISTICS, metavar="FILE", help="File to write; if not given, beside the model or in this directory."
 )

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL, NEW_MODEL, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import DATA, FOLDER, Input, Output, Store, check_output
-from rotation_merge.run.data import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishReport
@@ -44,13 +43,11 @@ class MultiValueCommand(click.Command):
 @click.argument("merged", type=MODEL)
 @click.argument("out", type=NEW_MODEL)
 @click.option("--teachers", "-t", type=MODEL, required=True, multiple=True, metavar="MODEL...", help="The parents.")
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
+@data_option(
+    "Samples: one for each teacher in their order, or one for all. {}; self (if not given): each teacher's own text; "
+    "synthetic: images made of noise.",
     multiple=True,
     metavar="SOURCE...",
-    help=f"Samples: one for each teacher in their order, or one for all. {KINDS}; self (if not given): each teacher's "
-    "own text; synthetic: images made of noise.",
 )
 @config_options(PolishConfig)
 @device_option("")

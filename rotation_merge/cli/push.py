@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +11,7 @@ from rotation_merge.cli.show import bytes_text, json_option, note, print_json, s
 from rotation_merge.errors import named
 
 if TYPE_CHECKING:
-    from rotation_merge.share.push import Draft, Item
+    from rotation_merge.share.push import Draft
 
 
 @click.command(
@@ -58,6 +57,7 @@ def command(
     become org/name@revision, from the hub's cache; local
     paths need a name on the hub (--as).
     """
+    from rotation_merge.share.contents import is_weights
     from rotation_merge.share.names import check_repository
     from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, draft, publish
 
@@ -67,11 +67,10 @@ def command(
         commit = publish(plan, private)
         if as_json:
             print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
-        else:
-            say(f"Published: {repo}@{commit}", "green")
-            say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
-            _say_left_out(plan.kept_back)
-            _say_unpublished(plan)
+            return 0
+        say(f"Published: {repo}@{commit}", "green")
+        say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
+        _say_unpublished(plan)
         return 0
     items = [*plan.first(), *plan.items(UNKNOWN)]
     texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
@@ -84,45 +83,30 @@ def command(
     if verbose():
         rows = [(item.place, bytes_text(item.size), "rewritten" if item.changed else "") for item in items]
         table("Files to publish:", ("file", "size", ""), rows, (1,))
-        for place in (CARD, RECIPE):
-            if place in texts:
-                say(f"\n--- {place}\n{texts[place]}")
-    else:
-        _summarise(plan, items)
-    _say_left_out(plan.kept_back)
-    _say_unpublished(plan)
-    if verbose():
+        for place, text in texts.items():
+            say(f"\n--- {place}\n{text}")
         note(f"{UNKNOWN}: the commit of the files that the recipe reads.")
+    else:
+        weights = [item.place for item in items if is_weights(item.place)]
+        say(f"Files to publish: {len(items)}, {bytes_text(sum(item.size for item in items))} in all.")
+        say(f"  weights: {named(weights)}")
+        say(f"  others: {named(item.place for item in items if item.place not in weights)}")
+        say("Names on the hub:" if plan.names else "No model has another name on the hub.")
+        for name, target in plan.names.items():
+            say(f"  {name}: {target}")
+    _say_unpublished(plan)
     return 0
 
 
-def _summarise(plan: Draft, items: Sequence[Item]) -> None:
-    """Print size and names of the files, and the models' names on the hub."""
-    from rotation_merge.share.contents import is_weights
-
-    weights = [item for item in items if is_weights(item.place)]
-    other_places = [item.place for item in items if item not in weights]
-    size = bytes_text(sum(item.size for item in items))
-    say(f"Files to publish: {len(items)}, {size} in all.")
-    say(f"  weights: {named(item.place for item in weights)}")
-    say(f"  others: {named(other_places)}")
-    if plan.names:
-        say("Names on the hub:")
-    for name, target in plan.names.items():
-        say(f"  {name}: {target}")
-
-
-def _say_left_out(left_out: Sequence[str]) -> None:
+def _say_unpublished(plan: Draft) -> None:
+    """Print what stays here."""
     from rotation_merge.share.contents import is_statistics
 
-    statistics = [place for place in left_out if is_statistics(place)]
+    statistics = [place for place in plan.kept_back if is_statistics(place)]
     if statistics:
         say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
-    if omitted := [place for place in left_out if place not in statistics]:
-        say(f"Left out, because they are not part of a merge: {named(omitted)}. --include PATTERN publishes them, too.")
-
-
-def _say_unpublished(plan: Draft) -> None:
+    if others := [place for place in plan.kept_back if place not in statistics]:
+        say(f"Left out, because they are not part of a merge: {named(others)}. --include PATTERN publishes them, too.")
     if plan.unpublished:
         say("The recipe reads statistics that are not published. --with-data publishes them.")
         say("Otherwise others measure them first, by the commands in the card.")

@@ -24,7 +24,7 @@ Command = Callable[..., int | None]
 BROKEN_PIPE = 141
 """Exit code of a process whose output nobody reads any more."""
 
-RESUMES = ("fit", "measure", "merge", "polish")
+RESUMES = ("align", "measure", "merge", "polish")
 """Commands that go on where they were interrupted."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 import torch
 
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
+from rotation_merge.cli.options import data_option
+from rotation_merge.cli.paths import MODEL
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.functions import stored_dtype
@@ -19,12 +20,7 @@ from rotation_merge.run.proof import ROUNDINGS, largest_difference, least_precis
 @click.argument("model_b", type=MODEL)
 @click.option("--batches", default=4, show_default=True, type=click.IntRange(min=1), help="Random batches to try.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
-    metavar="DATA",
-    help="Samples to compare on, too: see 'rotation-merge barrier --help'.",
-)
+@data_option("Samples to compare on, too: see 'rotation-merge barrier --help'.", metavar="DATA")
 @click.option("--float64", "double", is_flag=True, help="Compute in double precision.")
 @click.option(
     "--tolerance", type=float, help="Largest relative difference that passes; by the model's own rounding if not given."

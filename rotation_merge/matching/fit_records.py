@@ -46,6 +46,7 @@ class FitConfig(Config):
     match_on: MatchOn = option(
         "weights",
         "what chooses the start's maps: `weights`, `activations` of both models on the samples, or `both`",
+        command=False,
     )
     mixing: Share = option(
         0.5,
@@ -53,7 +54,7 @@ class FitConfig(Config):
         command=False,
     )
     held_out: Share = option(0.15, "share of the batches that is held out to choose the best state", command=False)
-    seed: int = option(0, "seed of all random numbers")
+    seed: int = option(0, "seed of all random numbers", command=False)
     half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
     state: Annotated[FilePath, FOLDER] | None = option(

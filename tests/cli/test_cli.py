@@ -226,7 +226,7 @@ class TestVerify:
 
 
 def test_compare_finds_one_model_in_two_coordinate_systems(pair: tuple[str, str]):
-    found = parsed("compare", *pair, "--heads", "permutation")
+    found = parsed("align", *pair, "--heads", "permutation")
     assert "one model in two coordinate systems" in found["summary"]
     whole = found["gaps"][-1]
     assert whole["angle_after"] < 0.01 < whole["angle_before"]
@@ -234,7 +234,7 @@ def test_compare_finds_one_model_in_two_coordinate_systems(pair: tuple[str, str]
 
 
 def test_compare_says_when_there_is_nothing_to_do():
-    done = run("compare", *LLAMAS, "--by", "layer")
+    done = run("align", *LLAMAS, "--by", "layer")
     assert "share their coordinates" in done.output
 
 
