@@ -124,8 +124,7 @@ def average(
             inputs for all models, or for each model a list of batches or the name of a source (a file, `self`,
             `synthetic`, `demo:NAME`).
         statistics: of each model, instead of samples: results of `measure`, or its files.
-        limit: of sources by name at most so many examples.
-        seed: of everything random.
+        limit, seed: of sources by name at most so many examples; of everything random.
         **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`. `exclude` and `heads_of`
             as in recipes: with `heads_of="each"` the result's `heads` are the merged body under the heads of all models
             but the first, by the names of their folders.
@@ -144,28 +143,17 @@ def average(
     kind = delegate if isinstance(delegate, OwnMethod) else OwnMethod
     each_head = parameters.get("heads_of") == "each"
     if kind.whole_models:
-        if each_head:
-            raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
         return _average_by_refit(views, samples, weights, {**parameters, "samples": limit, "seed": seed})
     opened = renamed_views(views)
     _check_folded(opened)
-    for name, value, used in (
-        ("statistics", statistics, kind.statistics),
-        ("samples", samples, kind.statistics or kind.on_samples),
-    ):
-        if value is not None and not used:
-            raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
-    measured: list[Statistics] = []
-    batches: list[Batch] = []
+    _check_used(method, statistics=statistics is None or kind.statistics)
+    _check_used(method, samples=samples is None or kind.statistics or kind.on_samples)
+    measured, batches = list[Statistics](), list[Batch]()
     if kind.statistics and statistics is not None:
-        measured = _given_statistics(views, opened, kind.statistics, statistics)
-    elif kind.statistics and samples is not None:
-        config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
-        sources = for_each(samples, len(views))
-        measured = [measure(model, source, config) for model, source in zip(opened, sources, strict=True)]
+        measured = _checked_statistics(views, opened, kind.statistics, statistics)
     elif kind.statistics:
-        problem = f"{method} needs samples or statistics of the models"
-        raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
+        config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
+        measured = _measured(opened, method, samples, config)
     elif samples is not None:
         batches = _pool(opened, method, samples, limit, seed)
     shares = [{} if weight is None else {"weight": weight} for weight in _weights(weights, len(views))]
@@ -189,6 +177,12 @@ def _opened(models: Iterable[ModelLike]) -> list[View]:
             remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
             raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
     return views
+
+
+def _check_used(method: str, **used: Any) -> None:
+    """Refuse what a method does not use."""
+    for name in (name for name, value in used.items() if not value):
+        raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float | None]:
@@ -237,7 +231,20 @@ def _check_folded(models: Sequence[View]) -> None:
                 raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
-def _given_statistics(
+def _measured(models: Sequence[View], method: str, samples: Samples, config: MeasureConfig) -> list[Statistics]:
+    """Statistics of each model on samples.
+
+    Raises:
+        RecipeError: there are none.
+    """
+    if samples is None:
+        problem = f"{method} needs samples or statistics of the models"
+        raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
+    sources = for_each(samples, len(models))
+    return [measure(model, source, config) for model, source in zip(models, sources, strict=True)]
+
+
+def _checked_statistics(
     views: Sequence[View], models: Sequence[View], kind: str, statistics: Sequence[Statistics | str | os.PathLike[str]]
 ) -> list[Statistics]:
     """Statistics of each model, checked.
@@ -353,7 +360,8 @@ def _average_by_refit(
     """`average` by `refit`."""
     _weights(weights, len(views))
     values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
-    checked("heads_of", values.pop("heads_of", "base"))
+    if checked("heads_of", values.pop("heads_of", "base")) == "each":
+        raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
     names = checked("exclude", values.pop("exclude")) if "exclude" in values else None
     exclude = [part.strip() for part in (names or "").split(",") if part.strip()]
     return _refitted(views, samples, RefitConfig.from_values(values), weights, exclude)

@@ -104,22 +104,19 @@ _REMOVED = {
     "subsets, merge subsets": "run 'merge' on some of the models",
     "widths, align widths, carry widths": "take models of equal sizes, or train anew",
     "layers_map, carry layers_map": "take bases of equal depth, or train anew",
-    "rooted": "leave it out",
+    "rooted, norms, controls, carry controls": "leave it out",
     "kfac": "use 'refit', 'regmean' or 'fisher'",
     "kinds: kfac": "measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
     "kinds: moments": "'gram' holds means and mean squares",
     "gram_norm": "leave it out, for the norm in 'wudi' and none in 'refit'",
     "share": "leave it out; 'iso' keeps the directions of the sum",
     "alpha": "leave it out, or raise 'ridge'",
-    "norms": "leave it out",
     "measure rank": "leave it out; Grams are kept whole",
     "carry: activations, method: activations": "use 'refit', which keeps more of a change",
-    "controls, carry controls": "leave it out",
     "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
     "judge, carry judge": "leave it out, and name samples of your task as 'data'",
 }
-"""What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods
-(NAME), their values (KEY: VALUE), commands (COMMAND), and their options (COMMAND OPTION)."""
+"""What was removed, and the remedy, by keys and options (NAME), their values (KEY: VALUE), or COMMAND OPTION."""
 
 REMOVED = {name: remedy for names, remedy in _REMOVED.items() for name in names.split(", ")}
 

@@ -110,8 +110,7 @@ def command(
     activations, both) use text that the models write, or, if they write none, the first --data.
     """
     from rotation_merge.diagnose.donors import measurement_key
-    from rotation_merge.diagnose.matchings import matchings
-    from rotation_merge.diagnose.paths import Paths
+    from rotation_merge.diagnose.matchings import Paths, matchings
     from rotation_merge.run.ledger import kept_beside
 
     config, options = config_of(BarrierConfig, values), config_of(AlignConfig, values)

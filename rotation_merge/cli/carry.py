@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -24,6 +24,9 @@ from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
+
+if TYPE_CHECKING:
+    from rotation_merge.carrying.transfer import TransferResult
 
 
 @click.command(
@@ -56,8 +59,6 @@ def command(
     out: str,
     old: str,
     new: str,
-    shard_size: str,
-    dtype: str | None,
     device: str,
     untie: bool,
     as_json: bool,
@@ -82,7 +83,7 @@ def command(
     for place in places if len(work) > 1 else ():
         check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    size, device, progress = parse_size(shard_size), usable_device(device), Progress()
+    size, device, progress = parse_size(values["shard_size"]), usable_device(device), Progress()
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
@@ -101,20 +102,25 @@ def command(
     force = bool(context.params["force"])
     with kept_beside(out, mark, device) as ledger:
         carries = force or "data" in given_options
-        execution = Execution(device, dtype, ledger, force, "carried" if carries else "named")
+        execution = Execution(device, values["dtype"], ledger, force, "carried" if carries else "named")
         results = carry(dict(zip(places, work, strict=True)), old, new, config, execution, size, progress)
     progress.close()
+    _print(results, {"from": old, "to": new}, as_json)
+    return 0
+
+
+def _print(results: list[TransferResult], bases: dict[str, str], as_json: bool) -> None:
+    """Print what was written, and what can be used as it is."""
     if as_json:
         facts = [{"work": x.work, "out": x.out, "lines": x.lines, "lift": x.report and x.report.lift} for x in results]
         written, unmoved = ([fact for fact in facts if (fact["out"] is None) is near] for near in (False, True))
-        print_json({"from": old, "to": new, "written": written, "usable_as_they_are": unmoved})
-        return 0
+        print_json({**bases, "written": written, "usable_as_they_are": unmoved})
+        return
     for item in results:
         for line in item.lines:
             say(line)
         if item.out is not None:
             say(f"Written to {item.out}.", "green")
-    return 0
 
 
 def _check_use(config: TransferConfig, given_options: set[str]) -> None:

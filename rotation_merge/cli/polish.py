@@ -12,7 +12,7 @@ from rotation_merge.cli.options import config_of, config_options, data_option, d
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import DATA, FOLDER, Input, Output, Store, check_output
+from rotation_merge.files import Store
 
 if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishReport
@@ -74,8 +74,7 @@ def command(
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
     sources = list(data) * (len(teachers) // len(data)) if data else ["self"] * len(teachers)
-    config = config_of(PolishConfig, values)
-    report = write_polished(merged, out, teachers, sources, config, usable_device(device))
+    report = _polished(merged, out, teachers, sources, config_of(PolishConfig, values), usable_device(device))
     if as_json:
         print_json({"out": out if report.gained else None, **report.to_dict()})
     else:
@@ -85,21 +84,15 @@ def command(
     return 0 if report.gained else 1
 
 
-def write_polished(
-    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], config: PolishConfig, device: str = "cpu"
+def _polished(
+    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], config: PolishConfig, device: str
 ) -> PolishReport:
-    """Polish a merge into `out`; where nothing was gained, nothing is written.
-
-    Raises:
-        RotationMergeError: models, data or the place are of no use.
-    """
+    """Polish a merge into `out`; where nothing was gained, nothing is written."""
     from rotation_merge.averaging.polish_models import polished
     from rotation_merge.model.checkpoint import write_notes
     from rotation_merge.model.open import open_model, parse_reference
     from rotation_merge.model.staging import staged
 
-    read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
-    check_output(Output(out, "OUT", FOLDER), read, force=True)
     if config.lora and not config.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
@@ -107,8 +100,8 @@ def write_polished(
     progress = Progress()
     with Store(out) as work:
         work.begin("polish")
-        state = work.file("state")
-        result = polished(opened, parents, sources, config, work.path, state=state, device=device, progress=progress)
+        more: dict[str, Any] = {"state": work.file("state"), "device": device, "progress": progress}
+        result = polished(opened, parents, sources, config, work.path, **more)
         progress.close()
         if result.report.gained:
             if config.merge_lora:

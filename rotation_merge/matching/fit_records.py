@@ -43,11 +43,7 @@ class FitConfig(Config):
         "auto",
         "start of the search. `auto`: the better of the other two on held-out samples",
     )
-    match_on: MatchOn = option(
-        "weights",
-        "what chooses the start's maps: `weights`, `activations` of both models on the samples, or `both`",
-        command=False,
-    )
+    match_on: MatchOn = option("weights", "what chooses the start's maps, on the same samples", command=False)
     mixing: Share = option(
         0.5,
         "share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed",

@@ -162,13 +162,13 @@ def spoilt(name: str, folder: Path) -> Path:
     if name.startswith("LORA"):
         return Path(shutil.copytree(LORA, folder / name.replace(" ", "-")))
     tensors, config = state(Path(C)), json.loads((Path(C) / "config.json").read_text())
+    if name == "NAN":
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+        return write_state(tensors, Path(C), folder / name)
     shutil.copytree(C, folder / name)
     if name == "GRANITE":  # computes otherwise by a Llama's weights
         config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.5}
         (folder / name / "config.json").write_text(json.dumps(config))
-    elif name == "NAN":
-        tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
-        write_state(tensors, Path(C), folder / name)
     else:  # two words have each other's ids
         content = json.loads((Path(C) / "tokenizer.json").read_text())
         vocabulary = content["model"]["vocab"]
