@@ -21,7 +21,7 @@ from rotation_merge.cli.options import (
     matching_options,
 )
 from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown, table
+from rotation_merge.cli.show import Answer, Progress, say, shown, table
 from rotation_merge.config import DTYPES, Count, Length, option
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.fit_records import FitConfig
@@ -76,7 +76,6 @@ class LearningSamplesConfig(ReadingConfig):
 @click.option(
     "--by", type=click.Choice(["space", "layer"]), default="space", show_default=True, help="Rows of the table."
 )
-@json_option
 @shown
 @writes
 @click.pass_context
@@ -88,10 +87,9 @@ def command(
     alignment_file: str | None,
     learn: bool,
     device: str,
-    as_json: bool,
     backend: str,
     **values: Any,
-) -> int:
+) -> Answer:
     """Write DONOR in ANCHOR's coordinates to OUT; without OUT and --alignment, say how far apart the two are.
 
     OUT is an ordinary checkpoint with the donor's outputs, with tokenizer, config, card and report; any tool can
@@ -120,7 +118,7 @@ def command(
         alignment = _matched(pair, match, (device, worker_device, backend), place, progress)
     if place is None:
         progress.close()
-        return _compare(pair, alignment, values["by"], as_json)
+        return _compared(pair, alignment, values["by"])
     proof: Proof | None = None
     left_out: tuple[str, ...] = ()
     if out is not None:
@@ -129,37 +127,33 @@ def command(
     if alignment_file is not None:
         alignment.write(alignment_file, values["half"])
     progress.close()
-    _report(pair, alignment, {"out": out, "alignment": alignment_file}, proof, left_out, as_json)
-    return 0
+    return _report(pair, alignment, {"out": out, "alignment": alignment_file}, proof, left_out)
 
 
 def _report(
-    pair: Pair,
-    alignment: Alignment,
-    files: dict[str, str | None],
-    proof: Proof | None,
-    left_out: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Print what alignment did, and which files were written."""
+    pair: Pair, alignment: Alignment, files: dict[str, str | None], proof: Proof | None, left_out: tuple[str, ...]
+) -> Answer:
+    """What alignment did, and which files were written."""
     report, name, learned = alignment.known_report, str(pair.donor.reference), alignment.metadata.get("learned")
     out, file = files.values()
-    if as_json:
-        before, after = report.relative_distances(name)
-        facts = {**files, "before": before, "after": after, "proof": proof and asdict(proof)}
-        print_json({**facts, **report.to_dict()["summary"], **({} if learned is None else {"learned": learned})})
-        return
-    for warning in pair.warnings:
-        say(f"Warning: {warning}", "yellow")
-    for line in (*pair.notes, *alignment.notes, *left_out):
-        say(line)
-    for verdict in (report.verdict(name), *([] if learned is None else [learned["verdict"]])):
-        say(f"{verdict[:1].upper()}{verdict[1:]}.")
-    if out is not None:
-        words = proof.words if proof is not None else f"'rotation-merge verify {name} {out}' checks its outputs"
-        say(f"Written to {out}; {words}.", "green")
-    if file is not None:
-        say(f"Transforms written to {file}.", "green")
+    before, after = report.relative_distances(name)
+    facts: dict[str, Any] = {**files, "before": before, "after": after, "proof": proof and asdict(proof)}
+    facts |= report.to_dict()["summary"] | ({} if learned is None else {"learned": learned})
+
+    def show() -> None:
+        for warning in pair.warnings:
+            say(f"Warning: {warning}", "yellow")
+        for line in (*pair.notes, *alignment.notes, *left_out):
+            say(line)
+        for verdict in (report.verdict(name), *([] if learned is None else [learned["verdict"]])):
+            say(f"{verdict[:1].upper()}{verdict[1:]}.")
+        if out is not None:
+            words = proof.words if proof is not None else f"'rotation-merge verify {name} {out}' checks its outputs"
+            say(f"Written to {out}; {words}.", "green")
+        if file is not None:
+            say(f"Transforms written to {file}.", "green")
+
+    return Answer(facts, show)
 
 
 def _check_use(context: click.Context, learn: bool, match_on: str, backend: str) -> None:
@@ -257,32 +251,37 @@ def _written(
     return proofs[0] if proofs else None, view.notes
 
 
-def _compare(pair: Pair, alignment: Alignment, by: str, as_json: bool) -> int:
-    """Print distances and angles, space by space, before and after alignment."""
+def _compared(pair: Pair, alignment: Alignment, by: str) -> Answer:
+    """Distances and angles, space by space, before and after alignment."""
     from rotation_merge.report.compare import APART, coordinates_verdict, gaps
 
     measured = list(gaps(pair.architecture, *pair.matched, alignment))
     summary = coordinates_verdict(measured)
-    if as_json:
-        facts = {"anchor": str(pair.anchor.reference), "donor": str(pair.donor.reference), "summary": summary}
-        print_json({**facts, "warnings": pair.warnings, "gaps": [asdict(gap) for gap in measured]})
-        return 0
-    rows = [
-        (
-            *(gap.block, gap.space, f"{gap.distance_before:.4g}", f"{gap.distance_after:.4g}"),
-            *(f"{gap.angle_before:.3g}", f"{gap.angle_after:.3g}"),
-            ", ".join(f"{part} {value:.2g}" for part, value in gap.from_identity.items()),
-        )
-        for gap in measured
-        if by == "space" or gap.kind in ("block", "model")
-    ]
-    say(f"{summary[:1].upper()}{summary[1:]}.")
-    if pair.options.residual == "none" and measured[-1].angle_before >= APART:
-        say("The residual stream was not aligned: '--residual largest' aligns it, too.")
-    headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
-    table("", headers, rows, numbers=(2, 3, 4, 5))
-    for warning in pair.warnings:
-        say(f"Warning: {warning}", "yellow")
-    for note in pair.notes:
-        say(note)
-    return 0
+    facts: dict[str, Any] = {
+        "anchor": str(pair.anchor.reference),
+        "donor": str(pair.donor.reference),
+        "summary": summary,
+    }
+    facts |= {"warnings": pair.warnings, "gaps": [asdict(gap) for gap in measured]}
+
+    def show() -> None:
+        rows = [
+            (
+                *(gap.block, gap.space, f"{gap.distance_before:.4g}", f"{gap.distance_after:.4g}"),
+                *(f"{gap.angle_before:.3g}", f"{gap.angle_after:.3g}"),
+                ", ".join(f"{part} {value:.2g}" for part, value in gap.from_identity.items()),
+            )
+            for gap in measured
+            if by == "space" or gap.kind in ("block", "model")
+        ]
+        say(f"{summary[:1].upper()}{summary[1:]}.")
+        if pair.options.residual == "none" and measured[-1].angle_before >= APART:
+            say("The residual stream was not aligned: '--residual largest' aligns it, too.")
+        headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
+        table("", headers, rows, numbers=(2, 3, 4, 5))
+        for warning in pair.warnings:
+            say(f"Warning: {warning}", "yellow")
+        for line in pair.notes:
+            say(line)
+
+    return Answer(facts, show)

@@ -20,15 +20,7 @@ from rotation_merge.cli.paths import (
     is_document,
     writes,
 )
-from rotation_merge.cli.show import (
-    Progress,
-    json_option,
-    on_terminal,
-    print_json,
-    say,
-    shown,
-    table,
-)
+from rotation_merge.cli.show import Answer, Progress, on_terminal, say, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
@@ -85,7 +77,6 @@ NARROW = 2
 @click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, beside the merge in DIR.")
 @matching_options
 @config_options(MatchConfig, "match_on")
-@json_option
 @shown
 @writes
 def command(
@@ -98,9 +89,8 @@ def command(
     save: str | None,
     untie: bool,
     match_on: str,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
     Give an anchor and a donor, or a recipe, of which every donor has a path from the anchor. The barrier is the largest
@@ -139,12 +129,12 @@ def command(
         write_text(os.path.join(save, FILE), json.dumps(facts, indent=1) + "\n")
     for picture, barrier in zip(pictures, barriers, strict=False):
         save_barrier(barrier, picture)
-    if as_json:
-        print_json(facts)
-    else:
+
+    def show() -> None:
         for barrier in barriers:
             _show(barrier)
-    return 0
+
+    return Answer(facts, show)
 
 
 def _donors(

@@ -19,7 +19,7 @@ from rotation_merge.cli.options import (
     usable_device,
 )
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, inputs_of, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import FOLDER, Output, check_output
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(DTYPES), help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
 @partial(matching_options, defaults=TransferConfig().match)
-@json_option
 @shown
 @writes
 @click.pass_context
@@ -61,9 +60,8 @@ def command(
     new: str,
     device: str,
     untie: bool,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Move LoRA adapters or fine-tunes WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
     WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE; with
@@ -105,17 +103,13 @@ def command(
         execution = Execution(device, values["dtype"], ledger, force, "carried" if carries else "named")
         results = carry(dict(zip(places, work, strict=True)), old, new, config, execution, size, progress)
     progress.close()
-    _print(results, {"from": old, "to": new}, as_json)
-    return 0
+    facts = [{"work": x.work, "out": x.out, "lines": x.lines, "lift": x.report and x.report.lift} for x in results]
+    written, unmoved = ([fact for fact in facts if (fact["out"] is None) is near] for near in (False, True))
+    data = {"from": old, "to": new, "written": written, "usable_as_they_are": unmoved}
+    return Answer(data, lambda: _show(results))
 
 
-def _print(results: list[TransferResult], bases: dict[str, str], as_json: bool) -> None:
-    """Print what was written, and what can be used as it is."""
-    if as_json:
-        facts = [{"work": x.work, "out": x.out, "lines": x.lines, "lift": x.report and x.report.lift} for x in results]
-        written, unmoved = ([fact for fact in facts if (fact["out"] is None) is near] for near in (False, True))
-        print_json({**bases, "written": written, "usable_as_they_are": unmoved})
-        return
+def _show(results: list[TransferResult]) -> None:
     for item in results:
         for line in item.lines:
             say(line)

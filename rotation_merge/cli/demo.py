@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import click
 
 from rotation_merge.cli.paths import NEW_FOLDER, writes
-from rotation_merge.cli.show import json_option, note, print_json, say, shown, table
+from rotation_merge.cli.show import Answer, note, say, shown, table
 
 GROUPS: dict[str, dict[str, Any]] = {
     "plain": {"attention": "none", "ffn": "none", "scaling": False},
@@ -78,10 +78,9 @@ class Result:
 @click.command(epilog="Example: rotation-merge demo --only twin")
 @click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="Run only this stage (may be repeated).")
 @click.option("--keep", type=NEW_FOLDER, metavar="DIR", help="Keep the merged models and recipes there.")
-@json_option
 @shown
 @writes
-def command(only: tuple[str, ...], keep: str | None, as_json: bool) -> int:
+def command(only: tuple[str, ...], keep: str | None) -> Answer:
     """Merge the tiny checkpoints that come with the package and print what alignment did.
 
     Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by a recipe of mergekit: as
@@ -99,16 +98,16 @@ def command(only: tuple[str, ...], keep: str | None, as_json: bool) -> int:
             note(f"{name}: {STAGES[name].words} ...")
             results.append(_merged(STAGES[name], Path(keep or scratch, name)))
     seconds = time.perf_counter() - began
-    if as_json:
-        print_json({"seconds": seconds, "results": [asdict(result) for result in results]})
-        return 0
-    ways = ("plain", "heads, neurons", "whole model", "learned")
-    headers = ("merge", "measure", "parents", *ways, "distance", "aligned")
-    table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7, 8))
-    say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
-    if keep is not None:
-        say(f"Recipes and merged models: {keep}")
-    return 0
+
+    def show() -> None:
+        ways = ("plain", "heads, neurons", "whole model", "learned")
+        headers = ("merge", "measure", "parents", *ways, "distance", "aligned")
+        table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7, 8))
+        say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
+        if keep is not None:
+            say(f"Recipes and merged models: {keep}")
+
+    return Answer({"seconds": seconds, "results": [asdict(result) for result in results]}, show)
 
 
 def _merged(stage: Stage, place: Path) -> Result:

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
-from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table
+from rotation_merge.cli.show import Answer, bytes_text, note, say, shown, table
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -25,9 +25,6 @@ from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import described, is_own_file
 from rotation_merge.report.memory import averaging_memory, itemsize_of, peak_memory
 from rotation_merge.report.spaces import matched_spaces
-
-Answer = tuple[Any, Callable[[], None]]
-"""What JSON has, and a function that prints the same for readers."""
 
 
 @click.command(
@@ -47,12 +44,9 @@ Answer = tuple[Any, Callable[[], None]]
     "--config", type=Reads("config"), metavar="FILE", help="With --prove: keys of the tiny model's config, as JSON."
 )
 @matching_options
-@json_option
 @shown
 @click.pass_context
-def command(
-    context: click.Context, target: str | None, config: str | None, untie: bool, as_json: bool, **values: Any
-) -> int:
+def command(context: click.Context, target: str | None, config: str | None, untie: bool, **values: Any) -> Answer:
     """Spaces, sizes and groups of a model, what stays unaligned and why, and the memory and disk that aligning needs.
 
     A model is taken as a donor under these options; a recipe shows each of its donors under its own options. Reads only
@@ -72,19 +66,12 @@ def command(
     if question == "prove" or question in ALONE:
         if target is not None:
             raise RotationMergeError(f"--{question} takes no model", where=target, remedy="leave it out")
-        data, show = ALONE[question]() if question in ALONE else _prove(questions["prove"], config)
-    elif target is None:
+        return ALONE[question]() if question in ALONE else _prove(questions["prove"], config)
+    if target is None:
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
         raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
-    else:
-        _check_target(context, target, aligns=not question and not is_document(target))
-        options = config_of(AlignConfig, values)
-        data, show = ABOUT[question](target) if question else _about(target, options, untie)
-    if as_json:
-        print_json(data)
-    else:
-        show()
-    return 1 if question == "prove" and not all(finding["holds"] for finding in data) else 0
+    _check_target(context, target, aligns=not question and not is_document(target))
+    return ABOUT[question](target) if question else _about(target, config_of(AlignConfig, values), untie)
 
 
 def _check_target(context: click.Context, target: str, aligns: bool) -> None:
@@ -127,7 +114,8 @@ def _about(target: str, options: AlignConfig, untie: bool) -> Answer:
         if averaging is not None:
             say(f"Delegate {averaging['delegate']}: {bytes_text(averaging['memory'])} of memory for its largest map")
 
-    return [{**donor, **({} if averaging is None else {"averaging": averaging})} for donor in donors], show
+    more = {} if averaging is None else {"averaging": averaging}
+    return Answer([{**donor, **more} for donor in donors], show)
 
 
 def _averaging(path: str) -> dict[str, Any] | None:
@@ -202,7 +190,7 @@ def _file(path: str) -> Answer:
         rows += [("figures", contents["verdict"])] if contents.get("verdict") else []
         table("", ("", ""), rows)
 
-    return contents, show
+    return Answer(contents, show)
 
 
 def _origin(facts: dict[str, Any]) -> str:
@@ -225,7 +213,7 @@ def _fingerprint(target: str) -> Answer:
     else:
         model = open_model(target, any_base=True)
         marks = {str(model.reference): model.fingerprint}
-    return marks, lambda: say("\n".join(f"{mark}  {name}" for name, mark in marks.items()))
+    return Answer(marks, lambda: say("\n".join(f"{mark}  {name}" for name, mark in marks.items())))
 
 
 def _report(target: str) -> Answer:
@@ -240,7 +228,7 @@ def _draft(target: str) -> Answer:
     content, doubts = draft_of(target)
     for doubt in doubts:
         note(doubt)
-    return content, lambda: click.echo(json.dumps(content, indent=2))
+    return Answer(content, lambda: click.echo(json.dumps(content, indent=2)))
 
 
 def _methods() -> Answer:
@@ -255,7 +243,7 @@ def _methods() -> Answer:
                 for o in options()]  # fmt: skip
         table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
 
-    return {"delegates": delegates(), "options": options()}, show
+    return Answer({"delegates": delegates(), "options": options()}, show)
 
 
 def delegates() -> list[dict[str, Any]]:
@@ -306,7 +294,7 @@ def _architectures() -> Answer:
     known, facts = families(), ("title", "classes", "bare", "limits")
     rows = [(name, spec.title, ", ".join(spec.classes)) for name, spec in known.items()]
     data = {name: {fact: getattr(spec, fact) for fact in facts} for name, spec in known.items()}
-    return data, lambda: table("", ("family", "models", "classes"), rows)
+    return Answer(data, lambda: table("", ("family", "models", "classes"), rows))
 
 
 def _prove(path: str, config: str | None) -> Answer:
@@ -322,7 +310,9 @@ def _prove(path: str, config: str | None) -> Answer:
         note(f"hint: {hint}")
     words = {True: "correct", False: "WRONG"}
     rows = [(f.what, "refused" if f.difference is None else f"{f.difference:.1e}", words[f.holds]) for f in findings]
-    return [asdict(finding) for finding in findings], lambda: table("", ("trial", "largest difference", ""), rows)
+    holds = all(finding.holds for finding in findings)
+    data = [asdict(finding) for finding in findings]
+    return Answer(data, lambda: table("", ("trial", "largest difference", ""), rows), 0 if holds else 1)
 
 
 ABOUT: dict[str, Callable[[str], Answer]] = {"fingerprint": _fingerprint, "report": _report, "draft": _draft}

@@ -10,7 +10,7 @@ import click
 
 from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, hold_outputs, outputs_of
-from rotation_merge.cli.show import Progress, json_option, note, print_json, say, shown, table
+from rotation_merge.cli.show import Answer, Progress, note, say, shown, table
 from rotation_merge.search.config import MergeConfig
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 @device_option(" to compute on")
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
-@json_option
 @shown
 def command(
     models: tuple[str, ...],
@@ -39,9 +38,8 @@ def command(
     device: str,
     anyway: bool,
     force: bool,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
     Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards or
@@ -63,11 +61,8 @@ def command(
         how = (usable_device(device), force, anyway, progress.note, began)
         outcome, written = searched(names, out, data, config, *how)
     progress.close()
-    if as_json:
-        print_json({**outcome.to_dict(), "written": out if written else None})
-    else:
-        _show(outcome, out if written else None)
-    return 0 if written else 1
+    place = out if written else None
+    return Answer({**outcome.to_dict(), "written": place}, lambda: _show(outcome, place), 0 if written else 1)
 
 
 def _models_and_out(arguments: tuple[str, ...]) -> tuple[list[str], str]:

@@ -10,7 +10,7 @@ import click
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store
 
@@ -51,7 +51,6 @@ class MultiValueCommand(click.Command):
 )
 @config_options(PolishConfig)
 @device_option("")
-@json_option
 @shown
 @writes
 def command(
@@ -60,9 +59,8 @@ def command(
     teachers: tuple[str, ...],
     data: tuple[str, ...],
     device: str,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Distil the teachers into MERGED for a few steps and write OUT.
 
     The targets of each sample are the outputs of its teacher. Teachers answer first, one at a time; their answers are
@@ -75,13 +73,13 @@ def command(
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
     sources = list(data) * (len(teachers) // len(data)) if data else ["self"] * len(teachers)
     report = _polished(merged, out, teachers, sources, config_of(PolishConfig, values), usable_device(device))
-    if as_json:
-        print_json({"out": out if report.gained else None, **report.to_dict()})
-    else:
-        text = report.verdict()
+    text, place = report.verdict(), out if report.gained else None
+
+    def show() -> None:
         say(f"{text[:1].upper()}{text[1:]}.")
         say(f"Written to {out}." if report.gained else "Nothing was written.", "green" if report.gained else None)
-    return 0 if report.gained else 1
+
+    return Answer({"out": place, **report.to_dict()}, show, 0 if report.gained else 1)
 
 
 def _polished(

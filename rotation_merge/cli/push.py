@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from rotation_merge.cli.paths import MODEL, WORD
-from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table, verbose
+from rotation_merge.cli.show import Answer, bytes_text, note, say, shown, table, verbose
 from rotation_merge.errors import named
 
 if TYPE_CHECKING:
-    from rotation_merge.share.push import Draft
+    from rotation_merge.share.push import Draft, Item
 
 
 @click.command(
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 )
 @click.option("--private", is_flag=True, help="Make a private repository.")
 @click.option("--yes", is_flag=True, help="Publish; without it, show a summary (with -v all of it) and send nothing.")
-@json_option
 @shown
 def command(
     out: str,
@@ -48,8 +47,7 @@ def command(
     include: tuple[str, ...],
     private: bool,
     yes: bool,
-    as_json: bool,
-) -> int:
+) -> Answer:
     """Publish OUT, which a merge, 'align' or 'carry' wrote, as ORG/NAME.
 
     Publishes weights, recipe, alignment files, report and card, so that 'hf download' and mergekit-yaml make the merge
@@ -57,7 +55,6 @@ def command(
     become org/name@revision, from the hub's cache; local
     paths need a name on the hub (--as).
     """
-    from rotation_merge.share.contents import is_weights
     from rotation_merge.share.names import check_repository
     from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, draft, publish
 
@@ -65,21 +62,25 @@ def command(
     plan = draft(out, repo, names, with_data, include)
     if yes:
         commit = publish(plan, private)
-        if as_json:
-            print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
-            return 0
-        say(f"Published: {repo}@{commit}", "green")
-        say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
-        _say_unpublished(plan)
-        return 0
+
+        def published() -> None:
+            say(f"Published: {repo}@{commit}", "green")
+            say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
+            _say_unpublished(plan)
+
+        return Answer({"repository": repo, "revision": commit, "left_out": plan.kept_back}, published)
     items = [*plan.first(), *plan.items(UNKNOWN)]
     texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
-    if as_json:
-        files = {item.place: item.size for item in items}
-        facts = {"files": files, "left_out": plan.kept_back, "card": texts[CARD], "recipe": texts.get(RECIPE)}
-        print_json({"repository": repo, **facts})
-        return 0
-    say(f"Nothing was sent. --yes publishes to {repo}; -v shows every file, the card and the recipe.")
+    facts = {"repository": repo, "files": {item.place: item.size for item in items}, "left_out": plan.kept_back}
+    return Answer({**facts, "card": texts[CARD], "recipe": texts.get(RECIPE)}, lambda: _show(plan, items, texts))
+
+
+def _show(plan: Draft, items: list[Item], texts: dict[str, str]) -> None:
+    """Print what a dry run would publish."""
+    from rotation_merge.share.contents import is_weights
+    from rotation_merge.share.push import UNKNOWN
+
+    say(f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe.")
     if verbose():
         rows = [(item.place, bytes_text(item.size), "rewritten" if item.changed else "") for item in items]
         table("Files to publish:", ("file", "size", ""), rows, (1,))
@@ -95,7 +96,6 @@ def command(
         for name, target in plan.names.items():
             say(f"  {name}: {target}")
     _say_unpublished(plan)
-    return 0
 
 
 def _say_unpublished(plan: Draft) -> None:
