@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import torch
+import yaml
 
+from rotation_merge.api import evaluate
 from rotation_merge.cli.paths import NEW_FOLDER, writes
 from rotation_merge.cli.show import Answer, note, say, shown, table
+from rotation_merge.files import TemporaryFolder
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.fit import fit
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+from rotation_merge.record import REPORT_FILE
+from rotation_merge.report.files import read_report
+from rotation_merge.run.demo import CHECKPOINTS, digits
+from rotation_merge.run.evaluate import EvaluateConfig
 
 GROUPS: dict[str, dict[str, Any]] = {
     "plain": {"attention": "none", "ffn": "none", "scaling": False},
@@ -20,7 +31,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 """The ways to merge, by the names of columns, with the recipes' parameters."""
 
-LEARNING_STEPS, TEXTS = 500, 160
+LEARNED, LEARNING_STEPS = "learned", 500
 SCALE = 0.75
 """Of the task vector that is carried over; chosen before measuring."""
 
@@ -42,18 +53,23 @@ class Stage(NamedTuple):
     ways: tuple[str, ...]
     old: str = ""
 
+    def figure(self, model: str) -> float:
+        """Accuracy of a model on digits, or its mean loss on texts."""
+        if self.data == ("digits",):
+            return evaluate(model, "demo:digits")["accuracy"]
+        losses = [evaluate(model, f"demo:{name}", EvaluateConfig(limit=160))["loss"] for name in self.data]
+        return sum(losses) / len(losses)
 
+
+CARRIED = f"English fine-tune carried to Llama 1 (x {SCALE})"
 STAGES = {
     "twin": Stage("ViT and its rotated twin", "vit-0", "twin", ("digits",), ("plain", "whole")),
-    "vits": Stage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*GROUPS, "learned")),
+    "vits": Stage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*GROUPS, LEARNED)),
     "finetunes": Stage(
-        *("two fine-tunes of one Llama", "llama-0-english", "llama-0-c", ("english", "c"), ("plain", "local"))
+        "two fine-tunes of one Llama", "llama-0-english", "llama-0-c", ("english", "c"), ("plain", "local")
     ),
     "llamas": Stage("two Llamas, seeds 0 and 1", "llama-0", "llama-1", ("python",), tuple(GROUPS)),
-    "transport": Stage(
-        f"English fine-tune carried to Llama 1 (x {SCALE})",
-        *("llama-1", "llama-0-english", ("english",), tuple(GROUPS), "llama-0"),
-    ),
+    "transport": Stage(CARRIED, "llama-1", "llama-0-english", ("english",), tuple(GROUPS), old="llama-0"),
 }
 
 
@@ -70,7 +86,7 @@ class Result:
 
     def row(self) -> list[str]:
         form = "{:.1%}" if self.measure == "accuracy" else "{:.3f}"
-        cells = [form.format(self.merges[way]) if way in self.merges else "" for way in (*GROUPS, "learned")]
+        cells = [form.format(self.merges[way]) if way in self.merges else "" for way in (*GROUPS, LEARNED)]
         parents = " / ".join(map(form.format, self.parents))
         return [self.title, self.measure, parents, *cells, f"{self.before:.3g}", f"{self.after:.3g}"]
 
@@ -87,10 +103,6 @@ def command(only: tuple[str, ...], keep: str | None) -> Answer:
     they are, with heads and neurons aligned, with the whole model aligned, and with an alignment learned on the
     training images. Takes about two minutes on one core.
     """
-    import torch
-
-    from rotation_merge.files import TemporaryFolder
-
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began, results = time.perf_counter(), list[Result]()
     with TemporaryFolder() as scratch:
@@ -112,12 +124,6 @@ def command(only: tuple[str, ...], keep: str | None) -> Answer:
 
 def _merged(stage: Stage, place: Path) -> Result:
     """Merge a stage in each of its ways, and measure the results."""
-    from rotation_merge.matching.alignment import Alignment
-    from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
-    from rotation_merge.record import REPORT_FILE
-    from rotation_merge.report.files import read_report
-    from rotation_merge.run.demo import CHECKPOINTS
-
     place.mkdir(parents=True, exist_ok=True)
     anchor, donor = str(CHECKPOINTS / stage.anchor), str(CHECKPOINTS / stage.donor)
     if stage.donor == "twin":
@@ -125,13 +131,12 @@ def _merged(stage: Stage, place: Path) -> Result:
         Alignment.random(anchor, **GROUPS["whole"]).apply(anchor).save_pretrained(donor)
     parents = [anchor] if stage.old else [anchor, donor]
     measure = "accuracy" if stage.data == ("digits",) else "loss (nats)"
-    result = Result(stage.words, measure, [_figure(parent, stage) for parent in parents])
+    result = Result(stage.words, measure, [stage.figure(parent) for parent in parents])
     for way in stage.ways:
-        out = place / way
-        text = _recipe(stage, anchor, donor, way, place)
+        out, text = place / way, _recipe(stage, anchor, donor, way, place)
         out.with_suffix(".yml").write_text(text, encoding="utf-8")
         merge_recipe(text, str(out))
-        result.merges[way] = _figure(str(out), stage)
+        result.merges[way] = stage.figure(str(out))
         if way in ("local", "whole"):
             report = read_report(str(out / REPORT_FILE))
             result.before, result.after = report.relative_distances(report.donors()[0])
@@ -140,41 +145,16 @@ def _merged(stage: Stage, place: Path) -> Result:
 
 def _recipe(stage: Stage, anchor: str, donor: str, way: str, place: Path) -> str:
     """The recipe of one way to merge two models."""
-    import yaml
-
-    from rotation_merge.run.demo import CHECKPOINTS
-
-    halves: dict[str, Mapping[str, Any]] = {anchor: {"weight": 0.5}, donor: {"weight": 0.5}}
-    if way == "learned":
-        halves[donor] = {"weight": 0.5, "alignment": _learned(anchor, donor, place / "learned.safetensors")}
+    settings: dict[str, dict[str, Any]] = {anchor: {"weight": 0.5}, donor: {"weight": 0.5}}
     if stage.old:
-        halves = {donor: {"weight": SCALE, "finetuned_from": str(CHECKPOINTS / stage.old)}}
-    models = [{"model": model, "parameters": values} for model, values in halves.items()]
+        settings = {donor: {"weight": SCALE, "finetuned_from": str(CHECKPOINTS / stage.old)}}
+    if way == LEARNED:  # on the training images and their labels
+        pixels, labels, _, _ = digits()
+        batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
+        (learned,) = fit(anchor, donor, batches, options=FitConfig(steps=LEARNING_STEPS)).alignments
+        settings[donor]["alignment"] = str(place / "learned.safetensors")
+        learned.save(settings[donor]["alignment"])
+    models = [{"model": model, "parameters": values} for model, values in settings.items()]
     parameters = {"delegate": "task_arithmetic" if stage.old else "linear", **GROUPS.get(way, {})}
     recipe = {"merge_method": "rotation_merge", "base_model": anchor, "models": models, "parameters": parameters}
     return yaml.safe_dump({**recipe, "dtype": "float32"}, sort_keys=False)
-
-
-def _learned(anchor: str, donor: str, file: Path) -> str:
-    """An alignment learned on the training images and their labels."""
-    from rotation_merge.matching.fit import fit
-    from rotation_merge.matching.fit_records import FitConfig
-    from rotation_merge.run import demo
-    from rotation_merge.run.functions import load
-
-    pixels, labels, _, _ = demo.digits()
-    batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
-    learned = fit(load(anchor), load(donor), batches, options=FitConfig(steps=LEARNING_STEPS))
-    learned.write(anchor, {str(file): donor})
-    return str(file)
-
-
-def _figure(model: str, stage: Stage) -> float:
-    """Accuracy on digits, or the mean loss on texts."""
-    from rotation_merge.api import evaluate
-    from rotation_merge.run.evaluate import EvaluateConfig
-
-    if stage.data == ("digits",):
-        return evaluate(model, "demo:digits")["accuracy"]
-    losses = [evaluate(model, f"demo:{name}", EvaluateConfig(limit=TEXTS))["loss"] for name in stage.data]
-    return sum(losses) / len(losses)

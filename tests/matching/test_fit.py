@@ -224,7 +224,7 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     runner = CliRunner()
     groups = ["--heads", "permutation", "--residual", "rotation"]
     samples = ["--learn", "--data", "demo:digits", "--limit", "192", "--steps", "16"]
-    fitted = runner.invoke(command, ["align", anchor, donor, *groups, *samples, "--alignment", str(file)])
+    fitted = runner.invoke(command, ["align", str(anchor), str(donor), *groups, *samples, "--alignment", str(file)])
     assert fitted.exit_code == 0, fitted.output
     assert file.exists()
     recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=f", alignment: {file}", options=""))
