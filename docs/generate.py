@@ -7,33 +7,33 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import click
 
-import rotation_merge  # noqa: F401  (registers the method)
+import rotation_merge as rm
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import sample
-from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
-from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.cli.inspect import delegates, options
-from rotation_merge.config import Config
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.keys import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
-from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
-from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.search.config import MergeConfig
 from rotation_merge.symmetry import Space
 from rotation_merge.symmetry.admitted import admitted
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
+CONFIGS = (
+    *(rm.AlignConfig, rm.MergeConfig, rm.FitConfig, rm.TransferConfig, rm.MeasureConfig, rm.EvaluateConfig),
+    *(rm.BarrierConfig, rm.RefitConfig, rm.PolishConfig, rm.AdapterMergeConfig),
+)
+SHARED = 4
+"""Commands that have an option before the page says it once for all."""
+SAMPLES = re.compile(r"text \(\.txt.*?demo:NAME")
+"""What may be named as data, which the page says once."""
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -58,10 +58,9 @@ def parameters(*places: str) -> str:
     for option in options():
         if option["where"] in places:
             values = ", ".join(map(code, option["values"])) if len(option["values"]) > 1 else option["values"][0]
-            text = option["text"]
-            if option["where"] == PLACES[EACH]:
-                text += " Under the recipe's `parameters`: for every model."
-            rows.append((code(option["name"]), values, code(option["default"]), text))
+            default = code(option["default"]) if option["default"] != "none" or "none" in option["values"] else ""
+            anywhere = " †" * (option["where"] == PLACES[EACH])
+            rows.append((code(option["name"]) + anywhere, values, default, option["text"]))
     return table(("parameter", "values", "default", "meaning"), rows)
 
 
@@ -70,57 +69,90 @@ def delegate_table() -> str:
     rows = []
     for d in delegates():
         name = f"[`{d['name']}`]({d['url']})" if d["url"] else code(d["name"])
-        required, optional = (", ".join(map(code, d[key])) for key in ("required", "optional"))
-        rows.append((name, d["models"], d["base"], required, optional))
-    head = ("delegate", "models", "`base_model`", "must be given", "may be given")
+        parameters = [*(f"**{code(required)}**" for required in d["required"]), *map(code, d["optional"])]
+        rows.append((name, d["models"].replace(" or more", "+"), d["base"], ", ".join(parameters)))
+    head = ("delegate", "models", "`base_model`", "parameters")
     return f"{VERSION}\n\n{table(head, rows)}"
 
 
-def fit_options() -> str:
-    """Fields, defaults and meanings of FitConfig."""
-    return config_table(FitConfig)
+def command_options(command: click.Command, context: click.Context) -> dict[str, str]:
+    """The options of a command as they are written, each with its help sentence."""
+    written = {}
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
+        if record is not None and "--help" not in parameter.opts:
+            name = record[0].replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X").replace("INTEGER", "N")
+            help_text, _, range_text = record[1].partition("  [")
+            default = re.search(r"default: ([^;\]]+)", range_text)
+            chosen = f" (`{default[1]}`)" if default else " (required)" if "required" in range_text else ""
+            written[name + chosen] = SAMPLES.sub("[data](#data)", help_text)
+    return written
 
 
-def config_table(config: type[Config]) -> str:
-    """A config's fields, defaults, ranges and meanings."""
-    defaults = vars(config())
-    rows = [
-        (code(name), code(repr(defaults[name])), described.allowed, described.help)
-        for name, described in config.options().items()
-    ]
-    return table(("field", "default", "values", "meaning"), rows)
-
-
-def python_configs() -> str:
-    """The configs of Python's calls."""
-    configs = (
-        *(AlignConfig, TransferConfig, MergeConfig),
-        *(MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig, AdapterMergeConfig),
-    )
-    parts = []
-    for config in configs:
-        summary = (config.__doc__ or "").partition("\n")[0]
-        parts.append(f"`{config.__name__}`: {summary}\n\n{config_table(config)}")
-    return "\n\n".join(parts)
+def option_line(name: str, help_text: str) -> str:
+    option, _, chosen = name.partition(" (")
+    shown = f"<code>{option.replace('|', '&#124;')}</code>" if "|" in option else code(option)
+    return f"- {shown}{chosen and f' ({chosen}'}: {help_text}\n"
 
 
 def commands() -> str:
-    """Every command: what it does, its arguments and options."""
+    """Every command: what it does, its arguments and options; what many commands share stands first."""
     context = click.Context(app)
-    parts = []
+    known: dict[str, tuple[str, dict[str, str]]] = {}
     for name in COMMANDS:
         command = app.get_command(context, name)
         assert command is not None
         inner = click.Context(command, parent=context, info_name=name)
-        help_text = " ".join((command.help or "").split("\n\n")[0].split())
-        rest = ["\n" + " ".join(p.split()) for p in (command.help or "").split("\n\n")[1:]]
-        usage = " ".join(["rotation-merge", name, *command.collect_usage_pieces(inner)])
-        rows = []
-        for parameter in command.get_params(inner):
-            record = parameter.get_help_record(inner) if isinstance(parameter, click.Option) else None
-            if record is not None and "--help" not in parameter.opts:
-                rows.append((code(record[0]), record[1]))
-        parts += [f"## {name}\n", "```text", usage, "```\n", help_text, *rest, "", table(("option", ""), rows)]
+        summary = " ".join((command.help or "").split("\n\n")[0].split())
+        pieces = [piece for piece in command.collect_usage_pieces(inner) if piece != "[OPTIONS]"]
+        heading = f"## {name}\n\n`{' '.join(['rotation-merge', name, *pieces])}`: {summary}\n"
+        known[name] = heading, command_options(command, inner)
+    times = Counter(pair for _, written in known.values() for pair in written.items())
+    shared = [pair for pair, count in times.items() if count >= SHARED]
+    general = [pair for pair in shared if not is_matching(pair[0])]
+    everywhere = [pair for pair, count in times.items() if count == len(known)]
+    matching = [code(name.split()[0]) for name, _ in shared if is_matching(name)]
+    named = " and ".join(code(name) for name, _ in everywhere)
+    parts = [f"## Shared options\n\nEvery command has {named}.\n", "".join(option_line(*pair) for pair in general)]
+    parts += [
+        f"## Matching options\n\n{', '.join(matching)}: values and meaning as in a [recipe](recipe.md#what-to-match).\n"
+    ]
+    for heading, written in known.values():
+        only = [pair for pair in written.items() if pair not in shared]
+        also = [
+            code(name.split()[0])
+            for name, text in written.items()
+            if (name, text) in general and (name, text) not in everywhere
+        ]
+        if any(is_matching(name) for name in written):
+            also.append("[matching options](#matching-options)")
+        line = f"- Also {', '.join(also)}.\n" if also else ""
+        parts += [heading, "".join(option_line(*pair) for pair in only) + line]
+    return "\n".join(parts)
+
+
+def is_matching(name: str) -> bool:
+    """Whether an option says what to match."""
+    return name.split()[0].lstrip("-").replace("-", "_") in {*rm.AlignConfig.options(), "untie"}
+
+
+def python_configs() -> str:
+    """The configs of Python's calls: fields and defaults; what only Python has, with its meaning."""
+    context = click.Context(app)
+    explained = {option["name"] for option in options()}
+    for name in COMMANDS:
+        command = app.get_command(context, name)
+        explained |= {parameter.name for parameter in command.params} if command else set()
+    parts = []
+    for config in CONFIGS:
+        defaults = vars(config())
+        fields = ", ".join(f"`{name}={defaults[name]!r}`" for name in config.options())
+        lines = [
+            f"- `{name}` ({described.allowed}): {described.help}"
+            for name, described in config.options().items()
+            if name not in explained
+        ]
+        parts.append("\n".join([f"**{config.__name__}**: {fields}.", *([""] * bool(lines)), *lines]) + "\n")
     return "\n".join(parts)
 
 
@@ -129,24 +161,24 @@ def families() -> list[ArchitectureSpec]:
     return sorted(shipped().values(), key=lambda spec: spec.title.lower())
 
 
-def known_models() -> str:
-    """The names under which people know models, and their families."""
-    models = [(name, spec.title) for spec in families() for name in spec.models or [spec.title]]
-    return table(("Model", "Family"), sorted(models, key=lambda row: row[0].lower()))
+SHORT = {
+    "a rotation for each RoPE pair": "pairs",
+    "a rotation for each RoPE pair, orthogonal maps on the rest": "pairs, rest",
+    "orthogonal maps": "orthogonal",
+    "signs of RoPE pairs": "signs",
+    "signed_permutation": "signed permutation",
+    "order of experts": "experts",
+    "one vector added to all rows": "router",
+    "signed rescaling": "scales",
+    "positive rescaling": "positive scales",
+    "signs": "latents",
+}
+"""Words of groups as the table of families writes them."""
 
 
 def family_groups() -> str:
-    """The largest group of each space of every family."""
-    head = (
-        "Family",
-        "Residual stream",
-        "Queries and keys",
-        "Gains of their norms",
-        "Values and outputs",
-        "Heads",
-        "Others",
-    )
-    return table(head, [_family(spec) for spec in families()])
+    """A row for each family: the largest group of its stream, of its queries and keys, and what else is aligned."""
+    return table(("Family", "Residual stream", "Queries, keys", "Also"), [_family(spec) for spec in families()])
 
 
 def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
@@ -156,35 +188,23 @@ def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
         module = f"{block.module} " if len(architecture.layers_key) > 1 else ""
         spaces.update({module + name: space for name, space in block.spaces.items() if not space.head})
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
-    inside = {name: admitted(space).groups for name, space in attention.items()}
-    words = {name: {part: group.words for part, (group, *_) in groups.items()} for name, groups in inside.items()}
-    return (
-        spec.title,
-        _joined({name: groups[-1] for name, groups in architecture.stream_groups.items()}),
-        _joined({name: sides["qk"] for name, sides in words.items()}),
-        _joined({name: sides["gains"] for name, sides in words.items() if "gains" in sides}),
-        _joined({name: sides["vo"] for name, sides in words.items()}),
-        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
-        _joined({name: admitted(space).words for name, space in spaces.items() if name not in attention}),
-    )
+    queries = [admitted(space).groups["qk"][0].words for space in attention.values()]
+    words = [word for name in spaces.keys() - attention.keys() for word in admitted(spaces[name]).words.split(", ")]
+    also = sorted({SHORT.get(word, word) for word in words} - {"permutation", ""})
+    also += ["heads fixed"] * any(not space.free_order for space in attention.values())
+    streams = {name: groups[-1] for name, groups in architecture.stream_groups.items()}
+    return spec.title, _joined(streams), _distinct(queries), ", ".join(also)
+
+
+def _distinct(words: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(SHORT.get(word, word) for word in words if word != "none"))
 
 
 def _joined(words: dict[str, str]) -> str:
-    """One word for all, or each with the name of its space."""
+    """One word for all, or each with the name of its stream."""
     if len(set(words.values())) <= 1:
-        return next(iter(words.values()), "")
-    return "; ".join(f"{name}: {word or 'none'}" for name, word in words.items())
-
-
-def family_limits() -> str:
-    """What is not aligned in the families, and why."""
-    limited = [spec for spec in families() if spec.limits]
-    return "\n".join(f"**{s.title}**\n\n" + "".join(f"- {limit}\n" for limit in s.limits) for s in limited)
-
-
-def family_classes() -> str:
-    """The classes of every family."""
-    return "".join(f"- {spec.title}: {', '.join(map(code, spec.classes))}\n" for spec in families())
+        return _distinct(words.values()) or next(iter(words.values()), "")
+    return "; ".join(f"{name}: {SHORT.get(word, word)}" for name, word in words.items())
 
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -192,13 +212,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "donor parameters": lambda: parameters(PLACES[DONOR_ONLY], PLACES[EACH]),
     "global parameters": lambda: parameters(PLACES[RECIPE]),
     "delegates": delegate_table,
-    "fit options": fit_options,
     "configs": python_configs,
     "commands": commands,
-    "known models": known_models,
     "family groups": family_groups,
-    "family limits": family_limits,
-    "family classes": family_classes,
 }
 
 
