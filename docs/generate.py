@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
@@ -30,8 +31,8 @@ CONFIGS = (
     *(rm.AlignConfig, rm.MergeConfig, rm.FitConfig, rm.TransferConfig, rm.MeasureConfig, rm.EvaluateConfig),
     *(rm.BarrierConfig, rm.RefitConfig, rm.PolishConfig, rm.AdapterMergeConfig),
 )
-SHARED = 4
-"""Commands that have an option before the page says it once for all."""
+SHARED = 3
+"""Commands that have an option with the same help before the page says it once for all."""
 SAMPLES = re.compile(r"text \(\.txt.*?demo:NAME")
 """What may be named as data, which the page says once."""
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -53,15 +54,22 @@ def code(words: str) -> str:
 
 
 def parameters(*places: str) -> str:
-    """Our own parameters that stand at some places."""
+    """Our own parameters that stand at some places; defaults are bold, or in brackets."""
     rows = []
     for option in options():
         if option["where"] in places:
-            values = ", ".join(map(code, option["values"])) if len(option["values"]) > 1 else option["values"][0]
-            default = code(option["default"]) if option["default"] != "none" or "none" in option["values"] else ""
-            anywhere = " †" * (option["where"] == PLACES[EACH])
-            rows.append((code(option["name"]) + anywhere, values, default, option["text"]))
-    return table(("parameter", "values", "default", "meaning"), rows)
+            rows.append(
+                (code(option["name"]) + " †" * (option["where"] == PLACES[EACH]), values(option), option["text"])
+            )
+    return table(("parameter", "values", "meaning"), rows)
+
+
+def values(option: dict[str, Any]) -> str:
+    """The values of an option and its default."""
+    default = str(option["default"])
+    if len(option["values"]) > 1:
+        return ", ".join(f"**{code(word)}**" if word == default else code(word) for word in option["values"])
+    return option["values"][0] + ("" if default == "none" else f" ({code(default)})")
 
 
 def delegate_table() -> str:
@@ -75,65 +83,83 @@ def delegate_table() -> str:
     return f"{VERSION}\n\n{table(head, rows)}"
 
 
-def command_options(command: click.Command, context: click.Context) -> dict[str, str]:
-    """The options of a command as they are written, each with its help sentence."""
-    written = {}
+class Shown(NamedTuple):
+    """An option as the page shows it: how it is written, its help, its default."""
+
+    name: str
+    text: str
+    default: str
+
+    @property
+    def flag(self) -> str:
+        return self.name.split()[0].strip(",")
+
+    @property
+    def matches(self) -> bool:
+        """Whether it says what to match."""
+        return self.flag.lstrip("-").replace("-", "_") in {*rm.AlignConfig.options(), "untie"}
+
+    def line(self) -> str:
+        shown = f"<code>{self.name.replace('|', '&#124;')}</code>" if "|" in self.name else code(self.name)
+        return f"- {shown}{self.default}: {self.text}\n"
+
+
+def command_options(command: click.Command, context: click.Context) -> list[Shown]:
+    shown = []
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
         if record is not None and "--help" not in parameter.opts:
-            name = record[0].replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X").replace("INTEGER", "N")
             help_text, _, range_text = record[1].partition("  [")
             default = re.search(r"default: ([^;\]]+)", range_text)
-            chosen = f" (`{default[1]}`)" if default else " (required)" if "required" in range_text else ""
-            written[name + chosen] = SAMPLES.sub("[data](#data)", help_text)
-    return written
-
-
-def option_line(name: str, help_text: str) -> str:
-    option, _, chosen = name.partition(" (")
-    shown = f"<code>{option.replace('|', '&#124;')}</code>" if "|" in option else code(option)
-    return f"- {shown}{chosen and f' ({chosen}'}: {help_text}\n"
+            shown.append(
+                Shown(
+                    re.sub(r" (INTEGER|FLOAT)?( RANGE)?(TEXT)?$", "", record[0]),
+                    SAMPLES.sub("[data](#data)", help_text).replace(" to compute on", ""),
+                    f" (`{default[1]}`)" if default else " (required)" if "required" in range_text else "",
+                )
+            )
+    return shown
 
 
 def commands() -> str:
-    """Every command: what it does, its arguments and options; what many commands share stands first."""
+    """Every command: what it does, its arguments and options; what several commands share stands first."""
     context = click.Context(app)
-    known: dict[str, tuple[str, dict[str, str]]] = {}
+    known: dict[str, list[Shown]] = {}
+    headings = {}
     for name in COMMANDS:
         command = app.get_command(context, name)
         assert command is not None
         inner = click.Context(command, parent=context, info_name=name)
         summary = " ".join((command.help or "").split("\n\n")[0].split())
         pieces = [piece for piece in command.collect_usage_pieces(inner) if piece != "[OPTIONS]"]
-        heading = f"## {name}\n\n`{' '.join(['rotation-merge', name, *pieces])}`: {summary}\n"
-        known[name] = heading, command_options(command, inner)
-    times = Counter(pair for _, written in known.values() for pair in written.items())
-    shared = [pair for pair, count in times.items() if count >= SHARED]
-    general = [pair for pair in shared if not is_matching(pair[0])]
-    everywhere = [pair for pair, count in times.items() if count == len(known)]
-    matching = [code(name.split()[0]) for name, _ in shared if is_matching(name)]
-    named = " and ".join(code(name) for name, _ in everywhere)
-    parts = [f"## Shared options\n\nEvery command has {named}.\n", "".join(option_line(*pair) for pair in general)]
-    parts += [
-        f"## Matching options\n\n{', '.join(matching)}: values and meaning as in a [recipe](recipe.md#what-to-match).\n"
+        headings[name] = f"## {name}\n\n`{' '.join(['rotation-merge', name, *pieces])}`: {summary}\n"
+        known[name] = command_options(command, inner)
+    counts = Counter((option.name, option.text) for shown in known.values() for option in shown)
+    usual = {option[:2]: option for shown in reversed(known.values()) for option in shown}
+    shared = [usual[pair] for pair, count in counts.items() if count >= SHARED and not usual[pair].matches]
+    matching = dict.fromkeys(code(option.flag) for option in usual.values() if option.matches)
+    parts = [
+        "## Shared options\n\n" + "".join(option.line() for option in shared),
+        f"## Matching options\n\n{', '.join(matching)}: as in a [recipe](recipe.md#what-to-match).\n",
     ]
-    for heading, written in known.values():
-        only = [pair for pair in written.items() if pair not in shared]
-        also = [
-            code(name.split()[0])
-            for name, text in written.items()
-            if (name, text) in general and (name, text) not in everywhere
-        ]
-        if any(is_matching(name) for name in written):
-            also.append("[matching options](#matching-options)")
-        line = f"- Also {', '.join(also)}.\n" if also else ""
-        parts += [heading, "".join(option_line(*pair) for pair in only) + line]
+    for name, shown in known.items():
+        parts += [headings[name], options_of(shown, {option[:2]: option for option in shared}, len(known), counts)]
     return "\n".join(parts)
 
 
-def is_matching(name: str) -> bool:
-    """Whether an option says what to match."""
-    return name.split()[0].lstrip("-").replace("-", "_") in {*rm.AlignConfig.options(), "untie"}
+def options_of(
+    shown: list[Shown], shared: dict[tuple[str, str], Shown], commands: int, counts: Counter[tuple[str, str]]
+) -> str:
+    """The options of one command: a line for each that no other has, then those that it shares."""
+    lines = [option.line() for option in shown if option[:2] not in shared and not option.matches]
+    also = []
+    for option in shown:
+        if option[:2] in shared and counts[option[:2]] < commands:
+            also.append(code(option.flag) + option.default * (option != shared[option[:2]]))
+    if any(option.matches for option in shown):
+        changed = [option for option in shown if option.flag == "--residual" and "none" not in option.default]
+        also.append("[matching options](#matching-options)" + "".join(f" ({code(o.flag)}{o.default})" for o in changed))
+    return "".join(lines) + f"- Also {', '.join(also)}.\n" * bool(also)
 
 
 def python_configs() -> str:
@@ -169,8 +195,6 @@ SHORT = {
     "signed_permutation": "signed permutation",
     "order of experts": "experts",
     "one vector added to all rows": "router",
-    "signed rescaling": "scales",
-    "positive rescaling": "positive scales",
     "signs": "latents",
 }
 """Words of groups as the table of families writes them."""
@@ -178,7 +202,7 @@ SHORT = {
 
 def family_groups() -> str:
     """A row for each family: the largest group of its stream, of its queries and keys, and what else is aligned."""
-    return table(("Family", "Residual stream", "Queries, keys", "Also"), [_family(spec) for spec in families()])
+    return table(("Family", "Residual stream", "Queries and keys; more"), [_family(spec) for spec in families()])
 
 
 def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
@@ -190,10 +214,10 @@ def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
     queries = [admitted(space).groups["qk"][0].words for space in attention.values()]
     words = [word for name in spaces.keys() - attention.keys() for word in admitted(spaces[name]).words.split(", ")]
-    also = sorted({SHORT.get(word, word) for word in words} - {"permutation", ""})
+    also = sorted({SHORT[word] for word in words if word in SHORT})
     also += ["heads fixed"] * any(not space.free_order for space in attention.values())
     streams = {name: groups[-1] for name, groups in architecture.stream_groups.items()}
-    return spec.title, _joined(streams), _distinct(queries), ", ".join(also)
+    return spec.title, _joined(streams), "; ".join(filter(None, (_distinct(queries), ", ".join(also))))
 
 
 def _distinct(words: Iterable[str]) -> str:
