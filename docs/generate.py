@@ -113,7 +113,7 @@ def command_options(command: click.Command, context: click.Context) -> list[Show
             default = re.search(r"default: ([^;\]]+)", range_text)
             shown.append(
                 Shown(
-                    re.sub(r" (INTEGER|FLOAT)?( RANGE)?(TEXT)?$", "", record[0]),
+                    re.sub(r" (INTEGER|FLOAT)?( RANGE)?(TEXT)?$", "" if default else " VALUE", record[0]),
                     SAMPLES.sub("[data](#data)", help_text).replace(" to compute on", ""),
                     f" (`{default[1]}`)" if default else " (required)" if "required" in range_text else "",
                 )
