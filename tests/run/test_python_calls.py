@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bases of other depth": (lambda of: rm.transfer(of("deep"), of("deep"), of("a")), "another width or depth"),
     "layers that are to meet": (
         lambda of: rm.transfer(of("deep"), of("deep"), of("a"), layers_map="auto"),
-        "it was removed",
+        "there is no option 'layers_map'",
     ),
     "an adapter of another base": (lambda of: rm.transfer(of("one"), of("b"), of("a")), "name its own base"),
     "a method without its number": (lambda of: rm.average([of("a"), of("b")], "slerp"), "add 't'"),
