@@ -33,7 +33,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.files import FILE, Output, Store
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
-from rotation_merge.run.data import KINDS, described, read_batches
+from rotation_merge.run.data import KINDS, described, read_samples
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 from rotation_merge.run.sample_kinds import ReadingConfig
@@ -132,7 +132,7 @@ def _learn(
             say(f"Warning: {warning}", "yellow")
     at = zip(names, itertools.cycle(places), strict=False)
     loaded = [to_stored_dtype(load(name), stored_dtype(name)).to(place) for name, place in at]
-    data_set = read_batches(data, names[0], loaded[0], **reading)
+    data_set = read_samples(names[0], data, module=loaded[0], **reading)
     if options.objective != "distill":
         check_labels(data_set.batches, loaded[0], data_set.task, data)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from rotation_merge.architecture.sentence import KEY, dense, modes
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, short
 
 
 class DenseMap(nn.Module):
@@ -41,9 +41,14 @@ def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mappi
     """
     like = next(model.parameters())
     model = with_empty_modules(model, modules, label)
-    for module in dense(modules):
-        _fill(model.get_submodule(module["path"]), module, tensors, label)
-        model.get_submodule(module["path"]).to(like)
+    for path in (module["path"] for module in dense(modules)):
+        weights = {name.removeprefix(f"{path}."): x for name, x in tensors.items() if name.startswith(f"{path}.")}
+        try:
+            model.get_submodule(path).load_state_dict(weights)
+        except RuntimeError as error:
+            problem = f"its module {path} is not as its config says ({short(error)})"
+            raise CheckpointError(problem, where=label, remedy="download it again") from error
+        model.get_submodule(path).to(like)
     return model
 
 
@@ -70,12 +75,16 @@ def _embedding_class(kind: type) -> type:
     return type(kind.__name__, (kind,), {"forward": _forward, "sentence_encoder": kind})
 
 
+def is_sentence_model(model: Any) -> bool:
+    return type(model).__dict__.get("forward") is _forward
+
+
 def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **extra: Any) -> ModelOutput:
     shape, modules = input_ids.shape, getattr(self.config, KEY)
     ids = input_ids.reshape(-1, shape[-1])
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, shape[-1])
     states = self.sentence_encoder.forward(self, input_ids=ids, attention_mask=mask).last_hidden_state
-    embeddings = pool(states, mask, modes(modules))
+    embeddings = torch.cat([_pooled(states, mask, mode) for mode in modes(modules)], -1)
     for module in modules:
         if module["type"] == "Dense":
             embeddings = self.get_submodule(module["path"])(embeddings)
@@ -87,50 +96,20 @@ def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
     return ModelOutput(logits=nn.functional.cosine_similarity(first, second, dim=-1)[:, None])
 
 
-@torch.no_grad()
-def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str, Tensor], label: str) -> None:
-    """Give a dense map its weights."""
-    path = f"{module['path']}.linear"
-    weight, bias = tensors.get(f"{path}.weight"), tensors.get(f"{path}.bias")
-    if weight is None or tuple(weight.shape) != (module["out"], module["in"]):
-        shape = "missing" if weight is None else str(list(weight.shape))
-        problem = (
-            f"the weight of its module {module['path']} is {shape}, its config says {module['out']} x {module['in']}"
-        )
-        raise CheckpointError(problem, where=label, remedy="download it again")
-    linear = cast(nn.Linear, dense_map.get_submodule("linear"))
-    if (linear.bias is None) != (bias is None):
-        problem = f"the bias of its module {module['path']} is {'missing' if bias is None else 'not in its config'}"
-        raise CheckpointError(problem, where=label, remedy="download it again")
-    linear.weight.copy_(weight)
-    if bias is not None:
-        linear.bias.copy_(bias)
-
-
-def is_sentence_model(model: Any) -> bool:
-    return type(model).__dict__.get("forward") is _forward
-
-
-def pool(states: Tensor, mask: Tensor, chosen: list[str]) -> Tensor:
-    """One vector a text, of several ways of pooling side by side.
+def _pooled(states: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """One vector a text.
 
     Args:
         states: (n, length, size); mask: (n, length), 1 for tokens.
     """
-    wide = mask[..., None].to(states.dtype)
+    rows, wide = torch.arange(len(states)), mask[..., None].to(states.dtype)
+    if mode == "cls":
+        return states[rows, mask.argmax(1)]
+    if mode == "lasttoken":
+        return states[rows, mask.shape[1] - 1 - mask.flip(1).argmax(1)]
+    if mode == "max":
+        return states.masked_fill(wide == 0, -1e9).amax(1)
+    if mode == "weightedmean":
+        wide = wide * torch.arange(1, mask.shape[1] + 1, dtype=states.dtype, device=states.device)[:, None]
     count = wide.sum(1).clamp(min=1e-9)
-    pooled = []
-    for mode in chosen:
-        if mode == "cls":
-            pooled.append(states[torch.arange(len(states)), mask.argmax(1)])
-        elif mode == "max":
-            pooled.append(states.masked_fill(wide == 0, -1e9).amax(1))
-        elif mode == "lasttoken":
-            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-            pooled.append(states[torch.arange(len(states)), last])
-        elif mode == "weightedmean":
-            place = torch.arange(1, mask.shape[1] + 1, dtype=states.dtype)[None, :, None].to(states.device) * wide
-            pooled.append((states * place).sum(1) / place.sum(1).clamp(min=1e-9))
-        else:
-            pooled.append((states * wide).sum(1) / (count if mode == "mean" else count.sqrt()))
-    return torch.cat(pooled, -1)
+    return (states * wide).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from rotation_merge import RotationMergeError
-from rotation_merge.run.data import batched_by_length, read_batches, unpadded
+from rotation_merge.run.data import batched_by_length, read_samples, unpadded
 from rotation_merge.run.functions import fused_attention, load
 from rotation_merge.run.generated_samples import self_written
 
@@ -20,7 +20,7 @@ LLAMA, VIT = str(CHECKPOINTS / "llama-0"), str(CHECKPOINTS / "vit-0")
 @pytest.mark.slow
 def test_a_language_model_writes_its_own_samples():
     model = load(LLAMA)
-    first, again, other = (read_batches("self", LLAMA, model, limit=3, length=40, seed=s) for s in (0, 0, 1))
+    first, again, other = (read_samples(LLAMA, "self", 3, length=40, seed=s, module=model) for s in (0, 0, 1))
     ids = first.batches[0]["input_ids"]
     assert ids.shape == (3, 40)
     assert first.task == "next token"
@@ -32,7 +32,7 @@ def test_a_language_model_writes_its_own_samples():
         random = model(input_ids=noise).logits[:, :-1].log_softmax(-1).gather(-1, noise[:, 1:, None]).mean()
     assert own > random + 3
     with pytest.raises(RotationMergeError, match="does not take images"):
-        read_batches("synthetic", LLAMA, model)
+        read_samples(LLAMA, "synthetic", module=model)
 
 
 def test_models_that_hand_out_no_keys_and_values_write_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -46,12 +46,12 @@ def test_models_that_hand_out_no_keys_and_values_write_the_same(monkeypatch: pyt
 
 def test_synthetic_images_are_in_the_range_of_real_ones():
     model = load(VIT)
-    pixels = read_batches("synthetic", VIT, model, limit=40).batches[0]["pixel_values"]
+    pixels = read_samples(VIT, "synthetic", 40, 40, module=model).batches[0]["pixel_values"]
     assert pixels.shape[1:] == (1, 8, 8)
     assert -0.5 <= float(pixels.min()) < -0.4
     assert 0.4 < float(pixels.max()) <= 0.5
     with pytest.raises(RotationMergeError, match="does not write text"):
-        read_batches("self", VIT, model)
+        read_samples(VIT, "self", module=model)
 
 
 def test_padding_is_cut_off_and_equal_lengths_stand_together():
