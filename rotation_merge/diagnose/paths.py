@@ -90,7 +90,7 @@ class Paths:
             return [read_samples(self.anchor, source, module=anchor, **self.reading) for source in self.sources]
         names = (self.anchor, *(donor.name for donor in self.donors))
         pairs = zip(self.sources, names, strict=True)
-        return [read_samples(name, source, module=load(name), **self.reading) for source, name in pairs]
+        return [read_samples(name, source, **self.reading) for source, name in pairs]
 
     def check(self, matchings: Sequence[Matching]) -> None:
         """Collect all errors of models and matchings from headers."""

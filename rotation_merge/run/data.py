@@ -17,7 +17,7 @@ from rotation_merge.run.arrays import joined, one_by_one, word_mask
 from rotation_merge.run.data_checks import check_batches, check_inputs
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.examples import read_examples, tokenizer_of
-from rotation_merge.run.functions import Batch, module_of, predicts_next, unlabelled
+from rotation_merge.run.functions import Batch, load, module_of, predicts_next, unlabelled
 from rotation_merge.run.generated_samples import SELF, written_examples
 from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
 from rotation_merge.run.sentence import is_sentence_model
@@ -70,16 +70,17 @@ def read_samples(
         limit, batch_size, length: of sources by name: examples at most (so many are made where they are made), examples
             in a batch, tokens of each text.
         seed: of masks for masked language models, of samples that are made, and of drawing.
-        module: the model in memory, which determines inputs and labels; needed with a path.
+        module: the model in memory, which determines inputs and labels, where it is there anyway.
         mixed: take examples from everywhere in the file, drawn, not the first ones in their order.
 
     Raises:
         DataError: they are of no use to the model; names the file and the expected content.
     """
-    module = module or _module(model, samples)
-    if not isinstance(samples, str | os.PathLike):
+    source = str(samples) if isinstance(samples, str | os.PathLike) else None
+    module = module or _module(model, source)
+    if source is None:
         return data_in_memory(samples, module)
-    source, path = str(samples), model if isinstance(model, str) else _path(model)
+    path = model if isinstance(model, str) else "" if model.files is None else str(model.files.reference.model.path)
     if source in SOURCES:
         examples = written_examples(source, module, path, limit or SAMPLES, length, seed)
     else:
@@ -96,18 +97,11 @@ def read_samples(
     return Data(batches, task, count, source, length, batch_size)
 
 
-def _module(model: View | str, samples: Samples) -> Any:
-    """The module of a view, with its weights where it writes the samples."""
+def _module(model: View | str, source: str | None) -> Any:
+    """A module of the model, with its weights where it writes the samples."""
     if isinstance(model, str):
-        raise TypeError("a path needs its module")
-    if isinstance(samples, str) and samples == SELF:
-        return module_of(model)
-    return model.module or empty_model(model.transformers_config)
-
-
-def _path(view: View) -> str:
-    """The path of a view's model, without its adapter; empty in memory."""
-    return "" if view.files is None else str(view.files.reference.model.path)
+        return load(model)
+    return module_of(model) if source == SELF else model.module or empty_model(model.transformers_config)
 
 
 def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:
@@ -125,13 +119,14 @@ def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Dat
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
         raise DataError("hold a value that is not a tensor of examples", where=source, remedy=remedy)
-    wide = [{name: x.long() if x.dtype in _NARROW else x for name, x in batch.items()} for batch in samples]
+    wide = [{name: _widened(x) for name, x in batch.items()} for batch in samples]
     batches, task = _checked(wide, model, source)
     return Data(batches, task, sum(map(examples_in, batches)), source)
 
 
-_NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
-"""Integers that losses and embeddings do not take."""
+def _widened(tensor: Tensor) -> Tensor:
+    """Integers as losses and embeddings take them; other tensors unchanged."""
+    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.long()
 
 
 def listed(samples: Samples) -> Samples:
@@ -343,17 +338,8 @@ def batched_by_length(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     return [batch if not batch["attention_mask"].all() else {"input_ids": batch["input_ids"]} for batch in made] + apart
 
 
-FEW = 256
-"""Positions that a model is looked at with in no more time than those of a smaller batch."""
-
-
 def with_small_first_batch(batches: Sequence[Batch]) -> list[Batch]:
-    """The examples with an eighth of the first batch as a separate first batch, for probing a model.
-
-    Unchanged if one batch is small already.
-    """
+    """The examples with an eighth of the first batch as a batch of its own, which a model is probed on in less time."""
     examples = one_by_one(batches[0]) if batches else []
     count = len(examples) // 8
-    if count == 0 or any(next(iter(batch.values())).numel() <= FEW for batch in batches):
-        return [*batches]
-    return [joined(examples[:count]), joined(examples[count:]), *batches[1:]]
+    return [joined(examples[:count]), joined(examples[count:]), *batches[1:]] if count else [*batches]

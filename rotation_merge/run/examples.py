@@ -7,7 +7,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,9 @@ def _examples(rows: Sequence[Any], source: str, model: Any, model_path: str, len
         DataError: names the row.
     """
     names = columns(name for row in rows if isinstance(row, dict) for name in row)
-    inputs = {names.get("image"), names.get("text"), "input_ids"}
+    column = names.get("image", names.get("text", "input_ids"))
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not inputs & row.keys():
+        if not isinstance(row, dict) or row.get(column) is None:
             words = ", ".join(map(str, row)) if isinstance(row, dict) else short(row)
             problem, where = f"columns are {words}; none holds texts or 'input_ids'", f"{source}, record {number}"
             remedy = 'write {"text": ..., "label": ...} or {"input_ids": [...], "labels": ...}'
@@ -172,60 +172,50 @@ def _examples(rows: Sequence[Any], source: str, model: Any, model_path: str, len
     if "image" in names:
         check_inputs(["pixel_values"], model, source)
         pixels = pixel_reader(model_path, model.config)
-        examples = [{"pixel_values": pixels(row[names["image"]])[None]} for row in rows]
+        examples = [{"pixel_values": pixels(row[column])[None]} for row in rows]
         if len({example["pixel_values"].shape for example in examples}) > 1:
             raise DataError("holds images of several sizes", where=source, remedy="bring them to one size")
     else:
-        reader = TextReader(names, model, model_path, length)
-        examples = _tokens([reader.inputs(row) for row in rows], source)
+        examples = _tokens(_token_ids(rows, names, model, model_path, length), source)
     for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):
-        label, is_text = row.get(names.get("label")), row.get(names.get("text")) is not None
-        if label is not None and not (is_text and predicts_next(model)):
+        label = row.get(names.get("label"))
+        if label is not None and not ("text" in names and predicts_next(model)):
             example["labels"] = _label(label, model, f"{source}, record {number}")[None]
     return examples
 
 
-class TextReader:
-    """Reads rows as token ids: two texts as one input, divided; by a model that gives embeddings, as two inputs, each
-    with the model's default prompt before it.
+def _token_ids(
+    rows: Sequence[Any], names: Mapping[str, str], model: Any, model_path: str, length: int
+) -> list[list[Any]]:
+    """For each row the token ids of its inputs.
 
-    Args:
-        names: see `columns`.
+    Two texts are one input, divided; of a model that gives embeddings two, each with the default prompt before it.
     """
-
-    def __init__(self, names: Mapping[str, str], model: Any, model_path: str, length: int) -> None:
-        self.columns = [names[role] for role in ("text", "text_pair") if role in names]
-        self.embeds, self.model_path = is_sentence_model(model), model_path
-        self.prompt, longest = reading(local_path(model_path)) if self.embeds and model_path else ("", None)
-        self.length = min(length, longest or length)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return tokenizer_of(self.model_path)
-
-    def inputs(self, row: Mapping[str, Any]) -> list[Any]:
-        """The token ids of each input."""
-        texts = [str(row[name]) for name in self.columns if row.get(name) is not None]
-        if not texts:
-            ids: Any = row.get("input_ids")
-            return ids if self.embeds and isinstance(ids, list) and [*map(type, ids)] == [list, list] else [ids]
-        parts = [[self.prompt + text] for text in texts] if self.embeds else [texts]
-        return [self.tokenizer(*part, truncation=True, max_length=self.length)["input_ids"] for part in parts]
+    if "text" not in names:
+        return [[row["input_ids"]] for row in rows]
+    used = [names[role] for role in ("text", "text_pair") if role in names]
+    texts = [[str(row[name]) for name in used if row.get(name) is not None] for row in rows]
+    embeds, prompt, longest = is_sentence_model(model), "", None
+    if embeds:
+        prompt, longest = reading(local_path(model_path))
+    encode = partial(tokenizer_of(model_path), truncation=True, max_length=min(length, longest or length))
+    inputs = [[(prompt + text,) for text in row] if embeds else [tuple(row)] for row in texts]
+    return [[encode(*part)["input_ids"] for part in row] for row in inputs]
 
 
-def _tokens(rows: Sequence[list[Any]], source: str) -> list[Batch]:
-    """The token ids of each row's inputs, int64, with their mask.
+def _tokens(rows: Sequence[Sequence[Any]], source: str) -> list[Batch]:
+    """Token ids, int64, with their mask; of two inputs (1, 2, tokens).
 
     Raises:
         DataError: a row holds none, or something else.
     """
     examples, count = [], max(map(len, rows), default=1)
     for number, inputs in enumerate(rows, 1):
-        where, tensors = f"{source}, record {number}", [_tensor(ids) for ids in inputs]
+        where, parts = f"{source}, record {number}", []
         if len(inputs) != count:
             raise DataError("holds one text, other records hold two", where=where, remedy="give pairs, or texts")
-        parts = []
-        for ids, tokens in zip(inputs, tensors, strict=True):
+        for ids in inputs:
+            tokens = _tensor(ids)
             if tokens is not None and not tokens.numel():
                 raise DataError("holds no tokens", where=where, remedy="leave it out")
             if tokens is None or tokens.dtype != torch.long or tokens.ndim != 1:

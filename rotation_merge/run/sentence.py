@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -12,18 +13,6 @@ from transformers.utils import ModelOutput
 
 from rotation_merge.architecture.sentence import KEY, dense, modes
 from rotation_merge.errors import CheckpointError, short
-
-
-class DenseMap(nn.Module):
-    """A dense module: a linear map and an activation; its tensors are named as its file names them."""
-
-    def __init__(self, linear: nn.Linear, activation: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.activation = linear, activation
-
-    def forward(self, states: Tensor) -> Tensor:
-        activated: Tensor = self.activation(self.linear(states))
-        return activated
 
 
 def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], label: str) -> Any:
@@ -63,8 +52,8 @@ def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], label: s
         if kind is None:
             problem = f"the activation {module['activation']} of its module {module['path']} is not known"
             raise CheckpointError(problem, where=label, remedy="use one of torch.nn")
-        linear = nn.Linear(module["in"], module["out"], bias=module["bias"])
-        model.add_module(module["path"], DenseMap(linear, kind()))
+        layers = {"linear": nn.Linear(module["in"], module["out"], bias=module["bias"]), "activation": kind()}
+        model.add_module(module["path"], nn.Sequential(OrderedDict(layers)))
     setattr(cast(Any, model).config, KEY, modules)
     model.__class__ = _embedding_class(cast(Any, type(model)))
     return model

@@ -108,7 +108,7 @@ ROW = "record 1: its 'input_ids' are "
         ([{"input_ids": [-1, 3]}], r"token id -1 is outside"),
         ([{"input_ids": [3] * 9}], r"9 tokens in a row, the model has positions for 8"),
         ([{"input_ids": "abc"}], ROW + "abc"),
-        ([{"input_ids": None}], ROW + "None"),
+        ([{"input_ids": None}], "record 1: columns are input_ids; none holds texts"),
         ([{"input_ids": [1.5]}], ROW + r"\[1.5\]"),
         ([{"input_ids": [[1, 2], [3]]}], ROW + r"\[\[1, 2\], \[3\]\]"),
         ([{"input_ids": [[1, 2], [3, 4]]}], ROW + r"\[\[1, 2\], \[3, 4\]\]"),

@@ -176,7 +176,7 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
         (["A", "B", "A", "--force"], "is one of the inputs"),
         (["A", "A/", "OUT"], "is named twice"),
-        (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
+        (["V", "W", "OUT", "--data", __file__], "ViTForImageClassification takes pixel_values"),
         (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
     ],
 )
