@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import DataError
+from rotation_merge.errors import DataError, short
 from rotation_merge.run.data_checks import check_inputs
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.inputs import IMAGE_TOKENS
@@ -87,8 +87,8 @@ def _picture_rows(arrays: Mapping[str, Tensor], model: Any, name: str, source: s
     ends, bounds = [0, *accumulate(tokens)], [0, *accumulate(places)]
     counts = {len(patches), len(tokens), *(len(arrays[key]) for key in by_picture)}
     if len(counts) > 1 or sum(patches) != len(arrays[name]) or ends[-1] != bounds[-1] or not set(bounds) <= set(ends):
-        problem = f"'{name}' has {len(arrays[name])} rows for images of {_words(patches)} rows"
-        problem += f" that take {_words(tokens)} tokens; the texts have {_words(places)} tokens for images"
+        problem = f"'{name}' has {len(arrays[name])} rows for images of {short(patches)} rows"
+        problem += f" that take {short(tokens)} tokens; the texts have {short(places)} tokens for images"
         raise DataError(problem, where=source, remedy=UNCHANGED)
     first = [ends.index(bound) for bound in bounds]
     rows = [sum(patches[start:end]) for start, end in pairwise(first)]
@@ -109,10 +109,6 @@ def _sizes(arrays: Mapping[str, Tensor], config: Any, name: str, places: int) ->
         unit = int(vision.patch_size) * int(config.spatial_merge_size)
         return [1] * count, [int(height) // unit * (int(width) // unit) for height, width in arrays["image_sizes"]]
     return [1] * count, [places // max(count, 1)] * count
-
-
-def _words(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
 
 
 def word_mask(batch: Batch, config: Any) -> Tensor:
