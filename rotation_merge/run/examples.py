@@ -27,8 +27,6 @@ from rotation_merge.run.sample_kinds import KINDS, columns
 from rotation_merge.run.sentence import is_sentence_model
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-DATASET = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""Files that tell a directory of `datasets` from a folder of images."""
 
 
 def read_examples(source: str, model: Any, model_path: str, length: int) -> list[Batch]:
@@ -75,7 +73,7 @@ def _content(path: Path, config: Any) -> dict[str, Tensor] | list[Any] | str:
     """Named arrays, rows, or running text."""
     kind = path.suffix.lower()
     if path.is_dir():
-        return _dataset(path) if any((path / mark).exists() for mark in DATASET) else image_rows(path, config)
+        return image_rows(path, config) or _dataset(path)
     if kind == ".parquet":
         from datasets import Dataset
         from pyarrow.parquet import read_table

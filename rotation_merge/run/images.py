@@ -23,18 +23,13 @@ def image_rows(folder: Path, config: Any) -> list[dict[str, Any]]:
     """The images of a folder and its subfolders, which are their classes.
 
     A class is known by the model's label names, else by number, else alphabetically.
-
-    Raises:
-        ValueError: there are none.
     """
     files = sorted(f for f in folder.rglob("*") if f.suffix.lower() in IMAGES)
-    if not files:
-        raise ValueError("it holds no images")
     classes = sorted({f.parent.name for f in files if f.parent != folder})
     numbers: dict[str, int] = {str(k): int(v) for k, v in (getattr(config, "label2id", None) or {}).items()}
     if not all(name in numbers for name in classes):
         numbers = {name: int(name) if all(map(str.isdigit, classes)) else i for i, name in enumerate(classes)}
-    return [{"image": f, "label": numbers[f.parent.name] if classes else None} for f in files]
+    return [{"image": f, "label": None if f.parent == folder else numbers[f.parent.name]} for f in files]
 
 
 def pixel_reader(model_path: str, config: Any) -> Callable[[Any], Tensor]:

@@ -15,45 +15,41 @@ from rotation_merge.architecture.sentence import KEY, dense, modes
 from rotation_merge.errors import CheckpointError, short
 
 
-def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], label: str) -> Any:
-    """A loaded transformer with its sentence-transformers modules, whose `forward` gives embeddings.
+def with_modules(
+    model: nn.Module,
+    modules: list[dict[str, Any]],
+    tensors: Mapping[str, Tensor] | None = None,
+    label: str | None = None,
+) -> Any:
+    """A transformer with its sentence-transformers modules, whose `forward` gives embeddings.
 
     Tokens (n, length) become `text_embeds` (n, size); pairs of texts (n, 2, length) the cosine of their embeddings as
     `logits` (n, 1). Dense modules are submodules under their folders' names, so that the state dict names them as
-    `checkpoints.sentence` does.
+    `model.sentence` does.
 
     Args:
-        tensors: of the dense modules.
+        tensors: of the dense modules; None: of a model without weights.
 
     Raises:
         CheckpointError: an activation or a shape that does not fit.
     """
     like = next(model.parameters())
-    model = with_empty_modules(model, modules, label)
-    for path in (module["path"] for module in dense(modules)):
-        weights = {name.removeprefix(f"{path}."): x for name, x in tensors.items() if name.startswith(f"{path}.")}
+    for module in dense(modules):
+        path, activation = module["path"], getattr(nn, module["activation"], None)
+        if activation is None:
+            problem = f"the activation {module['activation']} of its module {path} is not known"
+            raise CheckpointError(problem, where=label, remedy="use one of torch.nn")
+        linear = nn.Linear(module["in"], module["out"], bias=module["bias"])
+        dense_map = nn.Sequential(OrderedDict({"linear": linear, "activation": activation()}))
+        model.add_module(path, dense_map)
+        if tensors is None:
+            continue
         try:
-            model.get_submodule(path).load_state_dict(weights)
+            names = {name.removeprefix(f"{path}."): name for name in tensors if name.startswith(f"{path}.")}
+            dense_map.to(like).load_state_dict({name: tensors[full] for name, full in names.items()})
         except RuntimeError as error:
             problem = f"its module {path} is not as its config says ({short(error)})"
             raise CheckpointError(problem, where=label, remedy="download it again") from error
-        model.get_submodule(path).to(like)
-    return model
-
-
-def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], label: str | None = None) -> Any:
-    """Add modules as `with_modules` does, without setting the weights of dense maps.
-
-    Raises:
-        CheckpointError: an activation that is not known.
-    """
-    for module in dense(modules):
-        kind = getattr(nn, module["activation"], None)
-        if kind is None:
-            problem = f"the activation {module['activation']} of its module {module['path']} is not known"
-            raise CheckpointError(problem, where=label, remedy="use one of torch.nn")
-        layers = {"linear": nn.Linear(module["in"], module["out"], bias=module["bias"]), "activation": kind()}
-        model.add_module(module["path"], nn.Sequential(OrderedDict(layers)))
     setattr(cast(Any, model).config, KEY, modules)
     model.__class__ = _embedding_class(cast(Any, type(model)))
     return model
