@@ -32,6 +32,8 @@ import rotation_merge as rm
 from rotation_merge.run.sentence import with_modules
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+NOTHING = {"ffn": "none", "attention": "none", "heads": "none", "scaling": False}
+DENSE = "2_Dense"
 WHOLE = ("--heads", "permutation", "--residual", "permutation")
 
 
@@ -142,6 +144,17 @@ def agrees(folder: Path, pairs: Path) -> float:
     return parsed("evaluate", folder, "--data", pairs)[0]["pearson"]
 
 
+def written(recipe: dict[str, Any], out: Path) -> None:
+    """Run a recipe."""
+    result = mergekit_yaml(recipe, out)
+    assert result.exit_code == 0, result.output
+
+
+def dense_of(folder: Path) -> torch.Tensor:
+    """The weight of a folder's first dense map."""
+    return load_file(folder / DENSE / "model.safetensors")["linear.weight"]
+
+
 def check_alike(wanted: Path, got: Path, dense: int = 2) -> None:
     """Check that two models have the same weights, dense maps among them, and the second every module."""
     assert everything(got) >= everything(wanted)
@@ -183,77 +196,66 @@ def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pa
     assert agrees(path, short) == pytest.approx(1.0, abs=1e-6)
     pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
     assert "its pooling excludes the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
-    settings.write_text(json.dumps({"default_prompt_name": "query"}))
-    assert "not among its prompts" in one_error(run("evaluate", path, "--data", pairs).output)
 
 
 @pytest.mark.slow
-def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path], tmp_path: Path):
+@pytest.mark.parametrize("way", ["align", "carry", "linear", "regmean", "refit"])
+def test_every_way_brings_a_twin_to_the_anchor(way: str, models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """Dense maps included; those that need samples take the pairs as texts."""
     anchor, twin, out = models["anchor"], models["twin"], tmp_path / "out"
-    assert parsed("align", anchor, twin, out, *WHOLE)
-    assert parsed("verify", twin, out)["same"]
-    check_alike(anchor, out)
+    recipe = recipe_for("linear", anchor, twin, residual="permutation")
+    recipe["parameters"] |= {"delegate": way, **({"data": str(pairs)} if way == "refit" else {})}
+    for entry in recipe["models"] if way == "regmean" else ():
+        file = entry["parameters"]["statistics"] = str(tmp_path / f"{Path(entry['model']).name}.safetensors")
+        assert run("measure", entry["model"], "--data", pairs, "--out", file).exit_code == 0
+        assert rm.Statistics.open(file).gram(f"{DENSE}.linear.weight") is not None
+    if way == "align":
+        assert parsed("align", anchor, twin, out, *WHOLE)
+    elif way == "carry":
+        assert parsed("carry", twin, out, "--from", twin, "--to", anchor, *WHOLE)
+    else:
+        written(recipe, out)
+    assert everything(out) >= everything(anchor)
+    assert agrees(out, pairs) == pytest.approx(1.0, abs=1e-3)
+    if way in ("align", "linear"):
+        check_alike(anchor, out)
 
 
 @pytest.mark.slow
 def test_embedding_gemma(tmp_path: Path):
     """Gemma 3 that looks both ways, its stream read by two linear dense maps: a moved twin gives the same embeddings,
     and the anchor when merged with it."""
-    anchor = encoder(tmp_path / "anchor", 48, 32, gemma=True)
+    anchor, out = encoder(tmp_path / "anchor", 48, 32, gemma=True), tmp_path / "out"
     donor = moved(anchor, tmp_path / "twin", residual="signed_permutation")
-    first, second = ({**load_file(p / "model.safetensors"), **load_file(p / "2_Dense" / "model.safetensors")}
-                     for p in (anchor, donor))  # fmt: skip
-    assert not [name for name in first if torch.equal(first[name], second[name])]
+    first, second = (rm.average([path]) for path in (anchor, donor))
+    assert not [name for name in first if "3_Dense" not in name and torch.equal(first[name], second[name])]
     ids = torch.arange(2, 11)[None]
-    found, moved_found = (embed(path, ids, torch.float64) for path in (anchor, donor))
-    assert found.shape == (1, 32)
-    assert (moved_found - found).abs().max() <= 1e-5
+    embedding, moved_embedding = (embed(path, ids, torch.float64) for path in (anchor, donor))
+    assert embedding.shape == (1, 32)
+    assert (moved_embedding - embedding).abs().max() <= 1e-5
     assert parsed("verify", anchor, donor)["same"]
-    model = Gemma3TextModel.from_pretrained(anchor)
     assert agrees(anchor, scored(tmp_path / "pairs.csv", anchor)) == pytest.approx(1.0, abs=1e-6)
-    other = ids.index_fill(1, torch.tensor([8]), 30)
-    early = [model(input_ids=x).last_hidden_state[:, 0] for x in (ids, other)]
-    assert (early[0] - early[1]).abs().max() > 1e-3  # the first token sees the last one
-    out = tmp_path / "out"
-    result = mergekit_yaml(recipe_for("linear", anchor, donor, residual="signed_permutation"), out)
-    assert result.exit_code == 0, result.output
+    model = Gemma3TextModel.from_pretrained(anchor)
+    inputs = ids, ids.index_fill(1, torch.tensor([8]), 30)
+    early, late_changed = (model(input_ids=x).last_hidden_state[:, 0] for x in inputs)
+    assert (early - late_changed).abs().max() > 1e-3  # the first token sees the last one
+    written(recipe_for("linear", anchor, donor, residual="signed_permutation"), out)
     check_alike(anchor, out)
 
 
 @pytest.mark.slow
 def test_a_merge_writes_every_module(models: dict[str, Path], pairs: Path, tmp_path: Path):
-    """Dense maps in their own folders: aligned ones are the anchor's, others the mean, as in Python."""
+    """Dense maps in their own folders, with the mean of the models' values, by a recipe as in Python."""
     anchor, donor = models["anchor"], models["donor"]
-    result = mergekit_yaml(recipe_for("linear", anchor, models["twin"], residual="permutation"), tmp_path / "aligned")
-    assert result.exit_code == 0, result.output
-    check_alike(anchor, tmp_path / "aligned")
-    plain = recipe_for("linear", anchor, donor, ffn="none", attention="none", heads="none", scaling=False)
-    assert mergekit_yaml(plain, tmp_path / "plain").exit_code == 0
     merged = rm.average([anchor, donor])
     merged.save_pretrained(tmp_path / "python")
-    both = [load_file(path / "2_Dense" / "model.safetensors")["linear.weight"] for path in (anchor, donor)]
-    torch.testing.assert_close(merged["2_Dense.linear.weight"], sum(both) / 2)
+    torch.testing.assert_close(merged[f"{DENSE}.linear.weight"], (dense_of(anchor) + dense_of(donor)) / 2)
+    written(recipe_for("linear", anchor, donor, **NOTHING), tmp_path / "plain")
     check_alike(tmp_path / "python", tmp_path / "plain")
     for out in (tmp_path / "plain", tmp_path / "python"):
         assert everything(out) >= everything(anchor)
         assert not any("_Dense" in name for name in load_file(out / "model.safetensors"))
     assert agrees(tmp_path / "python", pairs) == pytest.approx(rm.evaluate(merged, pairs)["pearson"], rel=1e-5)
-
-
-def test_without_a_dense_map_the_stream_stays(models: dict[str, Path], tmp_path: Path):
-    done = run("align", models["bare"], models["bare"], tmp_path / "out", "--residual", "permutation")
-    assert done.exit_code == 2
-    assert "which this model gives out" in one_error(done.output)
-    assert parsed("align", models["bare"], models["bare"], tmp_path / "out", "--heads", "permutation")
-    assert everything(tmp_path / "out") >= everything(models["bare"])
-
-
-@pytest.mark.slow
-def test_carry_keeps_the_modules(models: dict[str, Path], tmp_path: Path):
-    arguments = ("--from", models["anchor"], "--to", models["twin"], *WHOLE)
-    assert parsed("carry", models["anchor"], tmp_path / "out", *arguments)
-    assert everything(tmp_path / "out") >= everything(models["twin"])
-    assert parsed("verify", models["anchor"], tmp_path / "out", "--tolerance", "1e-3")["same"]
 
 
 @pytest.mark.slow
@@ -272,7 +274,7 @@ def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
 
 @pytest.mark.slow
 def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path], pairs: Path, tmp_path: Path):
-    """From folders, and from views of them; what cannot be trained is refused by both."""
+    """From folders, and from views of them."""
     anchor, twin, donor = (models[name] for name in ("anchor", "twin", "donor"))
     (row,) = parsed("evaluate", donor, "--data", pairs)
     for model in (donor, rm.average([donor])):
@@ -286,72 +288,63 @@ def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path
     assert run("measure", donor, "--data", pairs, "--out", tmp_path / "s.safetensors").exit_code == 0
     rm.measure(donor, pairs).save(tmp_path / "python.safetensors")
     wanted, got = (load_file(tmp_path / name) for name in ("s.safetensors", "python.safetensors"))
-    assert rm.Statistics.open(tmp_path / "python.safetensors").gram("2_Dense.linear.weight") is not None
+    assert rm.Statistics.open(tmp_path / "python.safetensors").gram(f"{DENSE}.linear.weight") is not None
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    with pytest.raises(rm.RotationMergeError, match="whose modules cannot be trained"):
-        rm.polish(anchor, [twin], pairs)
 
 
 @pytest.mark.slow
-def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs: Path, tmp_path: Path):
-    """By regmean and refit the anchor and itself in other coordinates give the anchor back, dense maps included; what
-    does not know the modules behind the transformer says so."""
-    anchor, twin = models["anchor"], models["twin"]
-    recipe = recipe_for("linear", anchor, twin, residual="permutation")
-    for entry in recipe["models"]:
-        file = tmp_path / f"{Path(entry['model']).name}.safetensors"
-        assert run("measure", entry["model"], "--data", pairs, "--out", file).exit_code == 0
-        entry["parameters"]["statistics"] = str(file)
-    assert rm.Statistics.open(file).gram("2_Dense.linear.weight") is not None
-    recipe["parameters"]["delegate"] = "regmean"
-    assert mergekit_yaml(recipe, tmp_path / "out").exit_code == 0
-    assert parsed("evaluate", tmp_path / "out", "--data", pairs)[0]["spearman"] == pytest.approx(1, abs=1e-3)
-    refit = recipe_for("linear", anchor, twin, residual="permutation")
-    refit["parameters"] |= {"delegate": "refit", "data": str(pairs)}
-    assert mergekit_yaml(refit, tmp_path / "refit").exit_code == 0
-    assert parsed("evaluate", tmp_path / "refit", "--data", pairs)[0]["spearman"] == pytest.approx(1, abs=1e-3)
-    bad = run("measure", anchor, "--data", pairs, "--kinds", "fisher", "--out", tmp_path / "f.safetensors")
-    assert "no head that gives probabilities" in one_error(bad.output)
-    bad = run("polish", anchor, tmp_path / "polished", "--teachers", twin, "--data", pairs)
-    assert "whose modules cannot be trained" in one_error(bad.output)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("single", [False, True])
-def test_refit_moves_embeddings_towards_both(
-    single: bool, models: dict[str, Path], pairs: Path, texts: Path, tmp_path: Path
-):
-    """On pairs and on single texts; dense maps are solved with the transformer's, and come nearer to what was wanted
-    than the plain average does, on texts that the refit has not seen."""
-    recipe = recipe_for("linear", models["anchor"], models["donor"], ffn="none", attention="none", heads="none")
-    assert mergekit_yaml(recipe, tmp_path / "plain").exit_code == 0
-    recipe["parameters"] |= {"delegate": "refit", "data": str(texts if single else pairs), "samples": 48}
-    assert mergekit_yaml(recipe, tmp_path / "refit").exit_code == 0
+@pytest.mark.parametrize("data", ["pairs", "texts"])
+def test_refit_moves_embeddings_towards_both(data: str, models: dict[str, Path], tmp_path: Path, request: Any):
+    """Dense maps are solved with the transformer's, and come nearer to what was wanted than the plain average does, on
+    texts that the refit has not seen."""
+    recipe = recipe_for("linear", models["anchor"], models["donor"], **NOTHING)
+    written(recipe, tmp_path / "plain")
+    recipe["parameters"] |= {"delegate": "refit", "data": str(request.getfixturevalue(data)), "samples": 48}
+    written(recipe, tmp_path / "refit")
     assert everything(tmp_path / "refit") >= everything(models["anchor"])
-    names = ("anchor", "donor", "plain", "refit")
-    folders = [models.get(name, tmp_path / name) for name in names]
     ids = torch.randint(2, 40, (64, 7), generator=torch.Generator().manual_seed(9))
+    folders = models["anchor"], models["donor"], tmp_path / "plain", tmp_path / "refit"
     anchor, donor, plain, refit = (embed(folder, ids) for folder in folders)
     middle = torch.nn.functional.normalize(anchor + donor, dim=1)
     assert ((refit - middle).norm() < 0.8 * (plain - middle).norm()).item()
-    dense = [load_file(folder / "2_Dense" / "model.safetensors")["linear.weight"] for folder in folders]
-    assert not torch.allclose(dense[2], dense[3], atol=1e-3)
+    assert not torch.allclose(dense_of(folders[2]), dense_of(folders[3]), atol=1e-3)
+
+
+def test_what_does_not_know_the_modules_says_so(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    anchor, twin, bare = models["anchor"], models["twin"], models["bare"]
+    calls = {
+        ("measure", anchor, "--data", pairs, "--kinds", "fisher", "--out", tmp_path / "f"): "no head that gives",
+        ("polish", anchor, tmp_path / "p", "--teachers", twin, "--data", pairs): "whose modules cannot be trained",
+        ("align", bare, bare, tmp_path / "out", "--residual", "permutation"): "which this model gives out",
+    }
+    for arguments, message in calls.items():
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert message in one_error(done.output)
+    with pytest.raises(rm.RotationMergeError, match="whose modules cannot be trained"):
+        rm.polish(anchor, [twin], pairs)
+    assert parsed("align", bare, bare, tmp_path / "out", "--heads", "permutation")
+    assert everything(tmp_path / "out") >= everything(bare)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("file", "content", "message"),
     [
-        (lambda f: (f / "2_Dense" / "model.safetensors").unlink(), "weights are missing"),
-        (lambda f: (f / "2_Dense" / "model.safetensors").write_bytes(b"x"), "cannot be read"),
-        (lambda f: (f / "modules.json").write_text("{}"), "list of modules"),
-        (lambda f: (f / "modules.json").write_text('[{"type": "a.LSTM", "path": "1"}]'), "'LSTM' is not known"),
-        (lambda f: (f / "modules.json").write_text('[{"type": "a.Dense", "path": "../x"}]'), "outside"),
+        (f"{DENSE}/model.safetensors", None, "weights are missing"),
+        (f"{DENSE}/model.safetensors", "x", "cannot be read"),
+        (f"{DENSE}/config.json", '{"in_features": 32, "out_features": 8}', "not as its config says"),
+        ("modules.json", "{}", "list of modules"),
+        ("modules.json", '[{"type": "a.LSTM", "path": "1"}]', "'LSTM' is not known"),
+        ("modules.json", '[{"type": "a.Dense", "path": "../x"}]', "outside"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": "query"}', "not among its prompts"),
     ],
 )
-def test_damage_is_one_line(spoil: Any, said: str, tmp_path: Path):
+def test_damage_is_one_line(file: str, content: str | None, message: str, tmp_path: Path):
     bad = encoder(tmp_path / "bad", 16)
-    spoil(bad)
-    done = run("align", bad, bad, tmp_path / "out")
+    (bad / file).unlink() if content is None else (bad / file).write_text(content)
+    (tmp_path / "d.csv").write_text("a,b,score\nw1,w2,0.5\nw3,w4,0.1")
+    reads = file in (f"{DENSE}/config.json", "config_sentence_transformers.json")  # what only running the model shows
+    done = run("evaluate", bad, "--data", tmp_path / "d.csv") if reads else run("align", bad, bad, tmp_path / "out")
     assert done.exit_code == 2
-    assert said in one_error(done.output)
+    assert message in one_error(done.output)
     assert not (tmp_path / "out").exists()
