@@ -72,13 +72,8 @@ def tokenizer_of(model_path: str) -> Any:
 def _content(path: Path, config: Any) -> dict[str, Tensor] | list[Any] | str:
     """Named arrays, rows, or running text."""
     kind = path.suffix.lower()
-    if path.is_dir():
+    if path.is_dir() or kind == ".parquet":
         return image_rows(path, config) or _dataset(path)
-    if kind == ".parquet":
-        from datasets import Dataset
-        from pyarrow.parquet import read_table
-
-        return [*Dataset(read_table(path))]
     if kind in (".npz", ".safetensors"):
         return _arrays(path)
     if kind in DELIMITERS:
@@ -90,10 +85,11 @@ def _content(path: Path, config: Any) -> dict[str, Tensor] | list[Any] | str:
 
 
 def _dataset(path: Path) -> list[Any]:
-    """The rows of a dataset; of a dictionary of splits, of its first."""
-    from datasets import DatasetDict, load_from_disk
+    """The rows of a dataset, in a file of Parquet or a folder; of a dictionary of splits, of its first."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+    from pyarrow.parquet import read_table
 
-    rows = load_from_disk(str(path))
+    rows = load_from_disk(str(path)) if path.is_dir() else Dataset(read_table(path))
     return [*(next(iter(rows.values())) if isinstance(rows, DatasetDict) else rows)]
 
 
@@ -112,7 +108,7 @@ def _json(text: str) -> list[Any]:
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
