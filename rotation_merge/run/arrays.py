@@ -36,15 +36,23 @@ def one_by_one(batch: Mapping[str, Tensor]) -> list[Batch]:
     return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
 
 
-def joined(examples: Sequence[Mapping[str, Tensor]]) -> Batch:
-    """Examples in one batch, of what all of them have; tokens, masks and labels of tokens are padded at the end."""
+def joined(examples: Sequence[Mapping[str, Tensor]], source: str | None = None) -> Batch:
+    """Examples in one batch, of what all of them have; tokens, masks and labels of tokens are padded at the end.
+
+    Raises:
+        DataError: their shapes differ otherwise.
+    """
     batch: Batch = {}
     for name in (name for name in examples[0] if all(name in example for example in examples)):
         tensors, value = [example[name] for example in examples], -100 if name == "labels" else 0
         longest = max(tensor.shape[-1] for tensor in tensors)
         if not tensors[0].is_floating_point():
             tensors = [torch.nn.functional.pad(x, (0, longest - x.shape[-1]), value=value) for x in tensors]
-        batch[name] = torch.cat(tensors)
+        try:
+            batch[name] = torch.cat(tensors)
+        except RuntimeError as error:
+            problem = f"holds examples whose '{name}' differ in shape ({short(error)})"
+            raise DataError(problem, where=source, remedy="bring them to one shape") from error
     return batch
 
 

@@ -18,8 +18,8 @@ from rotation_merge.run.data_checks import check_batches, check_inputs
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.examples import read_examples, tokenizer_of
 from rotation_merge.run.functions import Batch, load, module_of, predicts_next, unlabelled
-from rotation_merge.run.generated_samples import SELF, written_examples
-from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
+from rotation_merge.run.generated_samples import SELF, SYNTHETIC, self_written, synthetic_images
+from rotation_merge.run.sample_kinds import KINDS, SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
 
 Samples = Any
@@ -81,8 +81,10 @@ def read_samples(
     if source is None:
         return data_in_memory(samples, module)
     path = model if isinstance(model, str) else "" if model.files is None else str(model.files.reference.model.path)
-    if source in SOURCES:
-        examples = written_examples(source, module, path, limit or SAMPLES, length, seed)
+    if source == SELF:
+        examples = [{"input_ids": x} for x in self_written(module, path, limit or SAMPLES, length, seed).split(1)]
+    elif source == SYNTHETIC:
+        examples = [{"pixel_values": x} for x in synthetic_images(module, path, limit or SAMPLES, seed).split(1)]
     else:
         examples = read_examples(source, module, path, length)
     count = min(len(examples), limit or len(examples))
@@ -92,7 +94,7 @@ def read_samples(
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
         examples = [examples[i] for i in order]
     size = batch_size if all(len(x) == 1 for example in examples for x in example.values()) else 1
-    batches = [joined(examples[i : min(i + size, count)]) for i in range(0, count, size)]
+    batches = [joined(examples[i : min(i + size, count)], source) for i in range(0, count, size)]
     batches, task = _checked(batches, module, source, path, seed)
     return Data(batches, task, count, source, length, batch_size)
 
@@ -119,14 +121,10 @@ def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Dat
         raise DataError("are no batches", where=source, remedy=remedy)
     if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
         raise DataError("hold a value that is not a tensor of examples", where=source, remedy=remedy)
-    wide = [{name: _widened(x) for name, x in batch.items()} for batch in samples]
+    narrow = {torch.int32, torch.int16, torch.int8, torch.uint8}  # which losses and embeddings do not take
+    wide = [{name: x.long() if x.dtype in narrow else x for name, x in batch.items()} for batch in samples]
     batches, task = _checked(wide, model, source)
     return Data(batches, task, sum(map(examples_in, batches)), source)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Integers as losses and embeddings take them; other tensors unchanged."""
-    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.long()
 
 
 def listed(samples: Samples) -> Samples:

@@ -167,8 +167,6 @@ def _examples(rows: Sequence[Any], source: str, model: Any, model_path: str, len
         check_inputs(["pixel_values"], model, source)
         pixels = pixel_reader(model_path, model.config)
         examples = [{"pixel_values": pixels(row[column])[None]} for row in rows]
-        if len({example["pixel_values"].shape for example in examples}) > 1:
-            raise DataError("holds images of several sizes", where=source, remedy="bring them to one size")
     else:
         examples = _tokens(_token_ids(rows, names, model, model_path, length), source)
     for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):

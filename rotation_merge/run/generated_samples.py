@@ -10,7 +10,7 @@ from torch import Tensor
 from rotation_merge.errors import DataError
 from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
-from rotation_merge.run.functions import Batch, check_answers, device_of, fused_attention, outputs
+from rotation_merge.run.functions import check_answers, device_of, fused_attention, outputs
 from rotation_merge.run.images import image_shape, normalisation
 from rotation_merge.workers import listener
 
@@ -19,21 +19,6 @@ SOURCES = SELF, SYNTHETIC = sample_kinds.SOURCES
 
 AT_ONCE = 64
 """Sequences that are written together."""
-
-
-def written_examples(source: str, model: Any, model_path: str, count: int, length: int, seed: int) -> list[Batch]:
-    """Samples of the model's own kind: `self` for language models, `synthetic` for image models.
-
-    Args:
-        count: number of samples.
-        length: tokens in each text.
-
-    Raises:
-        DataError: the model takes something else.
-    """
-    if source == SELF:
-        return [{"input_ids": x} for x in self_written(model, model_path, count, length, seed).split(1)]
-    return [{"pixel_values": x} for x in synthetic_images(model, model_path, count, seed).split(1)]
 
 
 def writes_text(model: Any) -> bool:

@@ -119,6 +119,8 @@ ROW = "record 1: its 'input_ids' are "
         ([{"input_ids": [1], "labels": ["a"]}], r"record 1: its label is \['a'\]"),
         ('{"input_ids": [1], "label": NaN}', "'labels' holds NaN or infinity"),
         ([{"text": "no tokenizer"}], "no tokenizer can be loaded"),
+        ([{"input_ids": [1], "label": i} for i in ([0.5], 1)], "examples whose 'labels' differ in shape"),
+        ([{"input_ids": [1], "label": i} for i in ([0.5], [1.5, 2.5])], "examples whose 'labels' differ in shape"),
         ('{"input_ids": [1]}\n{"input_ids": ', "cannot be read .line 2 is not JSON"),
         ("", "holds no examples"),
         ({"input_ids": np.ones((3, 4))}, r"'input_ids' is of float32, shape \[3, 4\]"),
