@@ -208,13 +208,13 @@ def _learned(
 
     from rotation_merge.files import Store
     from rotation_merge.matching.fit import fit
-    from rotation_merge.run.data import described, read_batches
+    from rotation_merge.run.data import described, read_samples
     from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 
     names = [str(pair.anchor.reference), str(pair.donor.reference)]
     models = [to_stored_dtype(load(name), stored_dtype(name)).to(device) for name in names]
-    data_set = read_batches(data, names[0], models[0], **asdict(reading))
+    data_set = read_samples(names[0], data, module=models[0], **asdict(reading))
     if config.objective != "distill":
         check_labels(data_set.batches, models[0], data_set.task, data)
     with ExitStack() as stack:

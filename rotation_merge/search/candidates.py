@@ -15,7 +15,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.model.open import open_model
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import model_for, record
@@ -210,7 +210,7 @@ class CandidateFiles:
             opened, device, source = open_model(model, any_base=True), self.config.device, self.data[model]
             module = model_for(opened, MeasureConfig(), source, device, None)
             limit = self.config.samples if source in SOURCES else None
-            data = read_batches(source, model, module, limit, *self.config.reading)
+            data = read_samples(model, source, limit, *self.config.reading, module)
             record(opened, module, data, MeasureConfig(), path, listener(), device)
         return str(path)
 

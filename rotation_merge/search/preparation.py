@@ -19,7 +19,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
-from rotation_merge.run.data import UNLABELLED, Data, read_batches
+from rotation_merge.run.data import UNLABELLED, Data, read_samples
 from rotation_merge.run.generated_samples import SOURCES, self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
@@ -173,7 +173,7 @@ class Preparation:
             problem = f"{len(config.data)} data for {len(config.models)} models"
             raise DataError(problem, remedy="give one, or one for each")
         first, limit = config.models[0], config.samples * 2
-        read = [read_batches(x, first, loaded[first], limit, *config.reading, mixed=True) for x in config.data]
+        read = [read_samples(first, x, limit, *config.reading, loaded[first], mixed=True) for x in config.data]
         return split(read, config.seed)
 
     def _made_up(self, loaded: Mapping[str, Any]) -> SampleSets:
@@ -183,7 +183,7 @@ class Preparation:
         count = -(-count // size) * size  # whole batches
         for number, (name, model) in enumerate(loaded.items()):
             seed = config.seed + WRITTEN_APART + number
-            data = read_batches(config.data[0], name, model, 2 * count, size, config.length, seed)
+            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model)
             half = len(data.batches) // 2
             sets.deciding.append(with_batches(data, data.batches[:half]))
             sets.reported.append(with_batches(data, data.batches[half:]))
