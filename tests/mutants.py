@@ -118,13 +118,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/mergekit_plugin/donors.py": ("carrying/test_carry_recipe.py", *MERGES),
     "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/mergekit_plugin/run.py": ("matching/test_save_alignment.py", *MERGES),
-    "rotation_merge/mergekit_plugin/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit_recipes.py"),
     "rotation_merge/mergekit_plugin/session.py": (
         "mergekit_plugin/test_session.py",
         "matching/test_save_alignment.py",
         "model/test_heads.py",
     ),
     "rotation_merge/mergekit_plugin/own_methods.py": (
+        "averaging/test_refit_sources.py",
+        "averaging/test_refit_recipes.py",
         "averaging/test_averaging.py",
         "carrying/test_carry.py",
         "averaging/test_ot_fusion.py",

@@ -27,8 +27,8 @@ from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
-from rotation_merge.run.data import read_batches, unpadded
-from rotation_merge.run.functions import Batch, load, local_path
+from rotation_merge.run.data import read_samples, unpadded
+from rotation_merge.run.functions import Batch
 from rotation_merge.run.statistics import NAME, Statistics
 
 SAMPLES = 200
@@ -102,7 +102,7 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     anchor, seed = str(views.recipe.base), views.session.seed
 
     def pool() -> Sequence[Batch]:
-        batches = read_batches(str(data), local_path(anchor), load(anchor), SAMPLES, seed=seed).batches
+        batches = read_samples(anchor, str(data), SAMPLES, seed=seed).batches
         return unpadded(batches, str(data))
 
     return pool

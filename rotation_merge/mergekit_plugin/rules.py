@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.parameters import checked as check_value
 from rotation_merge.config import DTYPES
-from rotation_merge.errors import RecipeError, nearest, nearest_path, removed, short
+from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import delegates, keys
 from rotation_merge.mergekit_plugin.document import (
@@ -266,7 +266,7 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
 def _unknown(name: str, delegate: MergeMethod, known: Iterable[str]) -> tuple[str, str]:
     """A parameter that neither we nor the delegate have: problem and remedy."""
     elsewhere = (spec.name for method in delegates.names() for spec in delegates.get(method).spec.parameters)
-    remedy = removed(name) or "leave it out" if name in elsewhere else nearest(name, known)
+    remedy = "leave it out" if name in elsewhere else nearest(name, known)
     return f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
 
 
