@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -14,7 +14,7 @@ import yaml
 from rotation_merge.errors import RotationMergeError, printable, short
 from rotation_merge.files import write_text
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.markdown import code, encoded, plain, prose
+from rotation_merge.model.markdown import code, encoded, plain, prose, table
 from rotation_merge.model.naming import Renaming, shortened
 from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
@@ -29,14 +29,39 @@ TAGS = {
 }
 """By relation to the parents."""
 
-TOLERANCE = 6e-6
-"""Difference of most weights of a merge between CPU kernels that sum in different orders. The demo's two Llamas, merged
-with the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights differ, by up to 5.8e-6."""
-
 MEASURED = "evaluation.json"
 """File that `rotation-merge evaluate --keep` writes beside a model."""
 
 _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
+
+RUN = """
+### How to run it
+
+Like any {noun}: nothing beside {library} is needed.
+
+```python
+from {library} import {kind}
+
+model = {kind}.from_pretrained({name})
+```"""
+
+MAKE_AGAIN = """
+### How to make it again
+
+With {makers}:
+
+```bash
+{commands}
+```
+
+{statistics}On the same machine with the same versions and samples the bytes are the same. With other CPU kernels most \
+weights differ by up to 6e-06; {compare} tells you whether both models compute the same.
+
+{without_plugin}"""
+"""The demo's two Llamas, merged with the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights
+differ, by up to 5.8e-6."""
+
+STATISTICS = "Its statistics are not published. They are measured first, on the same samples.\n\n"
 
 
 def front_matter(text: str) -> tuple[dict[str, Any], str]:
@@ -82,10 +107,13 @@ def metadata(
         card.pop("base_model", None)
     card["base_model_relation"] = report.relation
     card["library_name"] = "peft" if report.relation == "adapter" else "transformers"
-    card |= _licence(report, card)
+    stated = _licences(report)
+    if card.get("license") in (None, "other") and any(stated):
+        common = {"license": stated[0]} if len(set(stated)) == 1 else {}
+        card |= common or {"license": "other", "license_name": "licences-of-the-parents"}
     user_tags = [tag for tag in card.get("tags") or [] if isinstance(tag, str)]
     card["tags"] = list(dict.fromkeys([*TAGS[report.relation], *user_tags]))
-    sets = [*(card.get("datasets") or []), *map(_dataset, (str(used["source"]) for used in report.data))]
+    sets = [*(card.get("datasets") or []), *(_dataset(str(used["source"])) for used in report.data)]
     if known := list(dict.fromkeys(filter(None, sets))):
         card["datasets"] = known
     if measured:
@@ -95,9 +123,8 @@ def metadata(
 
 def _parents(report: MergeReport) -> dict[str, dict[str, Any]]:
     """The origin of each parent, adapters after their bases."""
-    names = [report.base] if report.base is not None else list(report.models)
     origins = {}
-    for name in names:
+    for name in [report.base] if report.base is not None else list(report.models):
         facts = report.models.get(name, {})
         adapter = facts.get("adapter")
         origins[name if adapter is None else name.partition("+")[0]] = facts
@@ -110,17 +137,7 @@ def _hub_ids(report: MergeReport) -> list[str]:
     return list(dict.fromkeys(facts["hub"] for facts in _parents(report).values() if facts.get("hub")))
 
 
-def _licence(report: MergeReport, existing: Mapping[str, Any]) -> dict[str, str]:
-    """The parents' common licence, else `other`. An existing card's licence is kept."""
-    stated = _stated(report)
-    if existing.get("license") not in (None, "other") or not any(stated):
-        return {}
-    if len(set(stated)) == 1:
-        return {"license": str(stated[0])}
-    return {"license": "other", "license_name": "licences-of-the-parents"}
-
-
-def _stated(report: MergeReport) -> list[str | None]:
+def _licences(report: MergeReport) -> list[str | None]:
     """The licences of the parents and of fine-tunes carried onto them."""
     carried = [facts for facts in report.models.values() if facts.get("carried")]
     return [facts.get("license") for facts in (*_parents(report).values(), *carried)]
@@ -142,138 +159,6 @@ def _result(measurement: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
-    """Markdown between our marks: moved donors with distances, models and licences, data, usage.
-
-    Args:
-        name: name to load the model by.
-        model_class: of transformers.
-        first: commands that make the recipe's unpublished inputs.
-    """
-    lines = [BEGIN, "### Models"]
-    if report.relation == "merge":
-        lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
-        lines += ["", "Per space: `rotation_merge.json`."]
-    lines += [] if report.search is None else markdown(report.search)
-    lines += [*origins(report), *_data(report), *(usage_lines(report, name, model_class, first) if name else [])]
-    return "\n".join([*lines, "", END, ""])
-
-
-def notes(report: MergeReport) -> list[str]:
-    """The report's notes as Markdown."""
-    parents = _parents(report)
-    names = [report.anchor, *report.donors(), *report.models, *parents, *report.files.values()]
-    return [prose(note, [*names, *(str(used["source"]) for used in report.data)]) for note in report.notes]
-
-
-def _done(report: MergeReport) -> list[str]:
-    """Card lines on the donors: one row for each moved donor."""
-    tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
-    if not report.donors():
-        return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
-    near = f" and line up with {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
-    lines = [
-        f"Before the merge by {code(report.delegate)}, {tool} rewrote the weights of these models: they keep their "
-        f"outputs{near}.",
-        "",
-        "| model | relative distance before | after | |",
-        "|---|---|---|---|",
-    ]
-    matched = {row.donor for row in report.rows}
-    for donor in report.donors():
-        figures = report.relative_distances(donor) if donor in matched else ()
-        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
-        lines.append(f"| {plain(donor)} | {before} | {after} | {plain(report.verdict(donor))} |")
-    return lines
-
-
-def origins(report: MergeReport) -> list[str]:
-    """Origins, fingerprints and licences of the models, as Markdown lines."""
-    parts = {**{name: report.models.get(name, {}) for name in report.fingerprints}, **report.models}
-    rows = []
-    for name, facts in parts.items():
-        mark = report.fingerprints.get(name, "")
-        rows.append((_linked(name, facts), facts, f"{code(mark)}" if mark else ""))
-        if facts.get("adapter"):
-            rows.append((_linked(str(facts["adapter"].get("name")), facts["adapter"]), facts["adapter"], ""))
-    if not rows:
-        return []
-    lines = ["", "| model | revision | licence | fingerprint of config and weights |", "|---|---|---|---|"]
-    for name, facts, mark in rows:
-        known = plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")
-        lines.append(f"| {name} | {' | '.join(known)} | {mark} |")
-    if len(set(_stated(report))) > 1:
-        lines += ["", "The parents have different licences; all of them apply."]
-    return lines
-
-
-def _linked(name: str, facts: Mapping[str, Any]) -> str:
-    hub = facts.get("hub")
-    known = isinstance(hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub)
-    return f"[{hub}](https://huggingface.co/{hub})" if known else plain(hub or name)
-
-
-def _data(report: MergeReport) -> list[str]:
-    if not report.data:
-        return []
-    rows = [f"| {plain(used['of'])} | {used['samples'] or ''} | {plain(used['source'])} |" for used in report.data]
-    return ["", "### Data", "", "| used for | samples | source |", "|---|---|---|", *rows]
-
-
-def usage_lines(report: MergeReport, name: str, model_class: str | None, first: Sequence[str]) -> list[str]:
-    """Card lines: running the model, and making it again with and without the plugin."""
-    needs = "model: nothing beside transformers"
-    if report.relation == "adapter":
-        needs = "adapter: nothing beside peft"
-        base = next(iter(_hub_ids(report)), report.base or report.anchor)
-        loading = [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-            f"model = PeftModel.from_pretrained(base, {json.dumps(name)})",
-        ]
-    else:
-        kind = model_class if model_class and model_class.isidentifier() else "AutoModel"
-        loading = [f"from transformers import {kind}", "", f"model = {kind}.from_pretrained({json.dumps(name)})"]
-    lines = ["", "### How to run it", "", f"Like any {needs} is needed.", "", "```python", *loading, "```"]
-    return lines if report.relation != "merge" else [*lines, *_again(report, name, first)]
-
-
-def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
-    """Card lines: making a merge again, with and without the plugin."""
-    makers = [f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")]
-    folder = os.path.basename(name)
-    if name.count("/") == 1:
-        merge = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
-        merge, compare = [*merge, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
-    else:
-        merge = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
-        compare = shlex.join(["rotation-merge", "verify", folder, "again"])
-    lines = ["", "### How to make it again", "", f"With {', '.join(makers)}:", "", "```bash", *merge, "```", ""]
-    lines += ["Its statistics are not published. They are measured first, on the same samples.", ""] if first else []
-    lines.append(
-        "On the same machine with the same versions and samples the bytes are the same. With other CPU kernels most "
-        f"weights differ by up to {TOLERANCE:g}; {code(compare)} tells you whether both models compute the same."
-    )
-    return [*lines, "", _without_plugin(report)]
-
-
-def _without_plugin(report: MergeReport) -> str:
-    """Instructions for readers without the plugin."""
-    delegate = code(report.delegate)
-    if report.own_method:
-        return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
-    if not report.donors():
-        return f"mergekit alone makes it, too, by {delegate}."
-    if any(row.kind == "stream" and row.group == "rotation" for row in report.rows):
-        return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
-    return (
-        "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "
-        f"mergekit alone then merges them by {delegate}."
-    )
-
-
 def kept_figures(folder: str) -> list[dict[str, Any]]:
     """The figures that `evaluate --keep` wrote beside a model.
 
@@ -292,6 +177,123 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
         raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
+def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
+    """Markdown between our marks: moved donors with distances, models and licences, data, usage.
+
+    Args:
+        name: name to load the model by.
+        model_class: of transformers.
+        first: commands that make the recipe's unpublished inputs.
+    """
+    lines = [BEGIN, "### Models"]
+    if report.relation == "merge":
+        lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
+        lines += ["", "Per space: `rotation_merge.json`."]
+    lines += [] if report.search is None else markdown(report.search)
+    lines += [*_origins(report), *_data(report)]
+    if name:
+        lines.append(_usage(report, name, model_class))
+    if name and report.relation == "merge":
+        lines.append(_again(report, name, first))
+    return "\n".join([*lines, "", END, ""])
+
+
+def notes(report: MergeReport) -> list[str]:
+    """The report's notes as Markdown."""
+    names = [report.anchor, *report.donors(), *report.models, *_parents(report), *report.files.values()]
+    return [prose(note, [*names, *(str(used["source"]) for used in report.data)]) for note in report.notes]
+
+
+def _done(report: MergeReport) -> list[str]:
+    """Card lines on the donors: one row for each moved donor."""
+    tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
+    if not report.donors():
+        return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
+    near = f" and line up with {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
+    matched, rows = {row.donor for row in report.rows}, []
+    for donor in report.donors():
+        figures = report.relative_distances(donor) if donor in matched else ()
+        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
+        rows.append([plain(donor), before, after, plain(report.verdict(donor))])
+    return [
+        f"Before the merge by {code(report.delegate)}, {tool} rewrote the weights of these models: they keep their "
+        f"outputs{near}.",
+        "",
+        *table(["model", "relative distance before", "after", ""], rows),
+    ]
+
+
+def _origins(report: MergeReport) -> list[str]:
+    """Card lines on the models: where they come from, their licences and fingerprints."""
+    rows = []
+    for name, facts in {**{key: {} for key in report.fingerprints}, **report.models}.items():
+        mark, adapter = report.fingerprints.get(name, ""), facts.get("adapter")
+        rows.append([*_origin(name, facts), code(mark) if mark else ""])
+        if adapter:
+            rows.append([*_origin(str(adapter.get("name")), adapter), ""])
+    if not rows:
+        return []
+    lines = ["", *table(["model", "revision", "licence", "fingerprint of config and weights"], rows)]
+    if len(set(_licences(report))) > 1:
+        lines += ["", "The parents have different licences; all of them apply."]
+    return lines
+
+
+def _origin(name: str, facts: Mapping[str, Any]) -> list[str]:
+    """Cells: a model's name, revision and licence."""
+    hub = facts.get("hub")
+    known = isinstance(hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub)
+    link = f"[{hub}](https://huggingface.co/{hub})" if known else plain(hub or name)
+    return [link, plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")]
+
+
+def _data(report: MergeReport) -> list[str]:
+    rows = [[plain(used["of"]), str(used["samples"] or ""), plain(used["source"])] for used in report.data]
+    return ["", "### Data", "", *table(["used for", "samples", "source"], rows)] if rows else []
+
+
+def _usage(report: MergeReport, name: str, model_class: str | None) -> str:
+    """Running the model."""
+    noun, library, kind = "model", "transformers", model_class or ""
+    if report.relation == "adapter":
+        noun, library, kind = "adapter", "peft", "AutoPeftModelForCausalLM"
+    kind = kind if kind.isidentifier() else "AutoModel"
+    return RUN.format(noun=noun, library=library, kind=kind, name=json.dumps(name))
+
+
+def _again(report: MergeReport, name: str, first: Sequence[str]) -> str:
+    """Making a merge again, with and without the plugin; a `name` with a slash is one of the hub."""
+    folder = os.path.basename(name)
+    merge = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
+    compare = shlex.join(["rotation-merge", "verify", folder, "again"])
+    if name.count("/") == 1:
+        merge = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
+        merge, compare = [*merge, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
+    makers = (f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch"))
+    return MAKE_AGAIN.format(
+        makers=", ".join(makers),
+        commands="\n".join(merge),
+        statistics=STATISTICS if first else "",
+        compare=code(compare),
+        without_plugin=_without_plugin(report),
+    )
+
+
+def _without_plugin(report: MergeReport) -> str:
+    """Instructions for readers without the plugin."""
+    delegate = code(report.delegate)
+    if report.own_method:
+        return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
+    if not report.donors():
+        return f"mergekit alone makes it, too, by {delegate}."
+    if any(row.kind == "stream" and row.group == "rotation" for row in report.rows):
+        return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
+    return (
+        "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "
+        f"mergekit alone then merges them by {delegate}."
+    )
+
+
 def class_of(folder: str) -> str | None:
     """The class of transformers that a checkpoint's config names."""
     classes = Contents(folder).config.get("architectures")
@@ -305,8 +307,7 @@ def add_section(path: str, report: MergeReport) -> None:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     folder = os.path.dirname(os.path.abspath(path))
-    name = os.path.basename(folder)
-    write_text(path, updated_card(text, report, name, class_of(folder)))
+    write_text(path, updated_card(text, report, os.path.basename(folder), class_of(folder)))
 
 
 def updated_card(
@@ -328,26 +329,27 @@ def updated_card(
         first: see `section`.
     """
     existing, body = front_matter(text)
-    our_section = section(report, name, model_class, first)
     before, begin_mark, after = body.partition(BEGIN)
     if begin_mark:
-        body = f"{before}{our_section}{after.partition(END)[2].removeprefix(chr(10))}"
+        after = after.partition(END)[2].removeprefix("\n")
     else:
         before, marker, after = body.partition("### Configuration")
-        body = f"{before}{our_section}\n{marker}{after}" if marker else f"{before.rstrip()}\n\n{our_section}"
-    if report.relation == "merge":
-        body = _without_paths(report)(body) if written is None else _with_new_names(body, written, report)
+        before, after = (before, f"\n{marker}{after}") if marker else (f"{before.rstrip()}\n\n", "")
+    if written is not None and report.relation == "merge":
+        before, after = (_with_new_names(part, written, report) for part in (before, after))
+    body = f"{before}{section(report, name, model_class, first)}{after}"
+    if written is None and report.relation == "merge":
+        body = _without_paths(report).text(body)
     return with_metadata(metadata(report, existing, measured, name), body)
 
 
-def _without_paths(report: MergeReport) -> Callable[[str], str]:
-    """A function that replaces this machine's paths that the report knows: models, samples, files."""
+def _without_paths(report: MergeReport) -> Renaming:
+    """Replaces this machine's paths that the report knows: models, samples, files."""
     known = {*_model_names(report), *_files(report)}
     paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
-    words = {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
-    return Renaming(words).text
+    return Renaming({form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)})
 
 
 def _model_names(report: MergeReport) -> list[str]:
@@ -368,18 +370,10 @@ def _files(report: MergeReport) -> Iterator[str]:
         return
 
 
-def _with_new_names(body: str, written: MergeReport, report: MergeReport) -> str:
-    """A card written by mergekit with models renamed: in the base, the list and the recipe."""
-    old, new = _without_paths(written), _without_paths(report)
-    names = {old(a): new(b) for a, b in zip(_model_names(written), _model_names(report), strict=True)}
-    names = {plain(before): plain(after) for before, after in names.items()}
-
-    def replaced(match: re.Match[str]) -> str:
-        return match[1] + " + ".join(names.get(part, part) for part in match[2].split(" + ")) + match[3]
-
-    head, marker, remainder = body.partition("### Models Merged")
-    models, following, remainder = remainder.partition("\n### ")
-    head = re.sub(r"( merge method using )(.+)( as a base\.)", replaced, head)
-    models = re.sub(r"(?m)^(\* )(.+)()$", replaced, models)
-    recipe = f"```yaml\n{old(written.recipe)}\n```"
-    return f"{head}{marker}{models}{following}{remainder}".replace(recipe, f"```yaml\n{new(report.recipe)}\n```")
+def _with_new_names(text: str, written: MergeReport, report: MergeReport) -> str:
+    """mergekit's part of a card with models renamed: in the base, the list and the recipe."""
+    old, new = _without_paths(written).text, _without_paths(report).text
+    pairs = zip(_model_names(written), _model_names(report), strict=True)
+    renaming = Renaming({plain(old(before)): plain(new(after)) for before, after in pairs})
+    recipe, renamed = (f"```yaml\n{words}\n```" for words in (old(written.recipe), new(report.recipe)))
+    return renamed.join(map(renaming.text, text.split(recipe)))
