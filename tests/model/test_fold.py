@@ -1,4 +1,4 @@
-"""Folding norm gains into their readers: gains that are refused, and rounding (laws/ has that outputs stay the same)."""
+"""Folding norm gains into their readers: gains that are refused, and rounding (of the outputs, see the laws)."""
 
 from __future__ import annotations
 

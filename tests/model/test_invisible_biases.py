@@ -42,9 +42,9 @@ def hidden(architecture: Architecture) -> Iterator[tuple[HiddenBias, Tensor]]:
 
 def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A model with other key biases and with value biases moved into output biases; and how many were changed."""
-    found, changed = {name: tensor.clone() for name, tensor in tensors.items()}, 0
+    found, every = {name: tensor.clone() for name, tensor in tensors.items()}, list(hidden(architecture))
     generator = torch.Generator().manual_seed(4)
-    for changed, (one, rows) in enumerate(hidden(architecture), start=1):
+    for one, rows in every:
         name = one.info.name
         shift = torch.randn(len(rows), generator=generator, dtype=torch.float64).to(found[name])
         found[name][rows] += shift
@@ -55,7 +55,7 @@ def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[
             inputs = torch.zeros(axis.size or 0).to(shift).index_put((entries(axis, one.space, "o"),), heads)
             output = torch.tensordot(found[one.output.name], inputs, dims=([dim], [0]))
             found[one.bias.name] = found[one.bias.name] - output
-    return found, changed
+    return found, len(every)
 
 
 @pytest.mark.parametrize("case", [case for case in ONE if not case.images], ids=lambda case: case.family)
