@@ -14,12 +14,12 @@ from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import watched_blocks, write_notes
+from rotation_merge.model.checkpoint import write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import StorageOptions
+from rotation_merge.model.writing import SHARD_SIZE
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
@@ -123,7 +123,7 @@ def carry(
     new: str,
     config: TransferConfig | None = None,
     execution: Execution | None = None,
-    shard_size: int = StorageOptions().shard_size,
+    shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
 ) -> list[TransferResult]:
     """Carry adapters and fine-tunes of one base to another, each to a separate folder.
@@ -182,7 +182,7 @@ def _written(
     assert report is not None
     with staged(out) as staging, unchanged([bases.anchor]):
         if isinstance(value, View):
-            value.write(staging, watched_blocks(value, value.dtype, progress), value.storage(shard_size))
+            value.write(staging, shard_size, progress)
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])

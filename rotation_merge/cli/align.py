@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from mergekit.common import dtype_from_name
 
 from rotation_merge.cli.options import (
     THREADS,
@@ -76,7 +77,7 @@ def command(
     from rotation_merge.matching.aligned_output import match_pair, with_basis, write_aligned
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.run_keys import mark_of, unchanged
-    from rotation_merge.model.writing import StorageOptions, parse_size
+    from rotation_merge.model.writing import parse_size
     from rotation_merge.run.ledger import kept_beside
     from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers import on_backend
@@ -109,9 +110,8 @@ def command(
                 proofs.append(prove(donor, staging, options.shift_head))
                 return not proofs[0].failed, proofs[0].words
 
-            storage = StorageOptions(shard_bytes, dtype, untie)
-            written = write_aligned(pair, alignment, out, storage, progress, check if verify else None)
-            left_out_notes = written.notes
+            ends = dtype_from_name(dtype), shard_bytes, progress, check if verify else None
+            left_out_notes = write_aligned(pair, alignment, out, *ends).notes
             proof = proofs[0] if proofs else None
         if alignment_file is not None:
             alignment.write(alignment_file, half)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import yaml
-from mergekit.common import dtype_from_name
 
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
@@ -22,7 +21,7 @@ from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.view import View, stored_dtype
-from rotation_merge.model.writing import StorageOptions
+from rotation_merge.model.writing import SHARD_SIZE
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -91,7 +90,8 @@ def write_aligned(
     pair: Pair,
     alignment: Alignment,
     out: str,
-    storage: StorageOptions,
+    dtype: torch.dtype | None = None,
+    shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> View:
@@ -99,10 +99,10 @@ def write_aligned(
 
     Nothing is left behind if writing fails.
     """
-    view = aligned_view(pair, alignment, dtype_from_name(storage.dtype))
+    view = aligned_view(pair, alignment, dtype)
     report = replace(alignment.known_report, notes=[*alignment.known_report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(view, report, text, out, storage, progress, check)
+    write_checkpoint(view, report, text, out, shard_size, progress, check)
     return view
 
 

@@ -87,11 +87,7 @@ def refuse_bare_repository(repo: str, files: Sequence[str]) -> None:
 
 
 def _model_in(folder: str) -> str:
-    """The only GGUF model in a folder.
-
-    Raises:
-        CheckpointError: there are several.
-    """
+    """The only GGUF model in a folder."""
     names = sorted(filter(is_gguf_file, os.listdir(folder)))
     models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
     if len(models) != 1:

@@ -116,7 +116,7 @@ def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_
     for name, view in under_heads(open_model(merged, unsupported="merge"), donors).items():
         body = f"The merged body with the head of {code(view.reference)}."
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\n{body}\n"
-        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), view.storage(shard_size))
+        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), shard_size)
 
 
 def heads_of_teachers(merged: View, teachers: Sequence[View]) -> list[View | None]:

@@ -104,11 +104,7 @@ def _in_memory(
 
 
 def _values(config: Any, name: str) -> dict[str, Any]:
-    """A config as the dictionary that config.json would hold.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """A config as the dictionary that config.json would hold."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         remedy = "give a transformers config, or the dictionary in config.json"
         raise CheckpointError(f"its config is of type {type(config).__name__}", where=name or None, remedy=remedy)
@@ -200,12 +196,7 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
 
 
 def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool, unsupported: str) -> Architecture:
-    """The architecture of a stored model, its shapes compared with the config's.
-
-    Raises:
-        ArchitectureError: no architecture file describes it.
-        CheckpointError: a tensor has another shape.
-    """
+    """The architecture of a model, its shapes compared with the config's."""
     merge_anyway = unsupported == "merge"
     if merge_anyway and find(config) is None:
         return unaligned(list(shapes), config)

@@ -56,11 +56,7 @@ def staged(out: str) -> Iterator[str]:
 
 
 def _move(staging: Path, target: Path) -> None:
-    """Move staged files to their place.
-
-    Raises:
-        OSError: one of them cannot be moved.
-    """
+    """Move staged files to their place."""
     if not target.exists() or not os.listdir(target):
         os.replace(staging, target)
         return
@@ -74,11 +70,7 @@ def _move(staging: Path, target: Path) -> None:
 
 
 def _moves(staging: Path, target: Path, folder: Path) -> tuple[list[Path], list[Path]]:
-    """What to move into a folder that both have, and what to remove from it before, by relative paths.
-
-    Raises:
-        OSError: a folder stands where a file is to come.
-    """
+    """What to move into a folder that both have, and what to remove from it before, by relative paths."""
     names, present = os.listdir(staging / folder), os.listdir(target / folder)
     incoming: list[Path] = []
     outgoing: list[Path] = []

@@ -1,19 +1,15 @@
-"""What a model's folder holds beside its config: weight files, tokenizer and other small files; sizes and dtypes."""
+"""What a model's folder holds beside its weights: a config, a tokenizer and other small files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mergekit.common import parse_kmb
-from mergekit.io.tensor_writer import TensorWriter
-from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.sentence import in_module, write_modules
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
@@ -24,13 +20,8 @@ TEMPLATES = "additional_chat_templates"
 OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
 
 
-@dataclass(frozen=True)
-class StorageOptions:
-    """Options of writing a model: the largest weight file, the dtype (None: unchanged), an untied head."""
-
-    shard_size: int = 5_000_000_000
-    dtype: str | None = None
-    untie: bool = False
+SHARD_SIZE = 5_000_000_000
+"""Bytes of a weight file at most."""
 
 
 def parse_size(text: str) -> int:
@@ -43,31 +34,6 @@ def parse_size(text: str) -> int:
         if (size := parse_kmb(text)) > 0:
             return size
     raise RotationMergeError(f"'{text}' is not a size", remedy="write a number of bytes above 0, or 500M, or 5B")
-
-
-def write_weights(
-    folder: str,
-    tensors: Iterable[tuple[str, Tensor]],
-    shard_size: int,
-    modules: list[dict[str, Any]],
-    source: str | None,
-) -> None:
-    """Write tensors to weight files; modules of sentence-transformers have folders of their own.
-
-    Args:
-        shard_size: bytes of a file at most.
-        modules: after the transformer.
-        source: folder with the settings of the modules; None: there are none.
-    """
-    writer, of_modules = TensorWriter(folder, max_shard_size=shard_size), {}
-    for name, tensor in tensors:
-        if in_module(name, modules):
-            of_modules[name] = tensor.detach().cpu().clone()
-        else:
-            writer.save_tensor(name, tensor.detach().cpu(), clone=True)
-    writer.finalize()
-    if source is not None:
-        write_modules(source, folder, of_modules)
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
