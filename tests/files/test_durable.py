@@ -114,15 +114,6 @@ def test_what_goes_wrong_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    with replacing(tmp_path / "file") as temporary:
-        Path(temporary).write_text("left")
-        os.link(temporary, tmp_path / "left")
-    os.replace(tmp_path / "left", temporary)
-    write_text(tmp_path / "file", "new")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "new"}
-
-
 def test_permissions_stay_those_of_a_new_file(tmp_path: Path) -> None:
     write_text(tmp_path / "one", "text")
     (tmp_path / "two").write_text("text")

@@ -40,7 +40,7 @@ def put(out: Path, files: dict[str, str]) -> None:
         write(Path(staging), files)
 
 
-def in_another_process(out: Path, signal_number: int = 0) -> tuple[int, int]:
+def in_another_process(out: Path) -> tuple[int, int]:
     """A process that is writing into a folder, and the end of a pipe that lets it go on when it is closed."""
     begun, go_on = os.pipe(), os.pipe()
     if child := os.fork():
@@ -54,8 +54,6 @@ def in_another_process(out: Path, signal_number: int = 0) -> tuple[int, int]:
         write(Path(staging), {"config.json": "theirs"})
         os.write(begun[1], b"!")
         os.read(go_on[0], 1)
-        if signal_number:
-            os.kill(os.getpid(), signal_number)
     os._exit(0)
 
 
@@ -76,18 +74,6 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, there: bo
     put(out, {"config.json": "mine"})
     assert files(out) == {"config.json": "mine"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["other", "out"]
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_what_a_killed_run_leaves_is_in_nobodys_way(tmp_path: Path, there: bool) -> None:
-    out = tmp_path / "out"
-    before = files(write(out, MODEL)) if there else {}
-    child, go_on = in_another_process(out, signal.SIGKILL)
-    os.close(go_on)
-    os.waitpid(child, 0)
-    assert files(out) == before
-    put(out, {"config.json": "mine"})
-    assert files(tmp_path) == {"out/config.json": "mine"}
 
 
 def test_two_threads_are_two_runs(tmp_path: Path) -> None:
@@ -148,12 +134,13 @@ def test_two_merges_started_together(deep_pair: tuple[Path, Path], tmp_path: Pat
 
 MINE = {"docs/keep.txt": "mine", "model_notes.safetensors": "mine", "model-ema.bin": "mine"}
 HEAD = {f"heads/a/{name}": text for name, text in MODEL.items()}
+PICKLED = ("config.json", "pytorch_model.bin")
 ADAPTER = {"adapter_config.json": "new", "adapter_model.bin": "new"}
 MOVED: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
     "files of others stay": ({**MINE, "docs/model.safetensors": "mine", "docs/both": "old"},
                              {**NEW, "docs/both": "new", "docs/deep/er": "new"},
                              {**MINE, "docs/model.safetensors": "mine"}),
-    "old shards go": (HEAD, {**NEW, "heads/a/config.json": "new", "heads/a/model.bin": "new"}, {}),
+    "old shards go": (HEAD, {f"{at}{name}": "new" for at in ("", "heads/a/") for name in PICKLED}, {}),
     "heads of an earlier merge go": ({**HEAD, "heads/a/rotation_merge.json": "old", "heads/mine/notes.txt": "mine"},
                                      {**NEW, "heads/b/config.json": "new"}, {"heads/mine/notes.txt": "mine"}),
     "an adapter is no model": ({}, ADAPTER, {}),
