@@ -316,17 +316,11 @@ def updated_card(
     name: str,
     model_class: str | None,
     measured: Sequence[Mapping[str, Any]] = (),
-    written: MergeReport | None = None,
     first: Sequence[str] = (),
 ) -> str:
     """A card with the report's metadata and section; everything else unchanged.
 
     The card of a merge names no path of this machine that the report knows.
-
-    Args:
-        written: the report that the card was written from, where models had other names; None: mergekit wrote it just
-            now, or they had the same.
-        first: see `section`.
     """
     existing, body = front_matter(text)
     before, begin_mark, after = body.partition(BEGIN)
@@ -335,21 +329,19 @@ def updated_card(
     else:
         before, marker, after = body.partition("### Configuration")
         before, after = (before, f"\n{marker}{after}") if marker else (f"{before.rstrip()}\n\n", "")
-    if written is not None and report.relation == "merge":
-        before, after = (_with_new_names(part, written, report) for part in (before, after))
     body = f"{before}{section(report, name, model_class, first)}{after}"
-    if written is None and report.relation == "merge":
-        body = _without_paths(report).text(body)
+    if report.relation == "merge":
+        body = Renaming(shown_names(report)).text(body)
     return with_metadata(metadata(report, existing, measured, name), body)
 
 
-def _without_paths(report: MergeReport) -> Renaming:
-    """Replaces this machine's paths that the report knows: models, samples, files."""
+def shown_names(report: MergeReport) -> dict[str, str]:
+    """The names in a merge's card of what lies on this machine: models, samples, files, by the report's names."""
     known = {*_model_names(report), *_files(report)}
     paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
-    return Renaming({form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)})
+    return {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
 
 
 def _model_names(report: MergeReport) -> list[str]:
@@ -368,12 +360,3 @@ def _files(report: MergeReport) -> Iterator[str]:
         yield from (value for value in scalars if os.path.isabs(value))
     except yaml.YAMLError:
         return
-
-
-def _with_new_names(text: str, written: MergeReport, report: MergeReport) -> str:
-    """mergekit's part of a card with models renamed: in the base, the list and the recipe."""
-    old, new = _without_paths(written).text, _without_paths(report).text
-    pairs = zip(_model_names(written), _model_names(report), strict=True)
-    renaming = Renaming({plain(old(before)): plain(new(after)) for before, after in pairs})
-    recipe, renamed = (f"```yaml\n{words}\n```" for words in (old(written.recipe), new(report.recipe)))
-    return renamed.join(map(renaming.text, text.split(recipe)))

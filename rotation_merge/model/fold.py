@@ -251,11 +251,8 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
     stored = max((shift.dtype, dtype or shift.dtype), key=lambda kind: torch.finfo(kind).eps)
     rounding = torch.finfo(stored).eps
     if size * rounding > max(ROUNDINGS * rounding, LEAST_ERROR):
-        raise AlignmentError(
-            f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): in "
-            f"{str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g} of the "
-            "norm's output",
-            where=block.name,
-            remedy=f"{UNROTATED}, or a dtype of more digits",
-        )
+        off = f"in {str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g}"
+        problem = f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): {off}"
+        remedy = f"{UNROTATED}, or a dtype of more digits"
+        raise AlignmentError(f"{problem} of the norm's output", where=block.name, remedy=remedy)
     return divided

@@ -74,17 +74,15 @@ def open_model(
         return _open_files(model, options or MergeOptions(), untie, unsupported, any_base)
     if isinstance(model, nn.Module):
         if hasattr(model, "merge_and_unload"):
+            problem = "is a model of peft, with an adapter beside its weights"
             remedy = "give model.merge_and_unload(), or the folders as 'base+adapter'"
-            raise CheckpointError(
-                "is a model of peft, with an adapter beside its weights", where=name or None, remedy=remedy
-            )
+            raise CheckpointError(problem, where=name or None, remedy=remedy)
         values = {**_values(getattr(model, "config", None), name), "architectures": [type(model).__name__]}
         return _in_memory(name or type(model).__name__, model.state_dict(), values, untie, model)
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
         return _in_memory(name or "the state dict", model[0], _with_class(_values(model[1], name), model[0]), untie)
-    problem = (
-        "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
-    )
+    is_state = isinstance(model, Mapping)
+    problem = "is a state dict without its config" if is_state else f"is of type {type(model).__name__}"
     raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=WITHOUT_CONFIG)
 
 
@@ -282,11 +280,8 @@ def as_reference(model: ModelLike) -> ModelLike:
 
 def whole_path(name: str) -> str:
     """A model's name with absolute local paths, for a process in another folder."""
-    reference = parse_reference(name)
-    parts = {"model": reference.model} if reference.lora is None else {"model": reference.model, "lora": reference.lora}
-    local_parts = {key: part for key, part in parts.items() if os.path.exists(part.path)}
-    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in local_parts.items()}
-    return str(reference.model_copy(update=whole))
+    parts = [name] if os.path.exists(name) else name.split("+")
+    return "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in parts)
 
 
 def weights_of(path: str) -> int:

@@ -383,13 +383,11 @@ def as_stored(view: View) -> View:
 
 def stored_once(architecture: Architecture, tensors: Tensors, left_out: Collection[str]) -> Tensors:
     """Tensors of a model in the order of its architecture, a tied one once, under its first name."""
-    known: dict[str, None] = {}
-    for info in architecture.tensors():
-        if any(name in tensors for name in (info.names[0], *info.tied)):
-            known.update(dict.fromkeys(info.names))
-    tied = {name for info in architecture.tensors() for name in info.tied}
-    known.update((name, None) for name in tensors if name not in known and name not in tied)
-    return with_tied(architecture, tensors).only(name for name in known if name not in left_out)
+    infos = [info for info in architecture.tensors() if any(name in tensors for name in (info.names[0], *info.tied))]
+    known = dict.fromkeys(name for info in infos for name in info.names)
+    tied = {name for info in infos for name in info.tied}
+    names = [*known, *(name for name in tensors if name not in known and name not in tied)]
+    return with_tied(architecture, tensors).only(name for name in names if name not in left_out)
 
 
 def described(name: str, config: Mapping[str, Any], architecture: Architecture, shapes: Shapes) -> View:

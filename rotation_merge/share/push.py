@@ -15,7 +15,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.card import class_of, kept_figures, updated_card
+from rotation_merge.model.card import class_of, kept_figures, shown_names, updated_card
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
@@ -162,7 +162,10 @@ class Draft:
         old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
         text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
         first = [measurement.command for measurement in statistics]
-        card = updated_card(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
+        shown = shown_names(self.report) if report.relation == "merge" else {}
+        known = {short: renaming.names[path] for path, short in shown.items() if path in renaming.names}
+        text = Renaming({**renaming.names, **known}).text(text)
+        card = updated_card(text, report, self.repo, class_of(self.folder), figures, first)
         check_card(card)
         return card
 
