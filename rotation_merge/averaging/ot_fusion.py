@@ -30,7 +30,7 @@ from rotation_merge.matching.activations import Activations, Points, activation_
 from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_block, read_tensor
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import row_pair
@@ -143,7 +143,7 @@ class OtFusion(OwnMethod):
         if self.models.samples is not None:
             points = activation_points(architecture.blocks, spaces, self._both_activations(model))
         else:
-            first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
+            first, second = (named_as(architecture, view.tensors, view.architecture) for view in pair)
             if (rows := row_pair(*pair)) is not None:
                 first, second = on_shared_rows(architecture, (first, second), rows)
             points = stream_ends(architecture, first, second)

@@ -21,7 +21,7 @@ from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
@@ -99,7 +99,7 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
 
     This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
     """
-    near = nearness(base.architecture, base.tensors, translated(origin, origin.architecture, base.architecture))
+    near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
     if not near.shared:
         return False, ""
     words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
