@@ -50,7 +50,7 @@ def folder_of(part: ModelPath, cache: str | None = None) -> str | None:
         CheckpointError: it is a GGUF that is damaged.
     """
     place = place_of(part, cache)
-    return None if place is None else _as_folder(place)
+    return None if place is None else gguf.decoded(place)
 
 
 def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] = SMALL) -> str:
@@ -65,7 +65,7 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
     path = part.path
     if os.path.isfile(path) and not gguf.is_gguf(path):
         raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
-    return _as_folder(path if os.path.exists(path) else _downloaded(part, cache, patterns))
+    return gguf.decoded(path if os.path.exists(path) else _downloaded(part, cache, patterns))
 
 
 def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> str:
@@ -108,11 +108,6 @@ def absent_parts(reference: ModelReference) -> list[ModelPath]:
         if on_hub and not os.path.exists(part.path) and not weights:
             absent.append(part)
     return absent
-
-
-def _as_folder(place: str) -> str:
-    """A folder, or the one that is made from a GGUF."""
-    return gguf.decoded(place) if gguf.is_gguf(place) else place
 
 
 class ShardReader:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -57,33 +57,27 @@ def on_hub(path: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (path, "")
 
 
-def refuse_absent(path: str, revision: str | None) -> None:
+def refuse_absent(path: str, revision: str | None = None, names: Iterable[str] | None = None) -> None:
     """Refuse a GGUF that its repository does not have, or a repository that has nothing but GGUF files.
+
+    Args:
+        names: of the files that it has; None: the hub is asked.
 
     Raises:
         CheckpointError: names those that it has.
     """
     from huggingface_hub import HfApi
 
-    (repo, file), names = on_hub(path), list[str]()
+    repo, file = on_hub(path)
     with suppress(Exception):  # of the client of HTTP below, which is another each year
-        names = HfApi().list_repo_files(repo, revision=revision) if reachable() else []
-    known = sorted({split_files(name)[0] for name in names if is_gguf_file(name)})
+        names = HfApi().list_repo_files(repo, revision=revision) if names is None and reachable() else names
+    known = sorted({split_files(name)[0] for name in names or () if is_gguf_file(name)})
     if file:
         remedy = nearest(file, known) if known else "check the name"
         raise CheckpointError("is not in the repository", where=path, remedy=remedy)
-    refuse_bare_repository(repo, known)
-
-
-def refuse_bare_repository(repo: str, files: Sequence[str]) -> None:
-    """Refuse a repository as a model if it holds GGUF files, which are named one by one.
-
-    Raises:
-        CheckpointError: names them.
-    """
-    if files:
-        remedy = f"name one of its files, as {repo}:{files[0]}"
-        raise CheckpointError(f"holds models in GGUF: {named(files)}", where=repo, remedy=remedy)
+    if known:
+        remedy = f"name one of its files, as {repo}:{known[0]}"
+        raise CheckpointError(f"holds models in GGUF: {named(known)}", where=repo, remedy=remedy)
 
 
 def _model_in(folder: str) -> str:
@@ -103,7 +97,7 @@ def quantised(folder: str) -> str:
 
 
 def decoded(path: str) -> str:
-    """The folder that a GGUF is decoded into; written on first use, by one process.
+    """The folder that a GGUF is decoded into; written on first use, by one process. Of any other model its own folder.
 
     Args:
         path: any one of its files, or the folder that holds no other model.
@@ -113,6 +107,8 @@ def decoded(path: str) -> str:
     """
     from huggingface_hub import constants
 
+    if not is_gguf(path):
+        return path
     path = _model_in(path) if os.path.isdir(path) else path
     paths = split_files(path)
     if missing := next((file for file in paths if not os.path.isfile(file)), None):
