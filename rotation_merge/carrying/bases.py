@@ -31,11 +31,11 @@ from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_o
 from rotation_merge.matching.run import AppliedAlignment, Run, change_note
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
+from rotation_merge.model.card import origins
 from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
-from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View

@@ -17,9 +17,8 @@ from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
-from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import SHARD_SIZE
+from rotation_merge.model.writing import SHARD_SIZE, staged
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from mergekit.common import dtype_from_name
 
 from rotation_merge.cli.options import (
     THREADS,
@@ -110,8 +109,8 @@ def command(
                 proofs.append(prove(donor, staging, options.shift_head))
                 return not proofs[0].failed, proofs[0].words
 
-            ends = dtype_from_name(dtype), shard_bytes, progress, check if verify else None
-            left_out_notes = write_aligned(pair, alignment, out, *ends).notes
+            writing = dtype, shard_bytes, progress, check if verify else None
+            left_out_notes = write_aligned(pair, alignment, out, *writing).notes
             proof = proofs[0] if proofs else None
         if alignment_file is not None:
             alignment.write(alignment_file, half)

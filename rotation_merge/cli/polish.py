@@ -99,7 +99,7 @@ def write_polished(
     from rotation_merge.averaging.polish_models import polished
     from rotation_merge.model.checkpoint import write_notes
     from rotation_merge.model.open import open_model, parse_reference
-    from rotation_merge.model.staging import staged
+    from rotation_merge.model.writing import staged
 
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_output(Output(out, "OUT", FOLDER), read, force=True)
@@ -128,8 +128,8 @@ def _record(
 ) -> MergeReport:
     """The report on a trained model: its start, teachers and samples."""
     from rotation_merge.matching.run import Run
+    from rotation_merge.model.card import origins
     from rotation_merge.model.open import parse_reference
-    from rotation_merge.model.origin import origins
 
     run, weights = Run(), f"a LoRA of rank {config.lora}" if config.lora else "all weights"
     run.note(

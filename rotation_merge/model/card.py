@@ -1,4 +1,4 @@
-"""The model card: metadata for the hub, and the section on the merge, which a push rewrites."""
+"""The model card: metadata for the hub, the origins of models, and the section on the merge, which a push rewrites."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
+from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.errors import RotationMergeError, printable, short
 from rotation_merge.files import write_text
 from rotation_merge.model.contents import Contents
+from rotation_merge.model.folder import place_of
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.markdown import code, encoded, plain, prose, table
 from rotation_merge.model.naming import Renaming, shortened
 from rotation_merge.model.verdict import markdown
@@ -33,6 +36,8 @@ MEASURED = "evaluation.json"
 """File that `rotation-merge evaluate --keep` writes beside a model."""
 
 _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
+
+_SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
 
 RUN = """
 ### How to run it
@@ -330,14 +335,13 @@ def updated_card(
         before, marker, after = body.partition("### Configuration")
         before, after = (before, f"\n{marker}{after}") if marker else (f"{before.rstrip()}\n\n", "")
     body = f"{before}{section(report, name, model_class, first)}{after}"
-    if report.relation == "merge":
-        body = Renaming(shown_names(report)).text(body)
+    body = Renaming(shown_names(report)).text(body)
     return with_metadata(metadata(report, existing, measured, name), body)
 
 
 def shown_names(report: MergeReport) -> dict[str, str]:
     """The names in a merge's card of what lies on this machine: models, samples, files, by the report's names."""
-    known = {*_model_names(report), *_files(report)}
+    known = {*_model_names(report), *_files(report)} if report.relation == "merge" else set()
     paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
@@ -360,3 +364,34 @@ def _files(report: MergeReport) -> Iterator[str]:
         yield from (value for value in scalars if os.path.isabs(value))
     except yaml.YAMLError:
         return
+
+
+def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[str, dict[str, Any]]:
+    """Origin of each model and its adapter, by the model's name in a report.
+
+    Its entries are `hub` (org/name), `revision` (the commit that was read) and `license`. Unknown values are None;
+    nothing is fetched.
+    """
+    facts_by_name = {}
+    for reference in models:
+        facts = _facts(reference.model, cache)
+        if reference.lora is not None:
+            facts["adapter"] = {"name": str(reference.lora), **_facts(reference.lora, cache)}
+        facts_by_name[str(reference)] = facts
+    return facts_by_name
+
+
+def _facts(part: ModelPath, cache: str | None) -> dict[str, Any]:
+    place = os.path.abspath(place_of(part, cache) or os.devnull)
+    folder = place if os.path.isdir(place) else os.path.dirname(place)
+    snapshot, repo = _SNAPSHOT.search(folder), part.path.partition(":")[0]
+    if snapshot is not None:
+        return {"hub": f"{snapshot[1]}/{snapshot[2]}", "revision": snapshot[3], "license": licence(folder)}
+    hub = repo if is_hub_name(repo) and not os.path.exists(part.path) else None
+    return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder)}
+
+
+def licence(folder: str) -> str | None:
+    """The licence in the card beside a model; None if it states none."""
+    stated = metadata_in(folder).get("license")
+    return stated if isinstance(stated, str) and stated.strip() else None

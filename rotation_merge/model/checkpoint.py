@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.run_keys import unchanged
-from rotation_merge.model.staging import free_name, staged
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import SHARD_SIZE
+from rotation_merge.model.writing import SHARD_SIZE, free_name, staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.workers import Progress
 

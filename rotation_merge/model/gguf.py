@@ -20,7 +20,7 @@ from rotation_merge.files import locked, write_json
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.headers import AGAIN, reason
 from rotation_merge.model.hub import is_gguf_file, reachable
-from rotation_merge.model.staging import staged
+from rotation_merge.model.writing import staged
 
 LOG = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
 from rotation_merge.model.open import ModelLike, open_model
-from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
+from rotation_merge.model.writing import HEADS, free_name
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import Transform
 

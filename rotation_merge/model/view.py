@@ -27,9 +27,8 @@ from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_ti
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.headers import read_json
 from rotation_merge.model.sentence import in_module, write_modules
-from rotation_merge.model.staging import HEADS, staged, write_files
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
-from rotation_merge.model.writing import SHARD_SIZE, parse_size, small_files, untied
+from rotation_merge.model.writing import HEADS, SHARD_SIZE, parse_size, small_files, staged, untied, write_files
 from rotation_merge.record import MergeReport
 from rotation_merge.workers import Progress
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.card import class_of, kept_figures, shown_names, updated_card
+from rotation_merge.model.card import class_of, kept_figures, licence, shown_names, updated_card
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
@@ -23,7 +23,6 @@ from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.naming import Renaming
 from rotation_merge.model.open import open_model, parse_reference
-from rotation_merge.model.origin import licence
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
@@ -161,10 +160,8 @@ class Draft:
             figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
         old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
         text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
-        first = [measurement.command for measurement in statistics]
-        shown = shown_names(self.report) if report.relation == "merge" else {}
-        known = {short: renaming.names[path] for path, short in shown.items() if path in renaming.names}
-        text = Renaming({**renaming.names, **known}).text(text)
+        shown = {short: renaming.names.get(path, short) for path, short in shown_names(self.report).items()}
+        text, first = Renaming(renaming.names | shown).text(text), [measurement.command for measurement in statistics]
         card = updated_card(text, report, self.repo, class_of(self.folder), figures, first)
         check_card(card)
         return card

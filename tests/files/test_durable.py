@@ -18,8 +18,8 @@ from rotation_merge import Alignment
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.files import name_when_whole, replacing, write_text
 from rotation_merge.matching.training import kept_in
-from rotation_merge.model.staging import staged
 from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.writing import staged
 from rotation_merge.run.statistics import Statistics
 
 

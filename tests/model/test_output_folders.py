@@ -16,7 +16,7 @@ from plugin_support import one_error, recipe_for, state, write_recipe
 
 from rotation_merge import RotationMergeError
 from rotation_merge.files import locked
-from rotation_merge.model.staging import is_of_a_model, staged
+from rotation_merge.model.writing import is_of_a_model, staged
 
 MODEL = {"config.json": "{}", "model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
 NEW = {"config.json": "new", "model.safetensors": "new"}
