@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -81,9 +82,7 @@ def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> 
         return cached
     wanted = gguf.split_files(file) if file else list(patterns)
 
-    def download() -> str:
-        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=wanted)
-
+    download = partial(snapshot_download, repo, revision=revision, cache_dir=cache, allow_patterns=wanted)
     folder = sent(path, cached, "file" if file else "folder", "check the name", download)
     place = os.path.join(folder, file) if file else folder
     if not os.path.exists(place) or (not file and not os.listdir(place)):  # nothing is in transformers' format

@@ -36,10 +36,6 @@ ModelLike = Any
 """A folder, a name of the hub (also with a revision or an adapter, as in recipes), a GGUF, a module, a pair of a state
 dict and its config (a transformers config, or the dictionary in config.json), or a view."""
 
-NO_BASE = "the adapter does not say which base it was trained on"
-
-WITHOUT_CONFIG = "give a folder, a name of the hub, a module, or a pair (state dict, config)"
-
 
 def open_model(
     model: ModelLike,
@@ -83,7 +79,8 @@ def open_model(
         return _in_memory(name or "the state dict", model[0], _with_class(_values(model[1], name), model[0]), untie)
     is_state = isinstance(model, Mapping)
     problem = "is a state dict without its config" if is_state else f"is of type {type(model).__name__}"
-    raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=WITHOUT_CONFIG)
+    remedy = "give a folder, a name of the hub, a module, or a pair (state dict, config)"
+    raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=remedy)
 
 
 def _in_memory(
@@ -216,7 +213,7 @@ def _remarks(name: str, folder: str, adapter: Adapter | None) -> tuple[str, ...]
     codes_read = quantised(folder)
     remarks = [f"`{name}` {codes_read}."] if codes_read else []
     if adapter is not None and not adapter.config.get("base_model_name_or_path"):
-        remarks.append(f"`{name}`: {NO_BASE}.")
+        remarks.append(f"`{name}`: the adapter does not say which base it was trained on.")
     return tuple(remarks)
 
 
