@@ -30,7 +30,8 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
 from rotation_merge.matching.run import AppliedAlignment, Run, change_note
 from rotation_merge.model.adapter_base import check_base
-from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
+from rotation_merge.model.adapter_parts import adapter_parts
+from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
@@ -239,8 +240,9 @@ class Work:
         adapter, chat = Adapter(path), chat_folder(bases.donor, path)
         if not force:
             check_base(adapter, [bases.donor], path, open_model, OWN_BASE)
-        whole = [change for change in placed_changes(adapter, bases.donor.config) if change.value]
-        axes = {change.value: change.spot.info.vocabulary_axis for change in whole}
+        old = bases.donor.as_filed
+        parts = adapter_parts(adapter, old.architecture, old.tensors, old.config, path, adds=True)
+        axes = {part.change.value: part.info.vocabulary_axis for part in parts if part.change.value}
         sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
         check_adapter_tokens(bases.donor, path, max(sizes, default=None))
         if not config.needs_samples:
