@@ -550,7 +550,7 @@ def _run_of(
     match = None
     if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
         match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
-    execution = Execution(near="added", match=match)
+    execution = Execution(match=match)
     if samples is None:
         return config, execution, None
     if isinstance(samples, str | os.PathLike):

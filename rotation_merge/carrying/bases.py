@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -55,8 +55,6 @@ class Execution:
         dtype: that models are stored in; None: the new base's.
         ledger: store of matching's intermediate results, to resume from.
         force: carry adapters to the new base from one that is not their own.
-        near: what becomes of work between bases that share their coordinates: `named`, as usable without carrying;
-            `carried`; or `added`, without any matching, unless the config asks for some.
         match: aligns the bases, instead of what the config says.
     """
 
@@ -64,7 +62,6 @@ class Execution:
     dtype: str | None = None
     ledger: Ledger = field(default=NOWHERE, repr=False)
     force: bool = False
-    near: Literal["named", "carried", "added"] = "named"
     match: Match | None = field(default=None, repr=False)
 
 
@@ -318,26 +315,24 @@ def transfers(
         new, old = bases.names
         problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
         raise DataError(problem, where=old, remedy=ALONE)
-    config, notes = _matched_as(config, bases, execution, works)
+    config, notes = _matched_as(config, bases)
     alignment, report = bases.aligned(config, execution, progress)
     report = replace(report, notes=[*notes, *report.notes])
     return [Transfer(work, bases, alignment, _with_origin(report, work), config, execution) for work in works]
 
 
-def _matched_as(
-    config: TransferConfig, bases: Bases, execution: Execution, works: Sequence[Work]
-) -> tuple[TransferConfig, list[str]]:
+def _matched_as(config: TransferConfig, bases: Bases) -> tuple[TransferConfig, list[str]]:
     """The config with what matching has nothing to find left out, and a line on it.
 
-    Streams, and with them a tied head, stay where the bases share their coordinates.
+    Where the bases share their coordinates, streams stay, and with them a tied head; without options of matching or
+    samples the change is added as it is.
     """
     if config.match.residual != "largest" or config.alignment is not None or not bases.nearness.shared:
         return config, []
-    asks = config.match != TransferConfig().match or config.match_on is not None or config.needs_samples
-    if execution.near == "added" and not asks and not any(work.rank or work.chat for work in works):
-        words = f"The bases share their coordinates ({bases.nearness.words})"
-        return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
-    return replace(config, match=replace(config.match, residual="none")), []
+    if config.match != TransferConfig().match or config.match_on is not None or config.needs_samples:
+        return replace(config, match=replace(config.match, residual="none")), []
+    words = f"The bases share their coordinates ({bases.nearness.words})"
+    return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
 
 
 def _with_origin(report: MergeReport, work: Work) -> MergeReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rotation_merge.carrying.adapter import carry_adapter
@@ -97,7 +97,6 @@ OTHER_WORDS = (
     "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
     "your task with the new base alone, and with training on the new base."
 )
-JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
 
 
 @dataclass(frozen=True)
@@ -106,15 +105,15 @@ class TransferResult:
 
     Attributes:
         work: the adapter or fine-tune that was carried.
-        out: where it lies; None: nothing was written, as it can be used as it is.
+        out: where it lies.
         lines: notes for the user.
         report: as it is written beside the result.
     """
 
     work: str
-    out: str | None
+    out: str
     lines: list[str]
-    report: MergeReport | None = None
+    report: MergeReport
 
 
 def carry(
@@ -142,36 +141,10 @@ def carry(
     untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
     bases = open_bases(new, old, execution.device, untie)
     opened = [Work.of(path, bases, config, execution.force) for path in works.values()]
-    if execution.near == "named" and config.alignment is None and _usable_as_they_are(opened, bases):
-        return [TransferResult(work.name, None, [*_usable(work, bases), JUDGED]) for work in opened]
     jobs = transfers(opened, bases, config, execution, progress)
     values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
     ready = values if config.needs_samples else list(values)
     return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
-
-
-def _usable_as_they_are(works: Iterable[Work], bases: Bases) -> bool:
-    """Whether works need no carrying because the bases share their coordinates, classes and tokens.
-
-    A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
-    """
-    same = bases.nearness.shared and not bases.donor.rows and bases.shared is None
-    return same and not any(work.chat for work in works if work.adapter is None)
-
-
-def _usable(work: Work, bases: Bases) -> list[str]:
-    """Lines on the use of one work on the new base, whose coordinates are the old one's."""
-    (new, old), name = bases.names, work.name
-    if work.adapter is not None:
-        whole = sum(bool(change.value) for change in work.adapter.changes.values())
-        lines = [f"{bases.near_words}: {name} can be used on {new} as it is."]
-        return [*lines, f"It replaces {whole} whole tensors of the new base."] if whole else lines
-    recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {name} and -1 for {old}"
-    merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
-    return [
-        f"{bases.near_words}: the change of {name} can be added to {new} as it is ({recipe}).",
-        f"A merge of {new} and {name} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
-    ]
 
 
 def _written(
@@ -191,11 +164,15 @@ def _written(
 
 
 def _advice(job: Transfer) -> list[str]:
-    """Lines on the scale and on measuring a change that no samples judged."""
-    factor, ask = job.config.factor, ASK if job.bases.shared is None else OTHER_WORDS
+    """Lines on a change that no samples judged: its scale, measuring it, and what else the bases allow."""
+    factor, bases, (new, old), name = job.config.factor, job.bases, job.bases.names, job.work.name
     if job.config.needs_samples or factor is None:
         return []
-    return [ask] if factor == 1 else [f"Its change was multiplied by {factor:g}.", ask]
+    lines = [] if factor == 1 else [f"Its change was multiplied by {factor:g}."]
+    if bases.nearness.shared and job.work.adapter is None:
+        recipe = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
+        lines.append(f"A merge of both as fine-tunes of {old} keeps more of what {new} knows ({recipe}).")
+    return [*lines, ASK if bases.shared is None else OTHER_WORDS]
 
 
 def verdict(bases: Bases, report: MergeReport) -> str:

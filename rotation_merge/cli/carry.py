@@ -70,9 +70,9 @@ def command(
 
     WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE; with
     several WORK, a directory with one for each. If NEW_BASE is OLD_BASE in other coordinates, the moved change has
-    exactly the same effect. If the bases share their coordinates, WORK can be used on NEW_BASE as it is: the command
-    says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
-    Interrupted matching continues from OUT.matching.unfinished.
+    exactly the same effect. If the bases share their coordinates, the change is added as it is, unless options of
+    matching or --data are given. --force also moves an adapter whose base is not OLD_BASE. Interrupted matching
+    continues from OUT.matching.unfinished.
     """
     from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
@@ -101,13 +101,11 @@ def command(
 
     force, progress = bool(context.params["force"]), Progress()
     with kept_beside(out, mark, device) as ledger:
-        carries = force or "data" in given_options
-        execution = Execution(device, dtype, ledger, force, "carried" if carries else "named")
+        execution = Execution(device, dtype, ledger, force)
         results = carry(jobs, old, new, config, execution, size, progress)
     progress.close()
     if as_json:
-        written, unmoved = ([_facts(item) for item in results if (item.out is None) is near] for near in (False, True))
-        print_json({"from": old, "to": new, "written": written, "usable_as_they_are": unmoved})
+        print_json({"from": old, "to": new, "written": list(map(_facts, results))})
     else:
         _print(results)
     return 0
@@ -128,13 +126,11 @@ def _print(results: list[TransferResult]) -> None:
     for item in results:
         for line in item.lines:
             say(line)
-        if item.out is not None:
-            say(f"Written to {item.out}.", "green")
+        say(f"Written to {item.out}.", "green")
 
 
 def _facts(item: TransferResult) -> dict[str, Any]:
-    lift = None if item.report is None else item.report.lift
-    return {"work": item.work, "out": item.out, "lines": item.lines, "lift": lift}
+    return {"work": item.work, "out": item.out, "lines": item.lines, "lift": item.report.lift}
 
 
 def _check_use(config: TransferConfig, given_options: set[str]) -> None:

@@ -79,7 +79,7 @@ def carried(
         problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
         remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
         raise RecipeError(problem, where=str(model), remedy=remedy)
-    execution = Execution(str(options.device or "cpu"), "float32", near="carried")
+    execution = Execution(str(options.device or "cpu"), "float32")
     names = str(model), str(origin), str(recipe.base)
     return cache(partial(_with_samples, *names, config, execution, run, options.quiet)), 1.0
 
