@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -266,6 +266,24 @@ class Transfer:
     execution: Execution
     norms: list[tuple[float, float]] = field(default_factory=list, repr=False)
 
+    @staticmethod
+    def of(
+        work: Work, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
+    ) -> Transfer:
+        """Align the bases of work.
+
+        Raises:
+            RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
+        """
+        if config.needs_samples and bases.shared is not None:
+            new, old = bases.names
+            problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
+            raise DataError(problem, where=old, remedy=ALONE)
+        config, notes = _matched_as(config, bases)
+        alignment, report = bases.aligned(config, execution, progress)
+        report = _with_origin(replace(report, notes=[*notes, *report.notes]), work)
+        return Transfer(work, bases, alignment, report, config, execution)
+
     @cached_property
     def base(self) -> View:
         """The new base as the result is written: the head apart, or tied, and with the fine-tune's chat template."""
@@ -301,24 +319,6 @@ class Transfer:
         sums = map(sum, zip(*self.norms, strict=True))
         note = change_note(f"The task vector of `{self.work.name}`", *sums) if self.norms else None
         return [note] if note else []
-
-
-def transfers(
-    works: Sequence[Work], bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
-) -> list[Transfer]:
-    """Align the bases of work, once for all of it.
-
-    Raises:
-        RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
-    """
-    if config.needs_samples and bases.shared is not None:
-        new, old = bases.names
-        problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
-        raise DataError(problem, where=old, remedy=ALONE)
-    config, notes = _matched_as(config, bases)
-    alignment, report = bases.aligned(config, execution, progress)
-    report = replace(report, notes=[*notes, *report.notes])
-    return [Transfer(work, bases, alignment, _with_origin(report, work), config, execution) for work in works]
 
 
 def _matched_as(config: TransferConfig, bases: Bases) -> tuple[TransferConfig, list[str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rotation_merge.carrying.adapter import carry_adapter
-from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases, transfers
+from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.sampled import sampled_change
@@ -99,59 +99,34 @@ OTHER_WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class TransferResult:
-    """The result of carrying one fine-tune or adapter.
-
-    Attributes:
-        work: the adapter or fine-tune that was carried.
-        out: where it lies.
-        lines: notes for the user.
-        report: as it is written beside the result.
-    """
-
-    work: str
-    out: str
-    lines: list[str]
-    report: MergeReport
-
-
 def carry(
-    works: Mapping[str, str],
+    path: str,
     old: str,
     new: str,
+    out: str,
     config: TransferConfig | None = None,
     execution: Execution | None = None,
     shard_size: int = StorageOptions().shard_size,
     progress: Progress | None = None,
-) -> list[TransferResult]:
-    """Carry adapters and fine-tunes of one base to another, each to a separate folder.
-
-    By weights, all are carried before anything is written.
+) -> MergeReport:
+    """Carry an adapter or a fine-tune of one base to another, into a folder with report and card.
 
     Args:
-        works: folders of adapters and of whole models, by the folder that each is to be written to.
+        path: folder of the adapter, or the fine-tune.
         shard_size: bytes of a model's largest file.
+
+    Returns:
+        The report, whose first note is on the distance of the bases.
 
     Raises:
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
     config, execution = config or TransferConfig(), execution or Execution()
-    by_adapter = all(map(is_adapter_folder, works.values()))
-    untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
+    untie = config.untie or bool(config.rank) or is_adapter_folder(path) or config.method != "weights"
     bases = open_bases(new, old, execution.device, untie)
-    opened = [Work.of(path, bases, config, execution.force) for path in works.values()]
-    jobs = transfers(opened, bases, config, execution, progress)
-    values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
-    ready = values if config.needs_samples else list(values)
-    return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
-
-
-def _written(
-    job: Transfer, value: View | AdapterWeights, out: str, shard_size: int, progress: Progress | None
-) -> TransferResult:
-    """Write a carried model or adapter, with its report and card."""
-    work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
+    job = Transfer.of(Work.of(path, bases, config, execution.force), bases, config, execution, progress)
+    value = carried(job, out, progress=progress)
+    lines, report = [*value.notes, *_advice(job)], value.report
     assert report is not None
     with staged(out) as staging, unchanged([bases.anchor]):
         if isinstance(value, View):
@@ -159,8 +134,8 @@ def _written(
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])
-        write_notes(staging, report, card(bases, work, report, out))
-    return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
+        write_notes(staging, report, card(bases, job.work.name, report, out))
+    return replace(report, notes=[verdict(bases, report), *report.notes])
 
 
 def _advice(job: Transfer) -> list[str]:

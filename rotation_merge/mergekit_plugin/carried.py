@@ -11,7 +11,7 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.options import MergeOptions
 
-from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
+from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
@@ -117,7 +117,7 @@ def _with_samples(
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
         work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
-        (job,) = transfers([work], bases, config, execution, watch)
+        job = Transfer.of(work, bases, config, execution, watch)
         view = transferred(job, progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)

@@ -124,7 +124,7 @@ def adapter(place: Path) -> Result:
     }
     for name, options in groups.items():
         out = place / "adapter" / name
-        carry({str(out): str(lora)}, str(old), str(base), TransferConfig(scale=ADAPTER_SCALE, match=options))
+        carry(str(lora), str(old), str(base), str(out), TransferConfig(scale=ADAPTER_SCALE, match=options))
         result.merges[name] = _english(f"{base}+{out}")
         if name == "whole":
             _distances(result, out)
