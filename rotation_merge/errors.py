@@ -114,6 +114,7 @@ _REMOVED = {
     "controls, carry controls": "leave it out",
     "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
     "polish lora, merge_lora, polish merge_lora": "leave it out; all weights are trained, in less time",
+    "spill": "leave it out; a recipe writes only into its output folder",
     "judge, carry judge": "leave it out, and name samples of your task as 'data'",
 }
 """What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods
