@@ -90,10 +90,13 @@ def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> 
     if not change.a:
         return
     low, magnitude = _factors(adapter, part), adapter.tensor(change.magnitude) if change.magnitude else None
-    experts = [replace(low, a=a, b=b) for a, b in zip(low.a, low.b, strict=True)] if part.experts else [low]
-    matrices = list(tensor) if part.experts and not apart else [tensor]
-    for factors, matrix in zip(experts[number:][:1] if apart else experts, matrices, strict=True):
-        _multiply(factors.to(matrix.dtype), magnitude, part, matrix)
+    factors, matrices = [low], [tensor]
+    if part.experts:
+        numbers = [number] if apart else range(part.experts)
+        factors = [replace(low, a=low.a[expert], b=low.b[expert]) for expert in numbers]
+        matrices = [tensor] if apart else list(tensor)
+    for of_map, matrix in zip(factors, matrices, strict=True):
+        _multiply(of_map.to(matrix.dtype), magnitude, part, matrix)
 
 
 @lru_cache(maxsize=1)
