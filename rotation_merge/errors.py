@@ -108,13 +108,11 @@ _REMOVED = {
     "gram_norm": "leave it out, for the norm in 'wudi' and none in 'refit'",
     "share": "leave it out; 'iso' keeps the directions of the sum",
     "alpha": "leave it out, or raise 'ridge'",
-    "norms": "leave it out",
+    "norms, spill": "leave it out",
     "measure rank": "leave it out; Grams are kept whole",
     "carry: activations, method: activations": "use 'refit', which keeps more of a change",
-    "controls, carry controls": "leave it out",
+    "controls, carry controls, polish lora, merge_lora, polish merge_lora": "leave it out",
     "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
-    "polish lora, merge_lora, polish merge_lora": "leave it out; all weights are trained, in less time",
-    "spill": "leave it out; a recipe writes only into its output folder",
     "judge, carry judge": "leave it out, and name samples of your task as 'data'",
 }
 """What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods
