@@ -133,14 +133,16 @@ def _tuned(table: Table, root: Path, names: tuple[str, str]) -> None:
     add("mean", *merged(paths, delegate="linear"))
     refitted, took = merged(paths, delegate="refit", data="self", samples=64)
     add("refit, 64 texts of each model", refitted, took)
-    out, seconds = polished_for(refitted, paths)
-    add("refit, then polished for 50 steps", out, took + seconds)
+    for lora in (0, 16):
+        out, seconds = polished_for(refitted, paths, lora)
+        how = f"LoRA of rank {lora}" if lora else "all weights"
+        add(f"refit, then polished for 50 steps, {how}", out, took + seconds)
 
 
-def polished_for(merge: str, teachers: list[str]) -> tuple[str, float]:
+def polished_for(merge: str, teachers: list[str], lora: int) -> tuple[str, float]:
     """A merge polished by teachers on what they write themselves: where it is, and the seconds it took."""
     out, began = place(), time.process_time()
-    rm.polish(merge, teachers, "self").save_pretrained(out)
+    rm.polish(merge, teachers, "self", rm.PolishConfig(lora=lora)).save_pretrained(out)
     return out, time.process_time() - began
 
 

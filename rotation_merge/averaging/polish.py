@@ -12,18 +12,20 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.matching.teachers import Answered, divergence
@@ -33,8 +35,9 @@ from rotation_merge.run.functions import check_answers, device_of, fused_attenti
 from rotation_merge.run.ledger import Ledger
 from rotation_merge.workers import Progress
 
-RATES, ADAPTER_RATES = (2e-4, 5e-4, 1e-3), (1e-3, 2e-3, 5e-3)
-"""Learning rates that are tried first: for all weights, and for the factors of an adapter."""
+RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
+"""Learning rates that are tried first: for all weights, for a LoRA that holds something, for one that begins along the
+gradient."""
 
 LOWER = (3e-4, 1e-4, 3e-5, 1e-5)
 """Learning rates that are tried next, in this order, while the lowest one so far is the best. Pretrained models need
@@ -42,6 +45,9 @@ them."""
 
 STEP_TOKENS = 2048
 """Tokens of a step, of all teachers together: of short texts, a step sees more batches."""
+
+GRADIENT_SAMPLES = 8
+"""Batches of each teacher that say where a LoRA begins."""
 
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
@@ -74,6 +80,8 @@ class PolishConfig(Config):
 
     samples: Length = option(64, "number of samples of each teacher")
     steps: Count = option(50, "optimiser steps")
+    lora: Annotated[int, Ge(0)] = option(0, "train a LoRA of this rank; `0`: all weights")
+    merge_lora: bool = option(False, "write the model with the LoRA merged in, instead of an adapter")
     learning_rate: Rate | None = option(None, "learning rate. Not given: chosen on held-out samples")
     length: Length = option(128, "tokens in a text")
     seed: int = option(0, "seed of all random numbers")
@@ -143,7 +151,7 @@ class Polish:
         model: in evaluation mode, its trainable parameters those that require gradients; `SharedBody`: the model that
             learns from each teacher.
         answered: each teacher's samples and answers.
-        rates: learning rates that are tried first.
+        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
         last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
         state: folder for the state of an unfinished run; found there, the run goes on from it.
@@ -156,7 +164,7 @@ class Polish:
     model: nn.Module
     answered: Sequence[Answered]
     config: PolishConfig
-    rates: Sequence[float] = RATES
+    new: bool = False
     last: Sequence[int] = ()
     batches: int = 0
     state: Path | None = None
@@ -198,6 +206,8 @@ class Polish:
         before = self.score()
         check_answers(self.model, [torch.tensor(before)])
         report = PolishReport(before, before, history=[(0, 0.0, before)])
+        if self.new:
+            initialise_along_gradient(self.model, self.accumulate_gradients)
         start = copy.deepcopy(trained(self.model))
         with kept_in(self.state, partial(self.mark, start)) as ledger:
             report.rate, report.trials = ledger.get(RATE) or self.chosen_rate(start, before)
@@ -208,8 +218,9 @@ class Polish:
 
     def chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
         """The learning rate that trials choose, from `start`, which the model then is again; and the trials."""
+        kind = "weights" if not self.config.lora else "new lora" if self.new else "lora"
         given = self.config.learning_rate
-        rates = list(self.rates) if given is None else [given]
+        rates = list(RATES[kind]) if given is None else [given]
         lower = [rate for rate in LOWER if given is None and rate < min(rates)]
         trials = {f"{rate:g}": self.trial(rate, start) for rate in rates if len(rates) > 1}
         while (best := best_rate(rates, trials, before)) == min(rates) and lower:
@@ -261,8 +272,8 @@ class Polish:
         for number, tensors in enumerate([start, *itertools.chain.from_iterable(pairs)]):
             for name, tensor in tensors.items():
                 fingerprint.add(f"{number}.{name}", tensor)
-        options = {"rates": list(self.rates), "last": list(self.last), "batches": self.batches}
-        return fingerprint.hexdigest({**options, **asdict(self.config)})
+        options = asdict(replace(self.config, merge_lora=False))  # which is of writing
+        return fingerprint.hexdigest({"new": self.new, "last": list(self.last), "batches": self.batches, **options})
 
     def optimiser(self, rate: float) -> Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -287,6 +298,12 @@ class Polish:
         student, (batch, answer) = self.students[teacher], self.answered[teacher][number]
         target = {name: tensor.to(self.device) for name, tensor in answer.items()}
         return divergence(student(**inputs_for(student, batch)), target)
+
+    def accumulate_gradients(self) -> None:
+        """Accumulate the gradients of the first training batches of every teacher."""
+        for teacher, numbers in enumerate(self.training):
+            for number in numbers[:GRADIENT_SAMPLES]:
+                self.gradient(teacher, number)
 
     @torch.no_grad()
     def score(self) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rotation_merge.architecture.sentence import KEY
+from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import PART
@@ -37,17 +38,26 @@ class PolishedModel:
     Attributes:
         merged: as it was.
         under_heads: the same body under heads of teachers, as it was.
+        student: what was trained: the merge, perhaps with a LoRA beside its weights.
         modules: the trained models, by the names of the views that they were.
     """
 
     merged: View
     under_heads: list[View]
     report: PolishReport
+    student: Any
     modules: dict[str, Any]
+
+    def merge_lora(self) -> None:
+        """Merge a LoRA into the trained weights."""
+        if hasattr(self.student, "merge_and_unload"):
+            self.student = self.modules[self.merged.name] = self.student.merge_and_unload()
 
     def view(self) -> View:
         """The trained model; where nothing was gained, the merge as it was. `notes` says which."""
         given = self.merged, *self.under_heads
+        if self.report.gained:
+            self.merge_lora()
         result, *headed = (self._trained(view) if self.report.gained else as_stored(view) for view in given)
         heads = {os.path.basename(view.name): view for view in headed}
         return replace(result, heads=heads, notes=(self.report.verdict(),), report=None)
@@ -61,7 +71,17 @@ class PolishedModel:
         return as_stored(replace(open_model(module, view.name), beside=beside))
 
     def write(self, folder: str) -> None:
-        """Write the trained model with its heads into a folder; the merge and its heads are stored models."""
+        """Write the trained model with its heads, or its LoRA as an adapter, into a folder.
+
+        The merge and its heads are stored models.
+        """
+        if hasattr(self.student, "peft_config"):
+            config, base = self.student.peft_config["default"], self.merged.name
+            config.base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
+            config.target_modules = sorted(config.target_modules)
+            config.target_parameters = sorted(config.target_parameters or ()) or None
+            self.student.save_pretrained(folder)
+            return
         self._save(self.merged, folder)
         for view in self.under_heads:
             self._save(view, os.path.join(folder, HEADS, os.path.basename(view.name)))
@@ -99,6 +119,9 @@ def polished(
         raise RecipeError("no teachers are given", remedy="give the models that were merged")
     heads = heads_of_teachers(merged, teachers)
     students = [head or merged for head in heads]
+    if config.lora and any(heads):
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
     if merged.config.get(KEY):
         problem = "is a sentence-transformers folder, whose modules cannot be trained"
         remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
@@ -111,13 +134,15 @@ def polished(
     with seeded(config.seed):
         answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
         modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}
-        student = modules[merged.name]
+        model = student = modules[merged.name]
+        if config.lora:
+            student = with_lora(model, config.lora, config.seed)
         if any(heads):
-            student = SharedBody([modules[view.name] for view in students], student, head_names(merged.architecture))
+            student = SharedBody([modules[view.name] for view in students], model, head_names(merged.architecture))
         watch = progress or (lambda *_: None)
-        report = Polish(student, answered, config, state=state, watch=watch).run()
+        report = Polish(student, answered, config, config.lora > 0, state=state, watch=watch).run()
     own_heads = [head for head in heads if head is not None]
-    return PolishedModel(merged, own_heads, report, modules)
+    return PolishedModel(merged, own_heads, report, student, modules)
 
 
 def _answers(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.polish import ADAPTER_RATES, RATES, Polish, PolishConfig
+from rotation_merge.averaging.polish import Polish, PolishConfig
 from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
@@ -251,9 +251,9 @@ class _Sampling:
             loaders = {name: partial(self.load, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
             last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
-            training, rates = PolishConfig(steps=config.steps, seed=config.seed), ADAPTER_RATES if self.rank else RATES
+            training = PolishConfig(steps=config.steps, lora=self.rank, seed=config.seed)
             state = work.file("state")
-            report = Polish(student, answered, training, rates, last, AT_A_STEP, state, self.progress).run()
+            report = Polish(student, answered, training, False, last, AT_A_STEP, state, self.progress).run()
         target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
         return f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
 

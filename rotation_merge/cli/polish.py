@@ -11,6 +11,7 @@ from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import DATA, FOLDER, Input, Output, Store, check_output
 from rotation_merge.run.data import KINDS
 
@@ -97,11 +98,14 @@ def write_polished(
     """
     from rotation_merge.averaging.polish_models import polished
     from rotation_merge.model.checkpoint import write_notes
-    from rotation_merge.model.open import open_model
+    from rotation_merge.model.open import open_model, parse_reference
     from rotation_merge.model.staging import staged
 
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_output(Output(out, "OUT", FOLDER), read, force=True)
+    if config.lora and not config.merge_lora and parse_reference(merged).lora is not None:
+        problem = "is a base with an adapter, so a new adapter cannot have it as its base"
+        raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     opened, *parents = (open_model(name, unsupported="merge") for name in (merged, *teachers))
     progress = Progress()
     with Store(out) as work:
@@ -110,6 +114,8 @@ def write_polished(
         result = polished(opened, parents, sources, config, work.path, state=state, device=device, progress=progress)
         progress.close()
         if result.report.gained:
+            if config.merge_lora:
+                result.merge_lora()
             record = _record(merged, teachers, sources, result.report, config)
             with staged(out) as staging:
                 result.write(staging)
@@ -125,15 +131,16 @@ def _record(
     from rotation_merge.model.open import parse_reference
     from rotation_merge.model.origin import origins
 
-    run = Run()
+    run, weights = Run(), f"a LoRA of rank {config.lora}" if config.lora else "all weights"
     run.note(
-        f"This model was **trained**: `{merged}` was distilled for {config.steps} steps (all weights), every sample "
+        f"This model was **trained**: `{merged}` was distilled for {config.steps} steps ({weights}), every sample "
         f"answered by its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}."
     )
     for teacher, source in zip(teachers, sources, strict=True):
         run.used(f"answers of {teacher}", source, config.samples)
     parts = origins(dict.fromkeys(parse_reference(name) for name in (merged, *teachers)))
-    return run.report(merged, "none", "", models=parts, relation="finetune", base=merged)
+    relation = "adapter" if config.lora and not config.merge_lora else "finetune"
+    return run.report(merged, "none", "", models=parts, relation=relation, base=merged)
 
 
 def _card(record: MergeReport, out: str, merged: str) -> str:

@@ -1,4 +1,4 @@
-"""Parts of averaging, each alone: plans, formulas, divergences."""
+"""Parts of averaging, each alone: plans, formulas, divergences, and how adapters that are trained begin."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 import torch
 from cli_support import run
 from plugin_support import build, make
+from rounding import assert_equal_up_to_rounding
+from tiny_models import ALL
+from tiny_models import make as tiny
 from torch import Tensor
 
 from rotation_merge.averaging.fisher import Fisher
+from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.ot_fusion import Solver
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
@@ -107,6 +111,45 @@ def test_a_gain_is_more_than_the_margin_and_rounding(before: float, after: float
     report = PolishReport(before, after)
     assert report.gained is gained
     assert ("gains nothing" in report.verdict()) is not gained
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", True), ("qwen2", False), ("gpt2", False)])
+def test_a_new_lora_begins_along_the_gradient(family: str, head: bool) -> None:
+    """It changes nothing; A's rows are orthonormal, and hold all of a gradient that has no more rows than they are."""
+    model = tiny(next(case for case in ALL if case.family == family)).float() if family == "gpt2" else build(family)
+    ids = torch.tensor([[3, 9, 4]])
+    model.requires_grad_(True)
+    (model(input_ids=ids).logits ** 2).sum().backward()
+    wanted = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad()
+    before = model(input_ids=ids).logits.detach()
+    trained = with_lora(model, 4, 0)
+    initialise_along_gradient(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
+    assert_equal_up_to_rounding(trained(input_ids=ids).logits, before)
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_A", None)}
+    assert any("lm_head" in name for name in layers) is head
+    for name, layer in layers.items():
+        a, gradient = layer.lora_A["default"].weight.double(), wanted[f"{name}.weight"].double()
+        gradient = gradient if gradient.shape[1] == a.shape[1] and not layer.fan_in_fan_out else gradient.mT
+        torch.testing.assert_close(a @ a.mT, torch.eye(4, dtype=torch.float64), atol=1e-5, rtol=0)
+        assert (gradient - gradient @ a.mT @ a).norm() <= 1e-4 * gradient.norm(), name  # three tokens: three rows
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "granitemoehybrid"])
+def test_a_lora_leaves_out_what_kernels_read_past_it(family: str) -> None:
+    trained = with_lora(tiny(next(case for case in ALL if case.family == family)).float(), 2, 0)
+    adapted = {name.rpartition(".")[2] for name, module in trained.named_modules() if getattr(module, "lora_A", None)}
+    assert {"in_proj", "q_proj"} <= adapted
+    assert not {"out_proj", "conv1d"} & adapted
+
+
+def test_a_lora_leaves_out_routers_that_give_more_than_their_product() -> None:
+    model = tiny(next(case for case in ALL if case.family == "llama4")).float()
+    ids = torch.tensor([[3, 9, 4]])
+    before = model(input_ids=ids).logits
+    assert_equal_up_to_rounding(with_lora(model, 2, 0)(input_ids=ids).logits, before)
 
 
 @pytest.mark.slow

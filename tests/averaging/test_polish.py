@@ -95,6 +95,18 @@ def test_command(models: list[Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_lora(models: list[Path], tmp_path: Path) -> None:
+    a, b, merged = models
+    flags = ("--teachers", a, b, "--samples", 8, "--steps", 6, "--length", 12, "--lora", 4, "--learning-rate", 0.01)
+    assert run("polish", merged, tmp_path / "adapter", *flags).exit_code == 0
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (4, str(merged))
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert run("polish", merged, tmp_path / "whole", *flags, "--merge-lora").exit_code == 0
+    assert state(tmp_path / "whole").keys() == state(merged).keys()
+
+
+@pytest.mark.slow
 def test_models_of_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
     """RecurrentGemma: no file says what its tensors are, and it keeps what it has read in a cache of its own."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "lru_width": 16}
@@ -203,6 +215,16 @@ def test_python_merges_and_polishes_under_the_heads_of_all(tmp_path: Path) -> No
     module = AutoModelForSequenceClassification.from_pretrained(teachers[1])
     with pytest.raises(rm.RotationMergeError, match="a teacher in memory has no name"):
         rm.polish(view, [teachers[0], module], sources, config)
+
+
+def test_one_lora_for_several_heads_is_refused(tmp_path: Path) -> None:
+    teachers, data, before = encoders(tmp_path)
+    with pytest.raises(rm.RotationMergeError, match="one LoRA cannot hold them"):
+        rm.polish(str(before), [str(path) for path in teachers], list(map(str, data)), rm.PolishConfig(lora=2))
+    done = run("polish", before, tmp_path / "out", "--teachers", *teachers, "--data", *data, "--lora", 2)
+    assert done.exit_code == 2
+    assert "one LoRA cannot hold them" in done.output
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_teachers_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ FLAGS_THAT_WRITE = {
 }
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "verify", "fingerprint", "report", "draft", "methods"),
-    *("architectures", "double", "probabilities", "anyway", "permutations", "checkpointing", "by_layer"),
+    *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
     *("offline", "with_data", "private", "yes", "no_weights"),
 }
 
