@@ -29,11 +29,11 @@ from rotation_merge.averaging.parameters import check_known, checked, numbers_fo
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
-from rotation_merge.files import FOLDER, Input, Output, check_output
+from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.adapter_files import AdapterWeights, factor_config, peft_tensors, plain_adapter
-from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.adapter_files import AdapterWeights, plain_adapter, with_factors
+from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
 
@@ -71,7 +71,7 @@ class MergedAdapter:
     """One adapter out of several.
 
     Attributes:
-        adapter: the result.
+        adapter: the result; its form is that of the inputs.
         sources: paths of the inputs.
         maps: rank and energy of each map, by module.
     """
@@ -96,17 +96,18 @@ class MergedAdapter:
         return min(merged.energy for merged in self.maps.values())
 
     def save(self, out: str | os.PathLike[str], force: bool = False) -> None:
-        """Write the adapter, a folder in peft's format.
+        """Write the adapter: a folder in peft's format, or the one file that the inputs were.
 
         Args:
-            out: a folder that is new or empty.
+            out: a new file, or a folder that is new or empty.
             force: replace what lies there, if it is no input.
 
         Raises:
-            RotationMergeError: something lies there.
+            RotationMergeError: something lies there, or the name does not fit the format.
         """
         path = os.fspath(out)
-        check_output(Output(path, "out", FOLDER), [Input(source, "adapter") for source in self.sources], force)
+        output = Output(path, "out", FILE if path.endswith(SUFFIX) else FOLDER)
+        check_output(output, [Input(source, "adapter") for source in self.sources], force)
         self.adapter.save(path)
 
 
@@ -123,7 +124,7 @@ def merge_adapters(
     """Merge LoRA adapters of one base into one adapter.
 
     Args:
-        adapters: folders or hub names in peft's format; two at least.
+        adapters: folders or hub names in peft's format, or `.safetensors` files in kohya's or diffusers'; two at least.
         method: one of `METHODS`; `linear` is the weighted mean of the changes.
         weights: one for each adapter; 1 if not given.
         config: rank of the result; or name its fields as options.
@@ -158,9 +159,7 @@ def merge_adapters(
         for module, name in sorted(modules.items()):
             parts = [a.low_rank(a.changes[name]) if name in a.changes else None for a in read]
             maps[module], maps_by_module[module] = _merged(parts, shares, rule, chosen)
-    entries = factor_config(read[0].config, maps, max(factors.rank for factors in maps.values()))
-    merged = AdapterWeights(entries, {**base_weights, **peft_tensors(maps)})
-    return MergedAdapter(merged, tuple(adapter.path for adapter in read), maps_by_module)
+    return MergedAdapter(with_factors(read[0], maps, base_weights), tuple(a.path for a in read), maps_by_module)
 
 
 def _merged(
@@ -280,10 +279,13 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
-    """Refuse adapters of different bases, or shapes of one map; returns weights of the base beside factors."""
+    """Refuse adapters of different forms, bases, or shapes of one map; returns weights of the base beside factors."""
     first, known = read[0], dict[str, Tensor]()
     shapes: dict[str, tuple[list[int], str]] = {}
     for adapter in read:
+        if adapter.form != first.form:
+            problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
+            raise CheckpointError(problem, where=adapter.path, remedy="convert one of them first")
         if same_base and _place(adapter.base) != _place(first.base):
             bases = [base or "an unnamed base" for base in (adapter.base, first.base)]
             problem = f"is an adapter of {bases[0]}, {first.path} one of {bases[1]}"
@@ -299,6 +301,9 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
             if weight is not None and not torch.equal(known.setdefault(change.value, weight), weight):
                 problem = f"holds another '{change.value}' of the base than the adapters before it"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different bases")
+    if first.form != PEFT and not any(set(first.changes) & set(adapter.changes) for adapter in read[1:]):
+        problem = f"has no map in common with {first.path}"
+        raise CheckpointError(problem, where=read[1].path, remedy="they belong to different models")
     return known
 
 

@@ -34,9 +34,10 @@ def command(
 ) -> int:
     """Merge LoRA adapters of one base into one adapter, without the base.
 
-    An adapter is a folder in peft's format. The methods are linear (weighted mean), mergekit's task_arithmetic, ties,
-    dare_ties, dare_linear, breadcrumbs and della, and wudi, tsv and iso. The result equals the change of the merged
-    full models, up to its rank. The table has the part of each adapter that remains in the result.
+    An adapter is a folder in peft's format, or a .safetensors file in kohya's or diffusers'; OUT has the format of the
+    first. The methods are linear (weighted mean), mergekit's task_arithmetic, ties, dare_ties, dare_linear, breadcrumbs
+    and della, and wudi, tsv and iso. The result equals the change of the merged full models, up to its rank. The table
+    has the part of each adapter that remains in the result.
 
     With --force adapters that name different bases are merged, too.
     """

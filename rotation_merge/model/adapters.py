@@ -1,12 +1,14 @@
 """LoRA adapters on disk: the change of each weight of the base.
 
 A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
-2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
-the peft library. Tensors are read when they are asked for, and nothing is kept.
+2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Folders have the names and
+shapes of the peft library; single files are those of kohya's scripts (`lora_down`, `lora_up`, `alpha`) and of diffusers
+(`lora_A`, `lora_B`). Tensors are read when they are asked for, and nothing is kept.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
@@ -25,13 +28,18 @@ from rotation_merge.model.low_rank import LowRank
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
+SUFFIX = ".safetensors"
 PREFIX = "base_model.model."
 
+PEFT, KOHYA, DIFFUSERS = "peft", "kohya", "diffusers"
 FACTOR = re.compile(
-    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude)(_vector)?(\.(?P<leaf>weight|bias))?"
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude|down|up)(_vector)?(\.(?P<leaf>weight|bias))?"
 )
-"""Names of the factors A and B, and of what stands beside them."""
-PARTS = {"A": "a", "B": "b", "magnitude": "magnitude"}
+"""Names of the factors A and B, which kohya calls down and up, and of what stands beside them."""
+PARTS = {"A": "a", "down": "a", "B": "b", "up": "b", "magnitude": "magnitude"}
+
+HEADER_CONFIG = "lora_adapter_metadata"
+"""Name under which diffusers stores peft's configs in a file's header, by `PREFIX.ENTRY`."""
 
 BEYOND = {
     "alora_invocation_tokens": "it acts only after certain tokens",
@@ -95,10 +103,11 @@ class Change:
 
 
 class Adapter:
-    """A LoRA adapter in a directory of peft's.
+    """A LoRA adapter in a directory of peft's, or in a single file.
 
     Attributes:
-        config: peft's.
+        form: `peft`, `kohya` or `diffusers`.
+        config: peft's; empty for single files.
         shapes: of the tensors in its file.
         changes: by the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it.
     """
@@ -106,20 +115,29 @@ class Adapter:
     def __init__(self, path: str) -> None:
         """Read the names and the config of an adapter.
 
+        Args:
+            path: the directory, or a `.safetensors` file.
+
         Raises:
-            CheckpointError: the directory holds no adapter, a damaged one, or one that is more than W + s B A.
+            CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
         """
         self.path = path
-        if not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
-            remedy = f"{ADAPTER_CONFIG} is needed" if os.path.isdir(path) else "name a folder in peft's format"
+        self.config: dict[str, Any] = {}
+        single = path.endswith(SUFFIX) and os.path.isfile(path)
+        if not single and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
+            remedy = f"{ADAPTER_CONFIG} is needed" if os.path.isdir(path) else f"name a folder or a {SUFFIX} file"
             raise CheckpointError("there is no LoRA adapter", where=path, remedy=remedy)
-        self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
-        self._check_config()
-        files = [file for name in WEIGHTS if os.path.isfile(file := os.path.join(path, name))]
+        if not single:
+            self.config = read_json(os.path.join(path, ADAPTER_CONFIG))
+            self._check_config()
+        files = [path] if single else [os.path.join(path, name) for name in WEIGHTS]
+        files = [file for file in files if os.path.isfile(file)]
         if not files:
             raise CheckpointError("the adapter has no weights", where=path, remedy=f"{WEIGHTS[0]} is needed")
         self._file = files[0]
         self.shapes: Shapes = header(self._file).shapes
+        kohya = any(".lora_down." in key for key in self.shapes)
+        self.form = PEFT if not single else KOHYA if kohya else DIFFUSERS
         self.changes = self._read_names()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,7 +170,9 @@ class Adapter:
 
     def refusal(self, problem: str) -> CheckpointError:
         """The error of an adapter that is more than W + s B A."""
-        remedy = "merge it into its base model with peft, and name the result"
+        remedy = "name a plain LoRA, or merge this one into its base model first"
+        if self.config:
+            remedy = "merge it into its base model with peft, and name the result"
         return CheckpointError(problem, where=self.path, remedy=remedy)
 
     def _damaged(self, problem: str) -> CheckpointError:
@@ -177,15 +197,15 @@ class Adapter:
     def _read_names(self) -> dict[str, Change]:
         parts: dict[str, dict[str, Any]] = {}
         for key in sorted(self.shapes):
-            stem = key.removeprefix(PREFIX)
+            stem = key.removeprefix(PREFIX) if self.form == PEFT else key
             if match := FACTOR.fullmatch(stem):
                 module, embedding, part, leaf = match.group("module", "embedding", "part", "leaf")
                 change = parts.setdefault(f"{module}.{leaf or 'weight'}", {})
                 change["embedding"] = change.get("embedding", False) or bool(embedding)
                 change["shift" if leaf == "bias" else PARTS[part]] = key
-            elif "lora_" not in stem and ".token_adapter." not in stem:
+            elif self.form == PEFT and "lora_" not in stem and ".token_adapter." not in stem:
                 parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key
-            else:
+            elif self.form == PEFT or not stem.endswith(".alpha"):
                 raise self.refusal(f"tensor '{key}' is not part of W + s B A")
         if not parts:
             raise self._damaged("it holds no tensors")
@@ -207,19 +227,38 @@ class Adapter:
         return replace(change, scale=self.scale(change.name.rpartition(".")[0], b[1]))
 
     def scale(self, module: str, rank: int) -> float:
-        """Factor of the product of a module's factors, by peft's config.
+        """Factor of the product of a module's factors, by peft's config, or by what a single file says.
 
         Raises:
             CheckpointError: there is none.
         """
+        config = self.config if self.form == PEFT else self._config_in_file(module, rank)
         try:
-            patterns = (self.config.get("alpha_pattern") or {}).items()
+            patterns = (config.get("alpha_pattern") or {}).items()
             special = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module))
-            stated: Any = next(special, self.config.get("lora_alpha"))
+            stated: Any = next(special, config.get("lora_alpha"))
             alpha = float(stated)
         except (AttributeError, TypeError, ValueError, re.error) as error:
             problem = f"'lora_alpha' or 'alpha_pattern' gives no number for '{module}' ({error})"
             raise self._damaged(problem) from error
         if not math.isfinite(alpha) or rank < 1:
             raise self._damaged(f"lora_alpha of '{module}' is {alpha}, its rank {rank}")
-        return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
+        return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+    def _config_in_file(self, module: str, rank: int) -> dict[str, Any]:
+        """Config of a module in a single file: its `alpha`, else what stands in the header, else the scale 1."""
+        if f"{module}.alpha" in self.shapes:
+            return {"lora_alpha": self.tensor(f"{module}.alpha").squeeze().tolist()}
+        prefix = module.partition(".")[0] + "."
+        part = {key.removeprefix(prefix): value for key, value in self._header.items() if key.startswith(prefix)}
+        config = part or self._header
+        return config if "lora_alpha" in config else {"lora_alpha": rank}
+
+    @cached_property
+    def _header(self) -> dict[str, Any]:
+        with safe_open(self._file, framework="pt") as file:
+            stored = (file.metadata() or {}).get(HEADER_CONFIG, "{}")
+        try:
+            return dict(json.loads(stored))
+        except (TypeError, ValueError) as error:
+            raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping") from error

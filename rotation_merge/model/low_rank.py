@@ -51,6 +51,13 @@ class LowRank:
         """A (rank, inputs) and s B (outputs, rank) of one map, float64."""
         return self.a.double().flatten(1), self.scale * self.b.double().flatten(1)
 
+    def of_rank(self, rank: int) -> LowRank:
+        """The same change of one map with factors of a larger rank, filled with zeros."""
+        more = rank - self.rank
+        a = torch.cat([self.a, self.a.new_zeros(more, *self.a.shape[1:])])
+        b = torch.cat([self.b, self.b.new_zeros(len(self.b), more, *self.b.shape[2:])], 1)
+        return replace(self, a=a, b=b)
+
 
 def transposed(info: TensorInfo) -> bool:
     """Whether a weight is stored [in, out]."""

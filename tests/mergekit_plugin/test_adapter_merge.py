@@ -1,9 +1,10 @@
-"""Adapters merged into one: what merging the full changes gives, or one line."""
+"""Adapters merged into one: what merging the full changes gives, in peft's and kohya's formats, or one line."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ def write_peft(
 
 def of(path: Path | str) -> dict[str, Tensor]:
     """The changes of an adapter by its modules, each as a matrix: scale B A."""
-    tensors = load_file(Path(path) / "adapter_model.safetensors")
-    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    folder = Path(path).is_dir()
+    tensors = load_file(Path(path) / "adapter_model.safetensors" if folder else path)
+    config = json.loads((Path(path) / "adapter_config.json").read_text()) if folder else {}
     found = {}
     for key in tensors:
         form = next((pair for pair in FORMS if f".{pair[0]}" in key), None)
@@ -55,15 +57,18 @@ def of(path: Path | str) -> dict[str, Tensor]:
         module = key.partition(f".{form[0]}")[0]
         a, b = tensors[key].double(), tensors[key.replace(form[0], form[1])].double()
         rank = len(a)
-        patterns = config.get("alpha_pattern", {}).items()
-        alpha = next((v for p, v in patterns if re.fullmatch(rf"(.*\.)?{p}", module)), config["lora_alpha"])
+        alpha = tensors.get(f"{module}.alpha", torch.tensor(config.get("lora_alpha", rank)))
+        alpha = next(
+            (v for p, v in config.get("alpha_pattern", {}).items() if re.fullmatch(rf"(.*\.)?{p}", module)),
+            float(alpha),
+        )
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         found[module.removeprefix("base_model.model.")] = scale * b.flatten(1) @ a.flatten(1)
     assert found
     return found
 
 
-FORMS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+FORMS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"), ("lora_down", "lora_up"))
 
 
 def changes(merged: Any, folder: Path) -> dict[str, Tensor]:
@@ -232,6 +237,79 @@ def test_peft_reads_it_and_its_own_merges_agree(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
 
 
+def write_kohya(path: Path, seed: int, rank: int, alpha: float | None, form: Mapping[str, str]) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"lora_unet_attn_to_q.{form['a']}": torch.randn(rank, 8, generator=generator),
+        f"lora_unet_attn_to_q.{form['b']}": torch.randn(6, rank, generator=generator),
+        f"lora_unet_conv.{form['a']}": torch.randn(rank, 4, 3, 3, generator=generator),
+        f"lora_unet_conv.{form['b']}": torch.randn(5, rank, 1, 1, generator=generator),
+    }
+    if alpha is not None:
+        tensors |= {f"lora_unet_{name}.alpha": torch.tensor(alpha) for name in ("attn_to_q", "conv")}
+    save_file(tensors, path)
+    return path
+
+
+KOHYA = {"a": "lora_down.weight", "b": "lora_up.weight"}
+DIFFUSERS = {"a": "lora_A.weight", "b": "lora_B.weight"}
+
+
+@pytest.mark.parametrize(("form", "alpha"), [(KOHYA, 3.0), (KOHYA, None), (DIFFUSERS, None)])
+def test_single_files_keep_their_names(form: dict[str, str], alpha: float | None, tmp_path: Path) -> None:
+    paths = [str(write_kohya(tmp_path / f"{seed}.safetensors", seed, 2 + seed, alpha, form)) for seed in range(2)]
+    out = tmp_path / "out.safetensors"
+    done = run("lora", *paths, out)
+    assert done.exit_code == 0, done.output
+    stored = load_file(out)
+    assert {key.removesuffix(".alpha") for key in stored} >= {f"lora_unet_conv.{leaf}" for leaf in form.values()}
+    assert stored[f"lora_unet_conv.{form['a']}"].shape == (5, 4, 3, 3)
+    parts, merged = [of(path) for path in paths], of(out)
+    for module in merged:
+        torch.testing.assert_close(merged[module], (parts[0][module] + parts[1][module]) / 2, atol=1e-5, rtol=1e-5)
+
+
+def test_a_large_rank_is_its_alpha_in_bfloat16_too(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{rank}.safetensors") for rank in (128, 129)]
+    for path, rank in zip(paths, (128, 129), strict=True):
+        a, b = (torch.randn(shape).bfloat16() for shape in ((rank, 260), (260, rank)))
+        save_file({"m.lora_down.weight": a, "m.lora_up.weight": b, "m.alpha": torch.tensor(float(rank))}, path)
+    merge_adapters(paths).save(str(tmp_path / "out.safetensors"))
+    stored = load_file(tmp_path / "out.safetensors")
+    assert float(stored["m.alpha"]) == len(stored["m.lora_down.weight"]) == 257
+
+
+def test_a_file_of_diffusers_has_one_rank(tmp_path: Path) -> None:
+    """Its loader takes the rank of the first map for every alpha, so that maps of other ranks would be scaled."""
+    both = write_kohya(tmp_path / "both.safetensors", 0, 2, None, DIFFUSERS)
+    alone = load_file(write_kohya(tmp_path / "alone.safetensors", 1, 3, None, DIFFUSERS))
+    save_file({key: x for key, x in alone.items() if "conv" in key}, tmp_path / "alone.safetensors")
+    paths = [str(both), str(tmp_path / "alone.safetensors")]
+    merged = merge_adapters(paths, "task_arithmetic")
+    assert [merged.maps[f"lora_unet_{name}"].rank for name in ("attn_to_q", "conv")] == [2, 5]
+    found, parts = changes(merged, tmp_path / "out.safetensors"), [of(path) for path in paths]
+    assert {len(x) for key, x in load_file(tmp_path / "out.safetensors").items() if "lora_A" in key} == {5}
+    for module, change in found.items():
+        torch.testing.assert_close(change, sum(part[module] for part in parts if module in part), atol=1e-5, rtol=1e-5)
+
+
+def test_scales_in_the_header_of_a_file_of_diffusers_count(tmp_path: Path) -> None:
+    config = {"r": 2, "lora_alpha": 8, "alpha_pattern": {"attn.to_k": 3}, "use_rslora": False}
+    modules = {"transformer.0.attn.to_q": 4.0, "transformer.0.attn.to_k": 1.5, "text_encoder.0.q_proj": 1.0}
+    paths = [str(tmp_path / f"{seed}.safetensors") for seed in range(2)]
+    for seed, path in enumerate(paths):
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for module in modules:
+            tensors[f"{module}.lora_A.weight"] = torch.randn(2, 6, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = torch.randn(5, 2, generator=generator)
+        stored = json.dumps({f"transformer.{key}": value for key, value in config.items()})
+        save_file(tensors, path, {"format": "pt", "lora_adapter_metadata": stored})
+    found = changes(merge_adapters(paths, "task_arithmetic"), tmp_path / "out.safetensors")
+    parts = [of(path) for path in paths]
+    for module, scale in modules.items():
+        torch.testing.assert_close(found[module], scale * sum(p[module] for p in parts), atol=1e-5, rtol=1e-5)
+
+
 def test_the_base_weight_that_peft_stores_beside_factors_of_an_embedding(tmp_path: Path) -> None:
     """It is no change: equal ones are written again, others belong to other bases."""
     module = "base_model.model.embed_tokens"
@@ -322,15 +400,27 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
     other["base_model.model.layers.0.q_proj.lora_B.weight"] = torch.ones(4, 1)
     write_peft(tmp_path / "shape", 8)
     save_file(other, tmp_path / "shape" / "adapter_model.safetensors")
-    spoilt = {"kernel": ((2, 4, 3, 3), (5, 2, 3, 3)), "empty": ((0, 4, 3, 3), (5, 0, 1, 1)), "half": (None, (5, 2))}
-    for seed, (name, shapes) in enumerate(spoilt.items(), 20):
-        file = write_peft(tmp_path / name, seed) / "adapter_model.safetensors"
-        parts = {f"base_model.model.m.lora_{x}.weight": torch.ones(s) for x, s in zip("AB", shapes, strict=True) if s}
-        save_file({**load_file(file), **parts}, file)
-    write_peft(tmp_path / "loha", 19, peft_type="LOHA")
+    kohya = write_kohya(tmp_path / "k.safetensors", 0, 2, None, KOHYA)
+    loha = tmp_path / "loha.safetensors"
+    save_file({"m.hada_w1_a": torch.ones(2, 2)}, loha)
+    spoilt = {}
+    for name, tensors in {
+        "kernel": {"m.lora_up.weight": torch.ones(5, 2, 3, 3)},
+        "vector": {"m.alpha": torch.ones(2)},
+        "alpha": {"m.alpha": torch.tensor(float("nan"))},
+        "empty": {"m.lora_down.weight": torch.ones(0, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 0, 1, 1)},
+    }.items():
+        plain = {"m.lora_down.weight": torch.ones(2, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 2, 1, 1)}
+        spoilt[name] = tmp_path / f"{name}.safetensors"
+        save_file({**plain, **tensors}, spoilt[name])
+    header = {"m.lora_A.weight": torch.ones(1, 2), "m.lora_B.weight": torch.ones(2, 1)}
+    save_file(header, tmp_path / "header.safetensors", {"lora_adapter_metadata": "["})
     write_peft(tmp_path / "infinite", 9, lora_alpha=float("inf"))
     write_peft(tmp_path / "no magnitudes", 10, use_dora=True)
     write_peft(tmp_path / "short", 11, maps=("q_proj",))
+    pair = {"m.lora_down.weight": torch.ones(2, 4), "m.lora_up.weight": torch.ones(5, 2)}
+    save_file(pair, tmp_path / "pair.safetensors")
+    save_file({**pair, "n.lora_up.weight": torch.ones(5, 2)}, tmp_path / "half.safetensors")
     first, out = three[0], tmp_path / "out"
     for arguments, named in [
         ([first, out], "two adapters"),
@@ -338,13 +428,17 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         ([first, tmp_path / "dora", out], "DoRA"),
         ([first, tmp_path / "nan", out], "NaN"),
         ([first, tmp_path / "shape", out], "of shape"),
-        ([first, tmp_path / "loha", out], "kind LOHA"),
+        ([first, kohya, out], "format of kohya"),
+        ([first, loha, out], "hada_w1_a"),
         ([first, tmp_path / "nothing", out], "no LoRA adapter"),
-        ([first, tmp_path / "kernel", out], "factors of 'm' are [2, 4, 3, 3] and [5, 2, 3, 3]"),
-        ([first, tmp_path / "empty", out], "factors of 'm' are [0, 4, 3, 3]"),
+        ([first, spoilt["kernel"], out], "factors of 'm' are [2, 4, 3, 3] and [5, 2, 3, 3]"),
+        ([first, spoilt["vector"], out], "gives no number for 'm'"),
+        ([first, spoilt["empty"], out], "factors of 'm' are [0, 4, 3, 3]"),
+        ([first, spoilt["alpha"], out], "'m.alpha' holds NaN"),
+        ([first, tmp_path / "header.safetensors", out], "'lora_adapter_metadata' in its header"),
         ([first, tmp_path / "infinite", out], "lora_alpha of 'layers.0"),
         ([first, tmp_path / "no magnitudes", out], "DoRA"),
-        ([first, tmp_path / "half", out], "'m' has one factor"),
+        ([tmp_path / "pair.safetensors", tmp_path / "half.safetensors", out], "'n' has one factor"),
         ([tmp_path / "short", first, tmp_path / "wide", out], "'layers.0.up_proj' of shape [8, 10]"),
         ([*three, out, "--rank", "99"], "'rank' is 99"),
         ([*three, out, "--rank", "-1"], "'--rank' is -1"),
@@ -359,11 +453,13 @@ def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
         ([*three, out, "--weights", "a"], "--weights"),
         ([*three, out, "--energy", "2"], "energy"),
         ([*three, out, "--energy", "0.5"], "'energy' has no effect"),
+        ([*three, tmp_path / "out.safetensors"], "a folder"),
     ]:
         done = run("lora", *arguments)
         assert done.exit_code == 2, (arguments, done.output)
         assert named in one_error(done.output), (named, done.output)
         assert not out.exists()
+        assert not (tmp_path / "out.safetensors").exists()
     assert run("lora", first, tmp_path / "foreign", out, "--force").exit_code == 0
     with pytest.raises(RotationMergeError, match="two adapters"):
         merge_adapters([first])
