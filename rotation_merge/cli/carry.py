@@ -18,7 +18,7 @@ from rotation_merge.cli.options import (
     usable_device,
 )
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
@@ -44,7 +44,6 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
 @click.option("--dtype", type=click.Choice(DTYPES), help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
 @partial(matching_options, defaults=TransferConfig().match)
-@json_option
 @shown
 @writes
 @click.pass_context
@@ -54,13 +53,10 @@ def command(
     out: str,
     old: str,
     new: str,
-    shard_size: str,
-    dtype: str | None,
     device: str,
     untie: bool,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Move a LoRA adapter or fine-tune WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
     WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE. If
@@ -70,45 +66,37 @@ def command(
     """
     from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
+    from rotation_merge.model.open import open_model
+    from rotation_merge.model.run_keys import mark_of
     from rotation_merge.model.writing import parse_size
     from rotation_merge.run.ledger import kept_beside
 
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    size = parse_size(shard_size)
-    device = usable_device(device)
+    size, device, progress = parse_size(values["shard_size"]), usable_device(device), Progress()
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)
-
-    def mark() -> str:
-        return _key(config, [new, old], work)
-
-    force, progress = bool(context.params["force"]), Progress()
-    with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, dtype, ledger, force)
-        report = carry(work, old, new, out, config, execution, size, progress)
-    progress.close()
-    if as_json:
-        written = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
-        print_json({"from": old, "to": new, "written": [written]})
-        return 0
-    for line in report.notes:
-        say(line)
-    say(f"Written to {out}.", "green")
-    return 0
-
-
-def _key(config: TransferConfig, bases: list[str], work: str) -> str:
-    """A stable key of the matching of two bases, by which an interrupted run is known again."""
-    from rotation_merge.model.open import open_model
-    from rotation_merge.model.run_keys import mark_of
-
     samples = [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
     on = [] if config.matched_on == WEIGHTS else samples
-    shapes = {"lora": config.rank, "untie": config.untie}
-    return mark_of(map(open_model, bases), [*on, work], on=on, options=config.match, **shapes)
+
+    def mark() -> str:
+        shapes = {"lora": config.rank, "untie": untie}
+        return mark_of(map(open_model, (new, old)), [*on, work], on=on, options=match, **shapes)
+
+    with kept_beside(out, mark, device) as ledger:
+        execution = Execution(device, values["dtype"], ledger, bool(context.params["force"]))
+        report = carry(work, old, new, out, config, execution, size, progress)
+    progress.close()
+    written = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
+    return Answer({"from": old, "to": new, "written": [written]}, lambda: _show(report.notes, out))
+
+
+def _show(notes: list[str], out: str) -> None:
+    for line in notes:
+        say(line)
+    say(f"Written to {out}.", "green")
 
 
 def _check_use(config: TransferConfig, given_options: set[str]) -> None:
@@ -117,9 +105,7 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     Args:
         given_options: names of the options that the user gave.
     """
-    if "steps" in given_options and config.method != "distil":
-        remedy = "add --carry distil, or leave --steps out"
-        raise RotationMergeError(f"--carry {config.method} takes no steps", remedy=remedy)
+    config.check_use()
     if given_options & {"data", "samples"} and not config.needs_samples and config.matched_on == WEIGHTS:
         raise RotationMergeError("--carry weights uses no samples", remedy="add --scale auto, or --carry refit")
     of_matching = [name for name in ("match_on", *AlignConfig.options()) if name in given_options]

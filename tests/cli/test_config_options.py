@@ -12,19 +12,19 @@ import pytest
 from click.testing import CliRunner
 
 import rotation_merge as rm
-from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, lora, measure, merge, polish
+from rotation_merge.cli import align, barrier, carry, evaluate, inspect, lora, measure, merge, polish
 from rotation_merge.config import NEITHER, Config, Kind, Option
 from rotation_merge.matching.options import MatchConfig
 from rotation_merge.mergekit_plugin.keys import BY_NAME, CONFIGS, RecipeConfig, checked
 
 COMMANDS: dict[type[Config], list[click.Command]] = {
-    rm.AlignConfig: [each.command for each in (align, barrier, carry, compare, fit, inspect)],
+    rm.AlignConfig: [each.command for each in (align, barrier, carry, inspect)],
     rm.AdapterMergeConfig: [lora.command],
     MatchConfig: [align.command],
     rm.MeasureConfig: [measure.command],
     rm.EvaluateConfig: [evaluate.command],
     rm.BarrierConfig: [barrier.command],
-    rm.FitConfig: [fit.command],
+    rm.FitConfig: [align.command],
     rm.MergeConfig: [merge.command],
     rm.PolishConfig: [polish.command],
     rm.TransferConfig: [carry.command],

@@ -37,13 +37,12 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType, click.types.Boo
 
 FLAGS_THAT_WRITE = {
     ("evaluate", "keep"): "evaluation.json beside each model",
-    ("merge", "polish"): "OUT-polished",
     ("doctor", "mend"): "files of the folder that it looks at",
 }
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "verify", "fingerprint", "report", "draft", "methods"),
     *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
-    *("offline", "with_data", "private", "yes", "no_weights"),
+    *("offline", "with_data", "private", "yes", "no_weights", "learn"),
 }
 
 
@@ -195,7 +194,7 @@ def test_the_table_is_not_empty() -> None:
     found = {(case.values[0], case.values[1].name) for case in cases()}
     assert found >= {
         *(("align", "out"), ("align", "alignment_file"), ("carry", "out"), ("polish", "out"), ("merge", "models")),
-        *(("fit", "out"), ("measure", "out"), ("barrier", "plot"), ("barrier", "save")),
+        *(("measure", "out"), ("barrier", "plot"), ("barrier", "save")),
     }
 
 
@@ -347,11 +346,8 @@ def test_from_python_and_from_several_recipes(tmp_path: Path, pair: tuple[Path, 
 
 
 def test_options_replace_nothing_without_force(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    """Neither the files of further donors, nor places that are not named."""
-    (tmp_path / "maps-2.safetensors").write_text("mine")
+    """Nor in places that are not named."""
     third = twin(pair[0], tmp_path / "third", 5)
-    arguments = ["fit", *pair, third, "--data", "self", "--alignment", tmp_path / "maps.safetensors"]
-    assert "maps-2.safetensors: already exists" in one_error(run(*arguments).output)
     (third / "statistics.safetensors").write_text("mine")
     assert "statistics.safetensors: is inside one of" in one_error(run("measure", third, "--data", "self").output)
     assert (third / "statistics.safetensors").read_text() == "mine"

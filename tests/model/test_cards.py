@@ -197,7 +197,7 @@ def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_pat
     assert checked.exit_code == 1
     assert remedy in checked.output
     if "layers" in options:
-        for arguments in (("align", *models, tmp_path / "aligned"), ("compare", *models), ("inspect", models[0])):
+        for arguments in (("align", *models, tmp_path / "aligned"), ("align", *models), ("inspect", models[0])):
             done = run(*arguments, "--layers", options["layers"])
             assert done.exit_code == 2, arguments
             assert remedy in one_error(done.output)
@@ -205,7 +205,7 @@ def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_pat
 
 def test_ranges_that_reach_beyond(models: tuple[Path, Path]) -> None:
     """They are refused at once, however far they reach."""
-    assert "the model has no layer 2" in one_error(run("compare", *models, "--layers", "1-999999999").output)
+    assert "the model has no layer 2" in one_error(run("align", *models, "--layers", "1-999999999").output)
 
 
 @pytest.mark.parametrize("known", [True, False])
