@@ -108,13 +108,10 @@ class OtFusion(OwnMethod):
             for place in ("", self.models.places[name][0].name):
                 self.solvers.setdefault((model, place), solver)
 
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        if name not in self.models.places:
+    def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
+        if name not in self.models.places or model == self.models.base:
             return {}
-        donors = (model for model in models if model != self.models.base)
-        return {model: self._plans(model, name, parameters["stream"] == "transport", device) for model in donors}
+        return self._plans(model, name, parameters["stream"] == "transport", device)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]

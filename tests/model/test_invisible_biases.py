@@ -174,7 +174,7 @@ def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Pa
     made["models"][1]["parameters"]["alignment"] = str(tmp_path / "maps")
     made["parameters"] = {"delegate": "linear"}
     assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
-    same = run("compare", anchor, twin, "--heads", "permutation").output
+    same = run("align", anchor, twin, "--heads", "permutation").output
     assert "one model in two coordinate systems" in same
 
 

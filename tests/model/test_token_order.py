@@ -79,16 +79,12 @@ def test_every_other_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tens
     anchor, donor, _ = models
     made, file = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml"
     file.write_text(yaml.safe_dump(made))
-    for asked in (("inspect", file), ("compare", anchor.path, donor.path)):
+    for asked in (("inspect", file), ("align", anchor.path, donor.path)):
         done = run(*asked)
         assert done.exit_code == 0, done.output
         assert WARNED in " ".join(done.output.split()), asked
-    assert WARNED in parsed("compare", anchor.path, donor.path)["warnings"][0]
+    assert WARNED in parsed("align", anchor.path, donor.path)["warnings"][0]
     done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--no-verify")
-    assert WARNED in " ".join(done.output.split())
-    text = tmp_path / "text.txt"
-    text.write_text("w1 w2 w3")  # too little to learn from: what is questionable is said before
-    done = run("fit", anchor.path, donor.path, "--alignment", tmp_path / "map.safetensors", "--data", text)
     assert WARNED in " ".join(done.output.split())
     for name in ("README.md", "rotation_merge.json"):
         assert WARNED in (tmp_path / "aligned" / name).read_text(), name
@@ -131,7 +127,7 @@ def test_streams_are_matched_on_shared_tokens(
     for name, tensor in found.items():
         own = wanted[name][rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else wanted[name]
         torch.testing.assert_close(tensor, own, rtol=1e-3, atol=1e-4)
-    compared = " ".join(run("compare", anchor.path, donor.path, *turned).output.split())
+    compared = " ".join(run("align", anchor.path, donor.path, *turned).output.split())
     assert "one model in two coordinate systems" in compared
     assert "share 50 tokens" in compared
     made = {**recipe(anchor, donor, residual="rotation"), "tokenizer": {"source": "base"}}
