@@ -18,7 +18,7 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.carrying.bases import Execution, Work, is_adapter_folder, open_bases, transfers
+from rotation_merge.carrying.bases import Execution, Transfer, Work, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
@@ -500,7 +500,7 @@ def transfer(
     chosen, execution, samples = _run_of(chosen, samples, first, second)
     whole = not adapter and not chosen.rank and chosen.method == "weights"
     bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
-    (job,) = transfers([Work.of(work, bases, chosen)], bases, chosen, execution)
+    job = Transfer.of(Work.of(work, bases, chosen), bases, chosen, execution)
     value = carried(job, samples=samples)
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
@@ -520,7 +520,7 @@ def _run_of(
     named = isinstance(samples, str | os.PathLike)
     if samples is not None:
         config = replace(config, data=os.fspath(samples) if named else "samples in memory")
-    return config, Execution(near="added", match=match), None if named else samples
+    return config, Execution(match=match), None if named else samples
 
 
 def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:

@@ -26,7 +26,7 @@ from rotation_merge.config import DTYPES, Count, Length, option
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.model.writing import StorageOptions, parse_size
+from rotation_merge.model.writing import parse_size
 from rotation_merge.run.sample_kinds import ReadingConfig
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def command(
     proof: Proof | None = None
     left_out: tuple[str, ...] = ()
     if out is not None:
-        storage = StorageOptions(parse_size(values["shard_size"]), values["dtype"], match.untie)
+        storage = values["dtype"], parse_size(values["shard_size"])
         proof, left_out = _written(pair, alignment, out, storage, progress, values["verify"])
     if alignment_file is not None:
         alignment.write(alignment_file, values["half"])
@@ -235,9 +235,13 @@ def _learned(
 
 
 def _written(
-    pair: Pair, alignment: Alignment, out: str, storage: StorageOptions, progress: Progress, verify: bool
+    pair: Pair, alignment: Alignment, out: str, storage: tuple[str | None, int], progress: Progress, verify: bool
 ) -> tuple[Proof | None, tuple[str, ...]]:
-    """Write the aligned donor; gives the proof that its outputs are the donor's, and what was not written."""
+    """Write the aligned donor; gives the proof that its outputs are the donor's, and what was not written.
+
+    Args:
+        storage: dtype, and the size of a file of weights.
+    """
     from rotation_merge.matching.aligned_output import write_aligned
     from rotation_merge.run.proof import prove
 
@@ -247,7 +251,7 @@ def _written(
         proofs.append(prove(str(pair.donor.reference), staging, pair.options.shift_head))
         return not proofs[0].failed, proofs[0].words
 
-    view = write_aligned(pair, alignment, out, storage, progress, check if verify else None)
+    view = write_aligned(pair, alignment, out, *storage, progress, check if verify else None)
     return proofs[0] if proofs else None, view.notes
 
 

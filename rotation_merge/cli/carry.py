@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -18,21 +17,17 @@ from rotation_merge.cli.options import (
     matching_options,
     usable_device,
 )
-from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, inputs_of, writes
+from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
 from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-
-if TYPE_CHECKING:
-    from rotation_merge.carrying.transfer import TransferResult
 
 
 @click.command(
     epilog="Example: rotation-merge carry ./my-lora --from org/base-1 --to org/base-2 ./my-lora-2 --heads permutation"
 )
-@click.argument("work", type=MODEL, nargs=-1, required=True)
+@click.argument("work", type=MODEL)
 @click.argument("out", type=NEW_MODEL)
 @click.option("--from", "old", type=MODEL, required=True, metavar="OLD_BASE", help="Base that WORK was trained on.")
 @click.option("--to", "new", type=MODEL, required=True, metavar="NEW_BASE", help="Base that OUT is for.")
@@ -54,7 +49,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     context: click.Context,
-    work: tuple[str, ...],
+    work: str,
     out: str,
     old: str,
     new: str,
@@ -62,13 +57,12 @@ def command(
     untie: bool,
     **values: Any,
 ) -> Answer:
-    """Move LoRA adapters or fine-tunes WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
+    """Move a LoRA adapter or fine-tune WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
-    WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE; with
-    several WORK, a directory with one for each. If NEW_BASE is OLD_BASE in other coordinates, the moved change has
-    exactly the same effect. If the bases share their coordinates, WORK can be used on NEW_BASE as it is: the command
-    says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
-    Interrupted matching continues from OUT.matching.unfinished.
+    WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE. If
+    NEW_BASE is OLD_BASE in other coordinates, the moved change has exactly the same effect. If the bases share their
+    coordinates, the change is added as it is, unless options of matching or --data are given. --force also moves an
+    adapter whose base is not OLD_BASE. Interrupted matching continues from OUT.matching.unfinished.
     """
     from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
@@ -77,9 +71,6 @@ def command(
     from rotation_merge.model.writing import parse_size
     from rotation_merge.run.ledger import kept_beside
 
-    places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
-    for place in places if len(work) > 1 else ():
-        check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     size, device, progress = parse_size(values["shard_size"]), usable_device(device), Progress()
     match = config_of(AlignConfig, values)
@@ -87,34 +78,25 @@ def command(
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)
-    if len({*places}) < len(places):
-        problem = "two of them would have the same output, because their folders have one name"
-        raise RotationMergeError(problem, where=", ".join(work), remedy="carry them one by one")
     samples = [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
     on = [] if config.matched_on == WEIGHTS else samples
 
     def mark() -> str:
         shapes = {"lora": config.rank, "untie": untie}
-        return mark_of(map(open_model, (new, old)), [*on, *work], on=on, options=match, **shapes)
+        return mark_of(map(open_model, (new, old)), [*on, work], on=on, options=match, **shapes)
 
-    force = bool(context.params["force"])
     with kept_beside(out, mark, device) as ledger:
-        carries = force or "data" in given_options
-        execution = Execution(device, values["dtype"], ledger, force, "carried" if carries else "named")
-        results = carry(dict(zip(places, work, strict=True)), old, new, config, execution, size, progress)
+        execution = Execution(device, values["dtype"], ledger, bool(context.params["force"]))
+        report = carry(work, old, new, out, config, execution, size, progress)
     progress.close()
-    facts = [{"work": x.work, "out": x.out, "lines": x.lines, "lift": x.report and x.report.lift} for x in results]
-    written, unmoved = ([fact for fact in facts if (fact["out"] is None) is near] for near in (False, True))
-    data = {"from": old, "to": new, "written": written, "usable_as_they_are": unmoved}
-    return Answer(data, lambda: _show(results))
+    written = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
+    return Answer({"from": old, "to": new, "written": [written]}, lambda: _show(report.notes, out))
 
 
-def _show(results: list[TransferResult]) -> None:
-    for item in results:
-        for line in item.lines:
-            say(line)
-        if item.out is not None:
-            say(f"Written to {item.out}.", "green")
+def _show(notes: list[str], out: str) -> None:
+    for line in notes:
+        say(line)
+    say(f"Written to {out}.", "green")
 
 
 def _check_use(config: TransferConfig, given_options: set[str]) -> None:

@@ -89,7 +89,7 @@ def _polished(
     from rotation_merge.averaging.polish_models import polished
     from rotation_merge.model.checkpoint import write_notes
     from rotation_merge.model.open import open_model, parse_reference
-    from rotation_merge.model.staging import staged
+    from rotation_merge.model.writing import staged
 
     if config.lora and not config.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
@@ -116,8 +116,8 @@ def _record(
 ) -> MergeReport:
     """The report on a trained model: its start, teachers and samples."""
     from rotation_merge.matching.run import Run
+    from rotation_merge.model.card import origins
     from rotation_merge.model.open import parse_reference
-    from rotation_merge.model.origin import origins
 
     run, weights = Run(), f"a LoRA of rank {config.lora}" if config.lora else "all weights"
     run.note(

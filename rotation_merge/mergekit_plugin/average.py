@@ -27,8 +27,8 @@ from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.staging import free_name
 from rotation_merge.model.view import View
+from rotation_merge.model.writing import free_name
 from rotation_merge.run.data import unpadded
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.statistics import Statistics

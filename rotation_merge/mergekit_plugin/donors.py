@@ -11,7 +11,7 @@ import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 
-from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
+from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
@@ -31,7 +31,7 @@ from rotation_merge.mergekit_plugin.session import Session, settle_presets
 from rotation_merge.mergekit_plugin.wholes import match_whole, mean_matcher
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.nearness import nearness
@@ -261,7 +261,7 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
 
     This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
     """
-    near = nearness(base.architecture, base.tensors, translated(origin, origin.architecture, base.architecture))
+    near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
     if not near.shared:
         return False, ""
     words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
@@ -274,12 +274,12 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
 def _with_samples(session: Session, model: ModelReference, origin: ModelReference, config: TransferConfig) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
     run, donor = session.run, str(model)
-    execution = Execution(str(session.options.device or "cpu"), "float32", near="carried")
+    execution = Execution(str(session.options.device or "cpu"), "float32")
     bases = open_bases(str(session.recipe.base), str(origin), execution.device)
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
         work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
-        (job,) = transfers([work], bases, config, execution, watch)
+        job = Transfer.of(work, bases, config, execution, watch)
         view = transferred(job, progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)

@@ -135,7 +135,7 @@ OPTIONS = names(BLOCK, WHOLE)
 MATCHING = (*OPTIONS, "preset", "match_on")
 """Parameters that only say how donors are matched."""
 
-MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples", "targets", "start", "spill")
+MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples", "targets", "start")
 """Parameters of merging, as opposed to aligning."""
 
 OF_MODEL = names(EACH, DONOR_ONLY)

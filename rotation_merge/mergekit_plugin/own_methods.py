@@ -183,7 +183,7 @@ def refitted_view(views: RecipeViews) -> View:
         RotationMergeError: models or data that nothing can be refitted to.
     """
     recipe, run, options = views.recipe, views.session.run, views.session.options
-    values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start", "spill")}
+    values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start")}
     first = next(iter(views.readers.values()))
     values["ridge"] = _number("ridge", first, None, RefitConfig.ridge)
     values["lambda_"] = _number("lambda", first, None, RefitConfig.lambda_)

@@ -35,15 +35,14 @@ from rotation_merge.mergekit_plugin.recipe import (
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
-from rotation_merge.model.card import add_section
+from rotation_merge.model.card import add_section, origins
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.headers import VOCABULARIES
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
-from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import write_modules
-from rotation_merge.model.staging import staged
+from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions

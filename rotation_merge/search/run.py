@@ -24,7 +24,7 @@ from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.headers import reason
 from rotation_merge.model.open import whole_path
-from rotation_merge.model.staging import staged
+from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash

@@ -83,7 +83,7 @@ def files_in(recipe: str) -> dict[str, str]:
 
 def written_in(recipe: str) -> list[str]:
     """Files and folders that a recipe writes: they travel as files, or not at all."""
-    outputs = [at(d, ("parameters", name)) for d in recipe_documents(recipe) for name in ("save_alignment", "spill")]
+    outputs = [at(d, ("parameters", "save_alignment")) for d in recipe_documents(recipe)]
     return [name for name in outputs if isinstance(name, str)]
 
 

@@ -13,7 +13,7 @@ from glob import escape, glob
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
-from rotation_merge.model.card import class_of, kept_figures, updated_card
+from rotation_merge.model.card import class_of, kept_figures, shown_names, updated_card
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.hub import HubFile, no_answer, reachable
 from rotation_merge.model.markdown import plain
@@ -147,13 +147,15 @@ class Draft:
         text = f"# {name}\n"
         if os.path.exists(path):
             old = re.escape(os.path.basename(os.path.abspath(self.folder)))
-            text = re.sub(rf"(?m)^# {old}$", f"# {name}", renaming.text(Item(CARD, path).text), count=1)
+            text = re.sub(rf"(?m)^# {old}$", f"# {name}", Item(CARD, path).text, count=1)
         figures = kept_figures(self.folder)
         if figures:
             mark = open_model(self.folder, any_base=True).fingerprint
             figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
         report, first = MergeReport.from_dict(renaming.value(self._facts())), list(self.measurements(renaming))
-        card = updated_card(text, report, self.repo, class_of(self.folder), figures, self.report, first)
+        shown = {short: renaming.names.get(path, short) for path, short in shown_names(self.report).items()}
+        text = Renaming(renaming.names | shown).text(text)
+        card = updated_card(text, report, self.repo, class_of(self.folder), figures, first)
         _check_card(card)
         return card
 

@@ -122,7 +122,6 @@ def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:
 
 
 def test_paths_lists_and_single_words_are_what_people_write() -> None:
-    assert rm.RefitConfig(spill=Path("states")).spill == "states"
     assert rm.TransferConfig(data=Path("texts.txt")).data == "texts.txt"
     assert rm.FitConfig(state="state.safetensors").state == Path("state.safetensors")
     assert rm.FitConfig(coefficients=[0.5, 0.5]).coefficients == (0.5, 0.5)

@@ -237,44 +237,37 @@ NAMED = {
 """Where a recipe names what it reads; a key that reads and is not here fails the next test."""
 
 PLACES = {
-    "OUT as": ("in/it", "in/it", {}),
-    "OUT as a link": ("in/it", "link", {}),
-    "OUT around": ("in/deep/it", "in", {}),
-    "OUT with its unfinished work": ("out.matching.unfinished/it", "out", {}),
-    "OUT inside": ("in/it", "in/it/sub", {}),
-    "spill inside": ("in/it", "out", {"spill": "in/it/states"}),
-    "spill as": ("in/it", "out", {"spill": "in/it"}),
+    "OUT as": ("in/it", "in/it"),
+    "OUT as a link": ("in/it", "link"),
+    "OUT around": ("in/deep/it", "in"),
+    "OUT with its unfinished work": ("out.matching.unfinished/it", "out"),
+    "OUT inside": ("in/it", "in/it/sub"),
 }
 
 
 def test_every_key_that_reads_or_writes_is_tried() -> None:
     role = {name: key.option.kind.role for name, key in BY_NAME.items() if isinstance(key.option.kind, Kind)}
     assert {name for name in role if role[name] == READ} <= set(NAMED)
-    assert {name for name in role if role[name] == WRITTEN} == {"save_alignment", "spill"}
+    assert {name for name in role if role[name] == WRITTEN} == {"save_alignment"}
 
 
 @pytest.mark.parametrize("named", NAMED)
 @pytest.mark.parametrize("relation", PLACES)
 def test_no_key_replaces_an_input(named: str, relation: str, tmp_path: Path) -> None:
     kind, build = NAMED[named]
-    place, out, written = PLACES[relation]
+    place, out = PLACES[relation]
     if kind == "file" and "inside" in relation:
         pytest.skip("nothing lies in a file")
     path = make(tmp_path / place, kind)
     (tmp_path / "link").symlink_to(path)
     a, b = folder(tmp_path / "other" / "a"), folder(tmp_path / "other" / "b")
     found = build(a, b, path)
-    found["parameters"].update({name: str(tmp_path / value) for name, value in written.items()})
-    if "spill" in written:
-        found["parameters"].setdefault("delegate", "refit")
-        if found["parameters"]["delegate"] != "refit":
-            pytest.skip("spill is read by refit alone")
     text = write_recipe(found, tmp_path / "recipe.yml")
     before = snapshot(tmp_path)
     result = mergekit(text, tmp_path / out)
     assert result.exit_code == 2, result.output
     error = one_error(result.output)
-    assert "one of the inputs" in error or (relation == "spill as" and kind == "file"), error
+    assert "one of the inputs" in error, error
     assert snapshot(tmp_path) == before
 
 

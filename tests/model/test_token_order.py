@@ -14,7 +14,6 @@ from carry_support import make_adapter
 from cli_support import parsed, run
 from plugin_support import load, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
-from safetensors.torch import load_file
 from test_plugin_inputs import with_tokenizer
 
 import rotation_merge as rm
@@ -93,20 +92,6 @@ def test_every_other_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tens
     assert WARNED not in " ".join(run("inspect", file).output.split())
 
 
-@pytest.mark.slow
-def test_python_matches_on_the_shared_tokens_as_the_command_does(
-    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
-) -> None:
-    anchor, donor, _ = models
-    done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--residual", "rotation")
-    assert done.exit_code == 0, done.output
-    alignment = rm.align(anchor.path, donor.path, residual="rotation")
-    assert "share 50 tokens" in " ".join(alignment.report.notes)
-    assert WARNED in " ".join(alignment.report.notes)
-    written, moved = load_file(tmp_path / "aligned" / "model.safetensors"), alignment.apply(donor.path).state_dict()
-    assert all(torch.equal(moved[name], tensor) for name, tensor in written.items())
-
-
 def test_no_change_is_taken_from_a_model_of_other_ids(
     models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -126,14 +111,18 @@ def test_no_change_is_taken_from_a_model_of_other_ids(
 def test_streams_are_matched_on_shared_tokens(
     models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
 ) -> None:
-    """The twin comes into the anchor's coordinates, its own tokens where they were, by command and recipe alike."""
+    """The twin comes into the anchor's coordinates, its own tokens where they were, by command, Python and recipe."""
     anchor, donor, rows = models
     turned = ("--residual", "rotation", "--heads", "permutation")
     done = run("align", anchor.path, donor.path, tmp_path / "out", *turned)
     assert done.exit_code == 0, done.output
     assert "share 50 tokens" in done.output
     assert "share 50 tokens" in (tmp_path / "out" / "README.md").read_text()
-    found = Checkpoint(anchor.case, tmp_path / "out").state
+    alignment = rm.align(anchor.path, donor.path, residual="rotation", heads="permutation")
+    assert "share 50 tokens" in " ".join(alignment.report.notes)
+    assert WARNED in " ".join(alignment.report.notes)
+    found, moved = Checkpoint(anchor.case, tmp_path / "out").state, alignment.apply(donor.path).state_dict()
+    assert all(torch.equal(moved[name], tensor) for name, tensor in found.items())
     wanted = rm.Alignment.random(str(anchor.path), residual="rotation").apply_anchor(str(anchor.path)).state_dict()
     for name, tensor in found.items():
         own = wanted[name][rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else wanted[name]
