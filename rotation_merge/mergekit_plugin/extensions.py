@@ -6,6 +6,7 @@ A recipe of ours begins with a look at whether all of mergekit could be extended
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import re
 import threading
@@ -17,6 +18,9 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.host import check_host
+
+CHECK = "ROTATION_MERGE_CHECK"
+"""Environment variable that, set to 1, has merges by mergekit's own methods looked at when they are written."""
 
 
 class Methods(dict[str, Any]):
@@ -104,13 +108,18 @@ def extend_merge(module: Any) -> None:
                 from rotation_merge.mergekit_plugin.run import run
 
                 return run(stock, merge_config, out_path, options, config_source)
-        if not _reads_gguf(merge_config):
-            return stock(merge_config, out_path, options, config_source)
-        with one_line():
-            from rotation_merge.mergekit_plugin.loader import decoded
+        if _reads_gguf(merge_config):
+            with one_line():
+                from rotation_merge.mergekit_plugin.loader import decoded
 
-            with decoded(merge_config, options) as config:
-                return stock(config, out_path, options, config_source or merge_config.to_yaml())
+                with decoded(merge_config, options) as config:
+                    stock(config, out_path, options, config_source or merge_config.to_yaml())
+        else:
+            stock(merge_config, out_path, options, config_source)
+        if os.environ.get(CHECK) == "1":
+            from rotation_merge.mergekit_plugin.run import say_defects
+
+            say_defects(merge_config, out_path, options)
 
     module.run_merge, module.MultiGPUExecutor = run_merge, collecting_executor
     module.get_architecture_info = get_architecture_info

@@ -235,9 +235,7 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
         Notes for the report, and the remaining defects of the folder. An error of the check itself becomes such a line,
         so that no merge is lost.
     """
-    models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
-    places = {str(model): folder_of(model.model, options.transformers_cache) for model in models}
-    parents, copied = {name: place for name, place in places.items() if place is not None}, list[str]()
+    parents, copied = parent_folders(config, options), list[str]()
     without = () if options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
         copied = copy_companions(folder, list(parents.values()), without)
@@ -248,6 +246,20 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
     notes = vocabulary_notes(parents, folder) if config.tokenizer or config.tokenizer_source else []
     notes += [f"Copied from a parent: {', '.join(copied)}."] if copied else []
     return [*notes, *(f"Check of the output: {defect.line}." for defect in defects)], defects
+
+
+def parent_folders(config: MergeConfiguration, options: MergeOptions) -> dict[str, str]:
+    """Folders of the merged models by name, the base first."""
+    models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
+    places = {str(model): folder_of(model.model, options.transformers_cache) for model in models}
+    return {name: place for name, place in places.items() if place is not None}
+
+
+def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
+    """Look at the output of another method of mergekit's; nothing is changed."""
+    defects = check_folder(folder, list(parent_folders(config, options).values()))
+    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
+    say(lines or [f"rotation_merge: {folder} is complete"])
 
 
 def vocabulary_notes(parents: Mapping[str, str], folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,17 @@ def test_what_a_parent_has_wrong_is_said(parents: Parents, tmp_path: Path) -> No
     assert "special id beyond the vocabulary" in notes(out)
     assert "as in a parent" in notes(out)
     assert "special id beyond the vocabulary" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_other_methods_where_the_environment_asks(
+    asked: bool, parents: Parents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if asked:
+        monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
+    for parent in parents:  # without base_model, mergekit takes the config of either
+        edit(parent, bos_token_id=151999)
+    with caplog.at_level(logging.INFO):
+        out = merged(parents, tmp_path / "out", "linear")
+    assert ("special id beyond the vocabulary" in caplog.text) == asked
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 151999
