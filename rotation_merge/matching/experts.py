@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, Space
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.matching.matrix_pairs import Tensors, views
-from rotation_merge.matching.neurons import Matched, Neurons, Pairs, match_neurons
+from rotation_merge.matching.matrix_pairs import Pairs, Tensors, views
+from rotation_merge.matching.neurons import Neurons, match_neurons
 from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
 
@@ -35,7 +35,7 @@ def match_experts(
     layer = _Layer(space, options, *_collect(block, space, anchor, donor, transforms))
     group = admitted(space, options)
     order = layer.order() if group.reorders else group.orders[0]
-    chosen = [layer.match(i, j).element for i, j in enumerate(order.tolist())]
+    chosen = [layer.match(i, j)[0] for i, j in enumerate(order.tolist())]
     index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
     return Transform("experts", {"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
 
@@ -68,13 +68,13 @@ class _Layer:
     options: GroupOptions
     router: Pairs
     stacks: dict[str, Pairs]
-    matched: dict[tuple[int, int], Matched] = field(default_factory=dict)
+    matched: dict[tuple[int, int], tuple[Monomial, float]] = field(default_factory=dict)
 
-    def match(self, i: int, j: int) -> Matched:
-        """The neurons of the anchor's expert i against those of the donor's j: element and squared distances."""
+    def match(self, i: int, j: int) -> tuple[Monomial, float]:
+        """The neurons of the anchor's expert i against those of the donor's j: element and squared distance."""
         if (i, j) not in self.matched:
             roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
-            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options), self.space)
+            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options))
         return self.matched[i, j]
 
     def order(self) -> Tensor:
@@ -85,7 +85,7 @@ class _Layer:
         if torch.equal(order, rows):
             return rows
         moved, still = (
-            sum(self.match(i, j).after for i, j in enumerate(places.tolist())) + float(routing[rows, places].sum())
+            sum(self.match(i, j)[1] for i, j in enumerate(places.tolist())) + float(routing[rows, places].sum())
             for places in (order, rows)
         )
         return order if moved < still else rows

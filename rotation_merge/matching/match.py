@@ -14,19 +14,20 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, row_of
+from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.serialisation import match_of, packed, part_of, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
 from rotation_merge.matching.visit import FINAL, MEASURE, PASS, Step, Visits
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import NOWHERE, Ledger
+from rotation_merge.symmetry.transform import packed, unpacked
 from rotation_merge.workers import Progress, Spread, in_threads
 
 SAMPLE = 4
@@ -272,8 +273,9 @@ class ModelMatching:
             rows += match.rows
             sums = [a + b for a, b in zip(sums, match.whole, strict=True)]
         seconds, notes = time.perf_counter() - began, ["distances of all tensors of the model"]
-        spaces = self.visits.architecture.streams
-        rows += [row_of(self.blocks[0], spaces[name], t, sums, seconds, notes) for name, t in streams.items()]
+        spaces, squares = self.visits.architecture.streams, (sums[0], sums[1], sums[2])
+        whole = {name: SpaceMatch(transform, squares, notes) for name, transform in streams.items()}
+        rows += [row_of(self.blocks[0], spaces[name], match, seconds) for name, match in whole.items()]
         return rows
 
     def _final_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
@@ -282,9 +284,9 @@ class ModelMatching:
         pending = [number for number, part in known.items() if part is None]
         fresh = self.each("matching", Step(FINAL, streams), pending, len(known) - len(pending), len(known))
         for number, block in enumerate(self.blocks):
-            match: BlockMatch = next(fresh) if (part := known[number]) is None else match_of(part)
+            match: BlockMatch = next(fresh) if (part := known[number]) is None else BlockMatch.of_part(part)
             if part is None and (match.transforms or any(match.whole)):
-                self.ledger.keep(block.name, partial(part_of, match))
+                self.ledger.keep(block.name, match.part)
             yield match
 
 

@@ -12,6 +12,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import AlignmentError, short
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import row_of, squared_distances
+from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
@@ -33,11 +34,14 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}
             before, after = (squared_distances(block, a, b, maps, [space]) for maps in (without, transforms))
-            rows.append(row_of(block, space, transforms[space.name], (before[0], *after)))
+            rows.append(row_of(block, space, SpaceMatch(transforms[space.name], (before[0], *after))))
         if moved:
             before, after = (squared_distances(block, a, b, maps) for maps in ({}, transforms))
             whole = [total + part for total, part in zip(whole, (before[0], *after), strict=True)]
-    rows += [row_of(architecture.blocks[0], space, transforms[space.name], whole) for space in moved]
+    rows += [
+        row_of(architecture.blocks[0], space, SpaceMatch(transforms[space.name], (whole[0], whole[1], whole[2])))
+        for space in moved
+    ]
     return replace(alignment, rows=rows)
 
 

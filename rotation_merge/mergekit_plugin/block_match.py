@@ -20,7 +20,6 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.matching.serialisation import match_once
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.tensors import TensorSource, as_tensors
@@ -59,7 +58,12 @@ class BlockMatching:
 
     def matched(self, device: torch.device | None = None) -> BlockMatch:
         """Reads both blocks, and matches them, unless an earlier run has."""
-        return match_once(self.run.ledger, self.key, lambda: self._match(device))
+        part = self.run.ledger.get(self.key)
+        if part is not None:
+            return BlockMatch.of_part(part)
+        match = self._match(device)
+        self.run.ledger.keep(self.key, match.part)
+        return match
 
     def _match(self, device: torch.device | None) -> BlockMatch:
         anchor, donor = self._read(self.anchor), self._read(self.donor)

@@ -22,10 +22,10 @@ from tiny_models import ALL, planted
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.matching import visit
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.serialisation import packed
 from rotation_merge.mergekit_plugin import block_match
 from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
+from rotation_merge.symmetry.transform import packed
 
 
 class Counted:

@@ -134,7 +134,7 @@ def test_heads_that_are_equal_stay_beside_heads_that_are_not(dtype: torch.dtype,
         anchor = (x * (3 * normal(heads, 1, 1)).exp()).reshape(*space.factors(role), width).to(dtype)
         kept = equal.reshape(heads, *[1] * (anchor.ndim - 1))
         found.append(Side(role, anchor, torch.where(kept, anchor, torch.flip(anchor, [0]))))
-    transform = match_heads(space, found, AlignConfig())[0]
+    transform = match_heads(space, found, AlignConfig()).transform
     for side in found:
         moved = transform.act(side.donor, side.role, 0)
         assert torch.equal(moved[equal], side.anchor[equal]), side.role
