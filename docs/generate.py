@@ -23,8 +23,7 @@ from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.cli.inspect import delegates, options
 from rotation_merge.config import Config
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.options import AlignConfig, FitConfig
 from rotation_merge.mergekit_plugin.keys import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
 from rotation_merge.run.measure import MeasureConfig

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.matching.teachers import Answered, divergence
+from rotation_merge.matching.objective import Answered, divergence
 from rotation_merge.matching.training import Training, kept_in, restore, train, trained
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.run.functions import check_answers, device_of, fused_attention, inputs_for

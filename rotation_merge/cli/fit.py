@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,8 +30,7 @@ from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.config import Count, Length, option
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import FILE, Output, Store
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
+from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, VaryingOptions
 from rotation_merge.run.data import KINDS, described, read_batches
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
@@ -130,11 +128,10 @@ def _learn(
         pair = open_pair(names[0], donor, match, untie, shapes=False)
         for warning in pair.warnings if not as_json else ():
             say(f"Warning: {warning}", "yellow")
-    at = zip(names, itertools.cycle(places), strict=False)
-    loaded = [to_stored_dtype(load(name), stored_dtype(name)).to(place) for name, place in at]
-    data_set = read_batches(data, names[0], loaded[0], **reading)
+    module = to_stored_dtype(load(names[0]), stored_dtype(names[0])).to(places[0])
+    data_set = read_batches(data, names[0], module, **reading)
     if options.objective != "distill":
-        check_labels(data_set.batches, loaded[0], data_set.task, data)
+        check_labels(data_set.batches, module, data_set.task, data)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json) as bar:
 
@@ -142,8 +139,9 @@ def _learn(
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
-        result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, data)
-    files = write_alignments(names, result, out, {**described(data_set), "seed": options.seed}, untie)
+        result = fit(names[0], names[1:], data_set.batches, match, options, watch, data, untie, module, places)
+    files = _alignment_files(out, len(names) - 1)
+    result.write(files, {**described(data_set), "seed": options.seed})
     if as_json:
         print_json({"files": files, **result.report.to_dict()})
         return 0
@@ -182,13 +180,6 @@ def _models_and_options(
     if values["match_on"] == WEIGHTS:
         values["match_on"] = pairs[0].match_on
     return [pairs[0].anchor, *(donor.name for donor in pairs)], pairs[0].options, pairs[0].untie
-
-
-def write_alignments(names: list[str], result: Any, out: str, training: dict[str, Any], untie: bool) -> list[str]:
-    """One alignment file for each donor."""
-    files = _alignment_files(out, len(names) - 1)
-    result.write(names[0], dict(zip(files, names[1:], strict=True)), untie, training)
-    return files
 
 
 def _alignment_files(out: str, donors: int) -> list[str]:

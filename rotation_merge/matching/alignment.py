@@ -19,12 +19,11 @@ from rotation_merge.errors import AlignmentError, RotationMergeError, Statistics
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.basis import Basis, Identity
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
 from rotation_merge.matching.statistics import moved_statistics
-from rotation_merge.matching.stream import Transforms
+from rotation_merge.matching.stream import Transforms, random_gauge
 from rotation_merge.model.biases import holders
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import names_in, translated

@@ -16,10 +16,9 @@ from rotation_merge.architecture.model import Block, Space, TensorInfo
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
-from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.matrix_pairs import Side, SpaceMatch, Tensors, chunks, sides
-from rotation_merge.matching.neurons import match_ffn
+from rotation_merge.matching.neurons import match_experts, match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases

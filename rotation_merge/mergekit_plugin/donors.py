@@ -19,8 +19,7 @@ from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, check_depth, check_pair, residual_of
-from rotation_merge.matching.report_rows import figures_in
-from rotation_merge.matching.run import AppliedAlignment
+from rotation_merge.matching.run import AppliedAlignment, figures_in
 from rotation_merge.mergekit_plugin.carried import added_as_it_is, carried, check_adapter
 from rotation_merge.mergekit_plugin.keys import UNMOVED
 from rotation_merge.mergekit_plugin.models import settle_presets

@@ -10,7 +10,7 @@ import yaml
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.report_rows import file_metadata
+from rotation_merge.matching.run import file_metadata
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.origin import origins

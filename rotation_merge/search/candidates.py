@@ -14,12 +14,10 @@ import yaml
 from rotation_merge.architecture import Architecture
 from rotation_merge.averaging.task_vectors import RATIO
 from rotation_merge.matching.fit import fit
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import BOTH
+from rotation_merge.matching.options import BOTH, FitConfig
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_batches
-from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import model_for, record
@@ -330,11 +328,13 @@ class CandidateFiles:
         files = {m: str(self.files / f"{stem}-{place(m)}.safetensors") for m in candidate.models[1:]}
         if all(os.path.exists(file) for file in files.values()):
             return files
-        loaded = [load(model, like=candidate.anchor).to(self.config.device) for model in candidate.models]
         batches = [batch for data in self.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
+        donors, devices = candidate.models[1:], [self.config.device]
         result = fit(
-            loaded[0], loaded[1:], batches, None, options, lambda done, total, _: tell("learning", done, total)
+            *(candidate.anchor, donors, batches, None, options, lambda done, total, _: tell("learning", done, total)),
+            untie=self.tied,
+            devices=devices,
         )
-        result.write(candidate.anchor, {file: model for model, file in files.items()}, self.tied)
+        result.write([files[model] for model in donors])
         return files

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.statistics import moved_fisher, moved_statistics
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of

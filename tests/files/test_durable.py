@@ -15,7 +15,7 @@ from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge import Alignment
 from rotation_merge.files import name_when_whole, replacing, write_text
-from rotation_merge.matching.fit_records import FitReport
+from rotation_merge.matching.fit import FitReport
 from rotation_merge.matching.training import Training, kept_in, train
 from rotation_merge.model.staging import staged
 from rotation_merge.model.tensors import as_tensors

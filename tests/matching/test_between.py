@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rotation_merge import AlignConfig, Alignment, FitConfig, fit
 from rotation_merge.matching import between
-from rotation_merge.matching.between import Mixture, mixed_model
-from rotation_merge.matching.learned import LearnedTransforms
+from rotation_merge.matching.between import LearnedTransforms, Mixture, mixed_model
 
 FIRST = {case.family: case for case in reversed(tiny_models.ALL)}
 WIDEST = AlignConfig(heads="permutation", residual="largest")

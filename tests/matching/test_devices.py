@@ -18,14 +18,14 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, heads, match, mean
 from rotation_merge.matching.activations import Activations
+from rotation_merge.matching.between import LearnedTransforms
 from rotation_merge.matching.fit import fit
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.learned import LearnedTransforms
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import ROWS, match_on_activations
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import Mover
+from rotation_merge.matching.options import FitConfig
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, load, outputs, unlabelled

@@ -15,13 +15,13 @@ from rotation_merge.architecture.build import Scope, stream_groups
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Space, TensorInfo
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.block import squared_distances
-from rotation_merge.matching.experts import match_experts
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
 from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.neurons import match_experts
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.tensors import mean_of
 

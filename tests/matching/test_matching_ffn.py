@@ -18,9 +18,8 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.matching.block import STILL, check_finite, match_block, squared_distances
-from rotation_merge.matching.experts import match_experts
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.neurons import Neurons, in_place, match_ffn
+from rotation_merge.matching.neurons import Neurons, in_place, match_experts, match_ffn
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import block_hidden_biases
 from rotation_merge.symmetry import Monomial, Transform

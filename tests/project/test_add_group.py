@@ -20,10 +20,10 @@ from rotation_merge.architecture import families
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import sample
 from rotation_merge.matching.alignment import load_file
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.learned import LearnedTransforms
+from rotation_merge.matching.between import LearnedTransforms
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.report.spaces import matched_spaces
 from rotation_merge.symmetry.admitted import QUERIES
 

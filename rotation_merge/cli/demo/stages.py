@@ -74,12 +74,12 @@ def vits(place: Path) -> Result:
 def _learned(a: Path, b: Path, file: Path) -> str:
     """An alignment learned on the training images and their labels."""
     from rotation_merge.matching.fit import fit
-    from rotation_merge.matching.fit_records import FitConfig
+    from rotation_merge.matching.options import FitConfig
 
     pixels, labels, _, _ = data.digits()
     batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
-    learned = fit(load(str(a)), load(str(b)), batches, options=FitConfig(steps=LEARNING_STEPS))
-    learned.write(str(a), {str(file): str(b)})
+    learned = fit(str(a), str(b), batches, options=FitConfig(steps=LEARNING_STEPS))
+    learned.write([str(file)])
     return str(file)
 
 
