@@ -30,7 +30,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
 from rotation_merge.matching.options import LOOKS, WEIGHTS, AlignConfig, FitConfig
-from rotation_merge.matching.pair import Pair, open_pair
+from rotation_merge.matching.pair import Pair, check_shapes, open_pair
 from rotation_merge.matching.stream import space_groups
 from rotation_merge.matching.training import Training, kept_in, train
 from rotation_merge.model.fingerprint import checksum
@@ -177,7 +177,9 @@ def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None =
     if len(models) < 2:
         raise RecipeError("no donors are given", remedy="give one model or more to align to the anchor")
     anchor, *donors = (open_model(model, f"donor {n}" if n else "anchor") for n, model in enumerate(models))
-    pairs = [open_pair(anchor, donor, match, untie is not False) for donor in donors]
+    pairs = [open_pair(anchor, donor, match, untie is not False, shapes=False) for donor in donors]
+    for pair in pairs:
+        check_shapes(pair.anchor_view, pair.donor, remedy="bring the models to one vocabulary and one size first")
     if untie is None and not (pairs[0].folded and anchor.tied):
         return [open_pair(anchor, donor, match) for donor in donors]
     return pairs
@@ -356,8 +358,8 @@ class _Fit:
         scores = {name: self.score(transforms) for name, transforms in starts.items()}
         plain = scores.get("identity") or self.score([{} for _ in self.pairs])
         name = min(scores, key=lambda start: scores[start][0])
-        scaling, orders = bool(self.match.scaling), self.options.permutations
-        learned = [LearnedTransforms(self.architecture, maps, scaling, orders) for maps in starts[name]]
+        scaling = bool(self.match.scaling)
+        learned = [LearnedTransforms(self.architecture, maps, scaling) for maps in starts[name]]
         loss, barrier = scores[name]
         report = FitReport(name, self.objective, loss, loss, barrier, barrier, plain[0], 0, 0.0)
         self._optimise(nn.ModuleList(learned).to(self.device), report, began)
@@ -378,7 +380,7 @@ class _Fit:
         """Take the steps, and leave the parameters with the lowest held-out loss."""
         if next(learned.parameters(), None) is None:
             problem = "the groups chosen have nothing to learn (signs and permutations only)"
-            remedy = "allow 'attention: rotation', 'scaling' or 'residual: rotation', or learn permutations"
+            remedy = "allow 'attention: rotation', 'scaling' or 'residual: rotation'"
             raise RecipeError(problem, remedy=remedy)
         options, steps = self.options, self.options.steps
         optimiser = torch.optim.Adam(learned.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))

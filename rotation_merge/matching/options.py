@@ -139,7 +139,6 @@ class FitConfig(Config):
         "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
         command=False,
     )
-    permutations: bool = option(False, "also learn the order of FFN neurons")
     start: Literal["auto", "matched", "identity"] = option(
         "auto",
         "start of the search. `auto`: the better of the other two on held-out samples",

@@ -8,7 +8,6 @@ groups of a space.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +30,6 @@ SETTLED = 1e-9
 """Change of a logarithm of a scale at which the turns end."""
 NEAR = 1e-6
 """Largest deviation of an entry of a map from the group that it belongs to."""
-
-Steps = Mapping[str, Tensor]
-"""What is learned of an element, float32: a `step`, and `scores` of its order; zero, and the identity, at the start."""
 
 
 @dataclass(frozen=True)
@@ -405,50 +401,31 @@ def nearest_member(group: Group, element: Element, shape: tuple[int, int], devia
     return member if member.inverse().compose(element).deviation() <= deviation else None
 
 
-def learnable(group: Group, element: Element, scales: bool, orders: bool) -> dict[str, Tensor]:
-    """The steps at which learning begins: maps and, if wanted, scales and the order of a single element."""
+def learnable(group: Group, element: Element, scales: bool) -> Tensor | None:
+    """The step at which learning begins, float32: a map's or, if wanted, that of scales; None: nothing is learned."""
     batch, size = element.shape
     if isinstance(element, Linear):
-        return {"step": torch.zeros(batch, size, size)}
-    steps = {"step": torch.zeros(batch, size)} if scales and group.scaled else {}
-    free = orders and batch == 1 and isinstance(group, Monomials) and group.first == 0
-    return {**steps, "scores": torch.eye(size)} if free else steps
+        return torch.zeros(batch, size, size)
+    return torch.zeros(batch, size) if scales and group.scaled else None
 
 
-def moved(group: Group, element: Any, steps: Steps, scales: bool, exact: bool) -> Element:
-    """The element where steps have led, differentiable in them.
+def moved(group: Group, element: Any, step: Tensor, scales: bool, exact: bool) -> Element:
+    """The element where a step has led, differentiable in it.
 
-    Maps are the exponential of the step's direction times the element, factors likewise; an order is the best one of
-    the scores after the element's, through which gradients go straight to the scores.
+    Maps are the exponential of the step's direction times the element, factors likewise.
 
     Args:
         exact: in float64 and inside the group to the last digit, else in float32.
-
-    Source of the orders: Git Re-Basin (Ainsworth and others, 2023), section 3.3.
     """
-    device = next(iter(steps.values())).device
-
-    def wide(x: Tensor) -> Tensor:
-        return x.to(device=device, dtype=torch.float64 if exact else torch.float32)
-
-    if isinstance(element, Linear):
-        turn = (torch.matrix_exp if exact else exp_skew)(_skew(group, wide(steps["step"])))
-        result = Linear(turn @ wide(element.matrix))
-        if scales and group.scaled:
-            growth = _alike(group, wide(steps["step"]).diagonal(dim1=1, dim2=2))
-            result = Linear(result.matrix * growth.exp()[..., None])
-        return group.project(result) if exact else result
-    growth = _alike(group, wide(steps["step"])) if "step" in steps else torch.zeros(())
-    element = replace(element, factor=wide(element.factor) * growth.to(device).exp())
-    if "scores" not in steps:
-        return element
-    scores = steps["scores"]
-    best = assign(scores.detach())[None]
-    if exact:
-        return replace(element, index=element.index.gather(1, best))
-    hard = torch.zeros_like(scores).scatter(1, best.T.to(device), 1.0)
-    soft = (hard + scores - scores.detach())[:, element.index[0].argsort().to(device)]
-    return replace(element, soft=soft[None])
+    dtype = torch.float64 if exact else torch.float32
+    step = step.to(dtype)
+    if not isinstance(element, Linear):
+        return replace(element, factor=element.factor.to(step) * _alike(group, step).exp())
+    turn = (torch.matrix_exp if exact else exp_skew)(_skew(group, step))
+    result = Linear(turn @ element.matrix.to(step))
+    if scales and group.scaled:
+        result = Linear(result.matrix * _alike(group, step.diagonal(dim1=1, dim2=2)).exp()[..., None])
+    return group.project(result) if exact else result
 
 
 def _skew(group: Group, step: Tensor) -> Tensor:

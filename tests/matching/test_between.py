@@ -62,8 +62,8 @@ def test_the_ends_are_the_parents_and_gradients_do_not_depend_on_what_is_kept(fa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"permutations": True}, {"checkpointing": True}, {"half": True}],
-    ids=["plain", "permutations", "checkpointing", "stored in half precision"],
+    [{}, {"checkpointing": True}, {"half": True}],
+    ids=["plain", "checkpointing", "stored in half precision"],
 )
 def test_fits_that_keep_nothing_go_the_same_way(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
