@@ -111,9 +111,8 @@ _REMOVED = {
     "norms": "leave it out",
     "measure rank": "leave it out; Grams are kept whole",
     "carry: activations, method: activations": "use 'refit', which keeps more of a change",
-    "controls, carry controls": "leave it out",
+    "controls, carry controls, permutations, fit permutations": "leave it out",
     "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
-    "permutations, fit permutations": "leave it out; the start's orders stay",
     "judge, carry judge": "leave it out, and name samples of your task as 'data'",
 }
 """What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods

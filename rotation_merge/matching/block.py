@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,6 +23,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.record import SpaceRow
+from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
 from rotation_merge.symmetry.transform import packed, unpacked
@@ -87,6 +88,15 @@ class BlockMatch:
     def of_part(cls, part: Mapping[str, Any]) -> BlockMatch:
         """The match again."""
         return cls(unpacked(*part["maps"]), [SpaceRow(**row) for row in part["rows"]], part["whole"])
+
+    @classmethod
+    def once(cls, ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
+        """A match of an earlier run, or computed now."""
+        if (part := ledger.get(name)) is not None:
+            return cls.of_part(part)
+        matched = match()
+        ledger.keep(name, matched.part)
+        return matched
 
 
 class NotFiniteError(AlignmentError):
@@ -179,7 +189,7 @@ class _Matching:
         match = self._best(space, group, unknown)
         if self.told:
             if match.squares is None or not self._counted(space):
-                match = self._measured([space], match)
+                match = self._measured(space, match, {space.name: match.transform})
             before, after, anchor = match.squares or (0.0, 0.0, 0.0)
             if self._blurred(space, before - after, anchor):
                 match = SpaceMatch(group.identity(), (before, before, anchor), [STILL])
@@ -231,7 +241,7 @@ class _Matching:
             self.matches |= {space.name: SpaceMatch(admitted(space, self.options).identity()) for space in spaces}
             self.matches = best[0] if self._rounds(spaces) >= best[1] else self.matches
         for space in spaces if self.told else ():
-            self.matches[space.name] = self._measured([space], self.matches[space.name], self.transforms)
+            self.matches[space.name] = self._measured(space, self.matches[space.name], self.transforms)
 
     def _rounds(self, spaces: list[Space]) -> float:
         """Repeat rounds until the squared distance stops falling; return it."""
@@ -247,14 +257,11 @@ class _Matching:
                 break
         return distance
 
-    def _measured(
-        self, spaces: list[Space], match: SpaceMatch, transforms: Mapping[str, Transform] | None = None
-    ) -> SpaceMatch:
-        """A match with its distances; those after it under some transforms, by default its own alone."""
-        (before, anchor), after = self._distance(spaces, {}), 0.0
-        moved = {spaces[0].name: match.transform} if transforms is None else transforms
-        after = before if match.transform.is_identity() and transforms is None else self._distance(spaces, moved)[0]
-        return replace(match, squares=(before, after, anchor))
+    def _measured(self, space: Space, match: SpaceMatch, transforms: Mapping[str, Transform]) -> SpaceMatch:
+        """A match with its distances, those after it under some transforms."""
+        before, anchor = self._distance([space], {})
+        still = all(transform.is_identity() for transform in transforms.values())
+        return replace(match, squares=(before, before if still else self._distance([space], transforms)[0], anchor))
 
     def _distance(self, spaces: list[Space], local: Mapping[str, Transform]) -> tuple[float, float]:
         """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""

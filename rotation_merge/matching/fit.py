@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import reported, with_basis
 from rotation_merge.matching.alignment import Alignment, Transforms
@@ -32,7 +32,7 @@ from rotation_merge.matching.objective import choose, distillation, labels_loss,
 from rotation_merge.matching.options import LOOKS, WEIGHTS, AlignConfig, FitConfig
 from rotation_merge.matching.pair import Pair, check_shapes, open_pair
 from rotation_merge.matching.stream import space_groups
-from rotation_merge.matching.training import Training, kept_in, train
+from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.model.fingerprint import checksum
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.open import ModelLike, open_model
@@ -177,9 +177,9 @@ def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None =
     if len(models) < 2:
         raise RecipeError("no donors are given", remedy="give one model or more to align to the anchor")
     anchor, *donors = (open_model(model, f"donor {n}" if n else "anchor") for n, model in enumerate(models))
-    pairs = [open_pair(anchor, donor, match, untie is not False, shapes=False) for donor in donors]
-    for pair in pairs:
-        check_shapes(pair.anchor_view, pair.donor, remedy="bring the models to one vocabulary and one size first")
+    for donor in donors:
+        check_shapes(anchor, donor, remedy="bring the models to one vocabulary and one size first")
+    pairs = [open_pair(anchor, donor, match, untie is not False) for donor in donors]
     if untie is None and not (pairs[0].folded and anchor.tied):
         return [open_pair(anchor, donor, match) for donor in donors]
     return pairs
@@ -241,6 +241,8 @@ class _Fit:
         placed = [(replace(p, device=d, watched=False), n) for (p, n), d in zip(sides, places, strict=True)]
         stored = [(pair.sources[number], pair.architecture) for pair, number in placed]
         self.parents = [restructured(*source, self.architecture).cached(math.inf) for source in stored]
+        for pair, parent in zip(pairs, self.parents[1:], strict=True):
+            _check_names(self.architecture, pair, set(self.parents[0]) ^ set(parent))
         self.mixture = Mixture(self.architecture, self.parents, pairs[-1].folded, self.device, keeps)
         self.model = mixed_model(module, self.mixture, options.checkpointing)
         self.batches: list[Batch] = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
@@ -387,14 +389,14 @@ class _Fit:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
         report.history = [(0, 0.0, report.before, report.barrier_before)]
         step, look = partial(self._step, learned, optimiser), partial(self._look, learned, report)
-        run = Training(learned, optimiser, schedule, self.generator, report, step, look, steps, LOOKS, began)
-        run = replace(run, patience=options.patience, minutes=options.minutes)
+        training = Training(learned, optimiser, schedule, self.generator, report, step, look)
+        seconds = 60 * options.minutes - (time.perf_counter() - began) if options.minutes else math.inf
 
         def watch(done: int, loss: float) -> None:
             self.watch(done, steps, {"loss": loss, "held out": report.after, "barrier": report.barrier_after})
 
         with kept_in(options.state, self._mark) as ledger:
-            train(run, watch, ledger)
+            training.run(steps, LOOKS, watch, ledger, options.patience, seconds)
 
     def _mark(self) -> str:
         """A stable key of the fit: models, data, and every option that has an effect."""
@@ -428,6 +430,14 @@ class _Fit:
             return False
         report.after, report.barrier_after, report.best_step = value, barrier, step
         return True
+
+
+def _check_names(architecture: Architecture, pair: Pair, odd: set[str]) -> None:
+    """Refuse a donor if one of the tensors that only one of the two has is more than a second copy of another."""
+    known = {name for info in architecture.tensors() if not info.tied for name in info.names}
+    if odd & known:
+        problem = f"tensor '{min(odd & known)}' is only in one of {pair.anchor.name} and {pair.donor.name}"
+        raise CheckpointError(problem, where=pair.donor.name, remedy="give models of one class")
 
 
 def along(point: float, models: int) -> Tensor:

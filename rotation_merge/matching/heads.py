@@ -47,7 +47,7 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
     parts = [part for name in PAIRED if (part := HeadPart.of(space, sides, group, name)) is not None]
     pairing, notes = _best_order(group, parts)
     elements, met = dict(group.identity().elements), [(part, pairing) for part in parts]
-    shared = HeadPart.of_shared_gains(space, sides, group)
+    shared = HeadPart.of(space, sides, group, "gains", shared=True)
     if shared is not None:
         met.append((shared, shared.own))
     gained = 0.0
@@ -103,28 +103,21 @@ class HeadPart:
     device: torch.device
 
     @classmethod
-    def of(cls, space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None) -> HeadPart | None:
-        """The part of an element's tensors; None if there are none. Without a group of their own they stay."""
-        sizes, roles = space.sizes, (*PAIRED[name], *(["gate"] if name == "vo" else []))
-        size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
-        return cls._of_roles(sides, roles, group, name, (sizes["groups"], sizes["per_group"], size))
-
-    @classmethod
-    def of_shared_gains(cls, space: Space, sides: Sequence[Side], group: SpaceGroup) -> HeadPart | None:
-        """Gains of norms that all heads of a layer share, as those of one head."""
-        return cls._of_roles(sides, ("k_norm", "q_norm"), group, "gains", (1, 1, space.sizes["head_dim"]))
-
-    @classmethod
-    def _of_roles(
-        cls,
-        sides: Sequence[Side],
-        roles: Sequence[str],
-        group: SpaceGroup,
-        name: str | None,
-        shape: tuple[int, int, int],
+    def of(
+        cls, space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None, shared: bool = False
     ) -> HeadPart | None:
+        """The part of an element's tensors; None if there are none. Without a group of their own they stay.
+
+        Args:
+            shared: of gains, those of norms that all heads of a layer share, as of one head.
+        """
+        sizes = space.sizes
+        size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
+        shape = (1, 1, size) if shared else (sizes["groups"], sizes["per_group"], size)
+        roles = ("k_norm", "q_norm") if shared else (*PAIRED[name], *(["gate"] if name == "vo" else []))
+
         def apart(x: Tensor) -> Tensor:
-            return x.reshape(shape[0], -1, shape[2], x.shape[-1])
+            return x.reshape(shape[0], -1, size, x.shape[-1])
 
         pairs = tuple([(apart(s.anchor), apart(s.donor)) for s in sides if s.role == role] for role in roles)
         if not any(pairs):

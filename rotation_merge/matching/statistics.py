@@ -10,7 +10,6 @@ those of the moved donor, ones and zeros where they are folded. So nothing is di
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
@@ -66,7 +65,6 @@ def moved_statistics(
             remedy="measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)",
         )
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
-    shared = {axis for axis, count in Counter(statistics.axes.values()).items() if count > 1}
     stored = statistics.tensors
     dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.dtypes.items()}
 
@@ -96,7 +94,7 @@ def moved_statistics(
         if kind == "count":
             return moved_experts(readers[name], statistics[key], transforms)
         if kind == "gram":
-            return gram_once(name) if name in shared else gram(name)
+            return gram_once(name)
         info = infos[name]
         return stack_once(info.name)[info.names.index(name)] if info.stacked else fisher(info)
 

@@ -58,12 +58,7 @@ class BlockMatching:
 
     def matched(self, device: torch.device | None = None) -> BlockMatch:
         """Reads both blocks, and matches them, unless an earlier run has."""
-        part = self.run.ledger.get(self.key)
-        if part is not None:
-            return BlockMatch.of_part(part)
-        match = self._match(device)
-        self.run.ledger.keep(self.key, match.part)
-        return match
+        return BlockMatch.once(self.run.ledger, self.key, lambda: self._match(device))
 
     def _match(self, device: torch.device | None) -> BlockMatch:
         anchor, donor = self._read(self.anchor), self._read(self.donor)

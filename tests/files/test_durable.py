@@ -16,7 +16,7 @@ from plugin_support import make, merged, recipe_for, twin
 from rotation_merge import Alignment
 from rotation_merge.files import name_when_whole, replacing, write_text
 from rotation_merge.matching.fit import FitReport
-from rotation_merge.matching.training import Training, kept_in, train
+from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.model.staging import staged
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.run.statistics import Statistics
@@ -83,9 +83,9 @@ def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path, monkeypa
     def step() -> float:
         return float(optimiser.step() or 0.0)
 
-    run = Training(module, optimiser, schedule, torch.Generator(), report, step, lambda *_: False, 1, 1, 0.0)
+    run = Training(module, optimiser, schedule, torch.Generator(), report, step, lambda *_: False)
     with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "fit.unfinished", lambda: "key") as ledger:
-        train(run, interrupt, ledger)
+        run.run(1, 1, interrupt, ledger)
     assert_file_was_kept(steps, next((tmp_path / "fit.unfinished").glob("*.pt")))
 
 
