@@ -21,7 +21,7 @@ import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.diagnose.matchings import NAMED
 from rotation_merge.run.curves import Barrier
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import evaluate
 
 State = dict[str, Tensor]
@@ -72,7 +72,7 @@ class Two:
 
     @cached_property
     def data(self) -> Data:
-        return read_batches(DATA[self.kind], str(self.given.model(self.anchor)), self.network, **self.reading)
+        return read_samples(str(self.given.model(self.anchor)), DATA[self.kind], module=self.network, **self.reading)
 
     def kept(self, key: str, compute: Callable[[], Any]) -> Any:
         return self.given.kept(f"landscape, {self.names}, {key}", compute)

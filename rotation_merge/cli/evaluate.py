@@ -47,7 +47,7 @@ def command(
     point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
     Classes in another order than the first model's are reordered.
     """
-    from rotation_merge.run.data import read_batches
+    from rotation_merge.run.data import read_samples
     from rotation_merge.run.functions import load
 
     config, device = config_of(EvaluateConfig, values), usable_device(device)
@@ -55,7 +55,7 @@ def command(
     for name in models:
         model = load(name, like=models[0]).to(device)
         for source in sources:
-            data = read_batches(source, name, model, config.limit, config.batch_size, config.length)
+            data = read_samples(name, source, config.limit, config.batch_size, config.length, module=model)
             scores = score(model, data)
             facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
             table_rows.append({**facts, "loss": scores.loss, **scores.figures})

@@ -31,7 +31,7 @@ from rotation_merge.config import Count, Length, option
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import FILE, Output, Store
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, VaryingOptions
-from rotation_merge.run.data import KINDS, described, read_batches
+from rotation_merge.run.data import KINDS, described, read_samples
 from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 from rotation_merge.run.sample_kinds import ReadingConfig
@@ -129,7 +129,7 @@ def _learn(
         for warning in pair.warnings if not as_json else ():
             say(f"Warning: {warning}", "yellow")
     module = to_stored_dtype(load(names[0]), stored_dtype(names[0])).to(places[0])
-    data_set = read_batches(data, names[0], module, **reading)
+    data_set = read_samples(names[0], data, module=module, **reading)
     if options.objective != "distill":
         check_labels(data_set.batches, module, data_set.task, data)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)

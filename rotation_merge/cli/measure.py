@@ -55,7 +55,7 @@ def command(
     fit writes its text by layer, too, and reads its files for every token of '--data self'.
     """
     from rotation_merge.model.open import open_model
-    from rotation_merge.run.data import read_batches
+    from rotation_merge.run.data import read_samples
     from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.measuring import default_statistics_path, model_for, record
 
@@ -67,7 +67,7 @@ def command(
     device = usable_device(device)
     loaded = model_for(checkpoint, config, data, device, by_layer)
     limit = config.samples or (SAMPLES if data in SOURCES else None)
-    data_set = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
+    data_set = read_samples(model, data, limit, config.batch_size, config.length, config.seed, loaded)
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()

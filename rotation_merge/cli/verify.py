@@ -62,13 +62,13 @@ def command(
     generator = torch.Generator().manual_seed(seed)
     inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
-        from rotation_merge.run.data import read_batches
+        from rotation_merge.run.data import read_samples
         from rotation_merge.run.generated_samples import SELF
 
         if data == SELF and a.is_large:
             problem = "is too large to be held in memory, so it cannot write text"
             raise CheckpointError(problem, where=model_a, remedy="give --data a file")
-        inputs += read_batches(data, model_a, a.model, limit=32).batches
+        inputs += read_samples(model_a, data, limit=32, module=a.model).batches
     expected, actual = a.on(inputs), b.on(inputs)
     worst = largest_difference(expected, actual, (model_a, model_b), probabilities)
     coarsest = least_precise_dtype(stored_dtype(model_a), stored_dtype(model_b))

@@ -12,7 +12,7 @@ from rotation_merge.diagnose.matchings import ALIGNED, Matching, Tick, moved, op
 from rotation_merge.errors import RecipeError
 from rotation_merge.model.heads import head_names
 from rotation_merge.run.curves import Barrier, Curve
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import path
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -87,10 +87,10 @@ class Paths:
     def _data(self, anchor: Any) -> list[Data]:
         """Each data source, as the model with its head reads it."""
         if not self.own_heads:
-            return [read_batches(source, self.anchor, anchor, **self.reading) for source in self.sources]
+            return [read_samples(self.anchor, source, module=anchor, **self.reading) for source in self.sources]
         names = (self.anchor, *(donor.name for donor in self.donors))
         pairs = zip(self.sources, names, strict=True)
-        return [read_batches(source, name, load(name), **self.reading) for source, name in pairs]
+        return [read_samples(name, source, **self.reading) for source, name in pairs]
 
     def check(self, matchings: Sequence[Matching]) -> None:
         """Collect all errors of models and matchings from headers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from rotation_merge.architecture.sentence import KEY as MODULES
 from rotation_merge.run.functions import disable_extra_outputs, model_class
-from rotation_merge.run.sentence import with_empty_modules
+from rotation_merge.run.sentence import with_modules
 
 
 def empty_model(config: Any, untie: bool = False) -> Any:
@@ -29,6 +29,6 @@ def empty_model(config: Any, untie: bool = False) -> Any:
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = kind(config_copy)
         if modules := getattr(config_copy, MODULES, None):
-            model = with_empty_modules(model, modules)
+            model = with_modules(model, modules)
     model.tie_weights()
     return model.eval()

@@ -17,7 +17,7 @@ from rotation_merge.matching.fit import fit
 from rotation_merge.matching.options import BOTH, FitConfig
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.open import open_model
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import model_for, record
@@ -317,10 +317,10 @@ class CandidateFiles:
             record(opened, module, self._data(model, module), MeasureConfig(), path, listener(), device)
         return str(path)
 
-    def _data(self, model: str, loaded: object) -> Data:
+    def _data(self, model: str, loaded: Any) -> Data:
         config, source = self.config, self.data[model]
         limit = config.samples if source in SOURCES else None
-        return read_batches(source, model, loaded, limit, config.batch_size, config.length, config.seed)
+        return read_samples(model, source, limit, config.batch_size, config.length, config.seed, loaded)
 
     def _learned(self, candidate: Candidate, seconds: float) -> dict[str, str]:
         place, tell = self.config.models.index, listener()

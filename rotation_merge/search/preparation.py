@@ -24,7 +24,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
-from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
+from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_samples
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.generated_samples import SOURCES, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -211,13 +211,8 @@ class Preparation:
         if len(config.data) not in (1, len(config.models)):
             problem = f"{len(config.data)} data for {len(config.models)} models"
             raise DataError(problem, remedy="give one, or one for each")
-        limit = config.samples * 2
-        return [
-            read_batches(
-                source, config.models[0], model, limit, config.batch_size, config.length, config.seed, mixed=True
-            )
-            for source in config.data
-        ]
+        reading = 2 * config.samples, config.batch_size, config.length, config.seed
+        return [read_samples(config.models[0], source, *reading, model, mixed=True) for source in config.data]
 
     def _sampled(self, loaded: dict[str, Any]) -> SampleSets:
         """Held-out samples that the models write (or noise), separate from those for merging."""
@@ -228,7 +223,7 @@ class Preparation:
         parts: tuple[list[Data], list[Data]] = ([], [])
         for k, (name, model) in enumerate(loaded.items()):
             seed = config.seed + WRITTEN_APART + k
-            data = read_batches(config.data[0], name, model, 2 * count, size, config.length, seed)
+            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model)
             half = len(data.batches) // 2
             for part, batches in zip(parts, (data.batches[:half], data.batches[half:]), strict=True):
                 part.append(with_batches(data, batches))

@@ -68,18 +68,6 @@ PARAMETERS = [
     option("ffn: 3", "'ffn' is 3", "permutation"),
     option("ffn: rotation", "'ffn' is 'rotation'", "permutation"),
     option("attention: rotations", "rotations", "did you mean 'rotation'"),
-    option("attention: invertible", "'attention' is 'invertible'", "it was removed"),
-    option("report: true", "'report'", "it was removed", "barrier --plot"),
-    option("widths: true", "'widths'", "it was removed", "equal sizes"),
-    of_donor("{weight: 0.5, layers_map: auto}", "'layers_map'", "it was removed", "equal depth"),
-    of_donor("{weight: 0.5, controls: true}", "'controls'", "it was removed"),
-    of_donor("{weight: 0.5, judge: x}", "'judge'", "it was removed"),
-    of_donor("{weight: 0.5, finetuned_from: anchor, carry: activations}", "activations", "it was removed", "'refit'"),
-    in_recipe("delegate that was removed", "delegate: linear", "delegate: kfac", "'kfac'", "it was removed", "refit"),
-    models(f"{SETTINGS} {{delegate: refit, alpha: 0.5}}", "'alpha'", "it was removed"),
-    models(f"{SETTINGS} {{delegate: refit, norms: solve}}", "'norms'", "it was removed"),
-    models(f"{SETTINGS} {{delegate: wudi, gram_norm: norm}}", "'gram_norm'", "it was removed"),
-    models(f"{SETTINGS} {{delegate: iso, share: 0.5}}", "'share'", "it was removed"),
     models(
         f"{SETTINGS} {{delegate: della, rescale: sequential}}", "'rescale' is 'sequential'; it must be true or false"
     ),

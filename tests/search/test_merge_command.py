@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from rotation_merge.errors import DataError
 from rotation_merge.files import read_part
 from rotation_merge.model.open import open_model
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
@@ -113,7 +113,7 @@ def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
 
 def test_the_judge_counts_as_evaluate_does():
     model = load(str(CHECKPOINTS / "llama-0"))
-    data = read_batches("demo:python", str(CHECKPOINTS / "llama-0"), model, limit=8, batch_size=4, length=32)
+    data = read_samples(str(CHECKPOINTS / "llama-0"), "demo:python", 8, 4, 32, module=model)
     judge = Judge([data], labelled=True)
     loss, accuracy = evaluate(model, data)
     found = judge.measure(model)
@@ -128,7 +128,7 @@ def test_the_judge_counts_as_evaluate_does():
 
 def test_divergence_is_zero_for_the_parent_itself():
     model = load(str(CHECKPOINTS / "llama-0"))
-    data = read_batches("self", str(CHECKPOINTS / "llama-0"), model, limit=4, batch_size=4, length=16)
+    data = read_samples(str(CHECKPOINTS / "llama-0"), "self", 4, 4, 16, module=model)
     judge = Judge([data], labelled=False)
     judge.parents({"a": model})
     assert judge.measure(model).score == pytest.approx(0.0, abs=1e-6)
@@ -139,7 +139,7 @@ def test_samples_are_drawn_from_the_whole_file(tmp_path: Path):
     """A file that begins with one kind of text says nothing of the other where its first samples are taken."""
     (tmp_path / "x.txt").write_text("a" * 4000 + "b" * 4000)
     model = load(str(CHECKPOINTS / "llama-0"))
-    read = [read_batches(str(tmp_path / "x.txt"), str(CHECKPOINTS / "llama-0"), model, 32, 8, 16, mixed=m)
+    read = [read_samples(str(CHECKPOINTS / "llama-0"), str(tmp_path / "x.txt"), 32, 8, 16, module=model, mixed=m)
             for m in (False, True)]  # fmt: skip
     kinds = [[set(batch["input_ids"].flatten().tolist()) for batch in data.batches] for data in read]
     assert kinds[0] == [{ord("a")}] * 4
@@ -176,7 +176,7 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
         (["A", "B", "A", "--force"], "is one of the inputs"),
         (["A", "A/", "OUT"], "is named twice"),
-        (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
+        (["V", "W", "OUT", "--data", __file__], "ViTForImageClassification takes pixel_values"),
         (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
     ],
 )

@@ -19,7 +19,7 @@ from plugin_support import one_error, state, write_state
 from safetensors import safe_open
 
 from rotation_merge.report.files import read_report
-from rotation_merge.run.data import read_batches
+from rotation_merge.run.data import read_samples
 from rotation_merge.run.functions import load
 from rotation_merge.search import run as searches
 from rotation_merge.search.candidates import FAR, NEAR, SHARED, Planner
@@ -204,7 +204,7 @@ def test_how_models_lie_to_each_other_decides_what_is_tried(tmp_path: Path, monk
 def test_a_merge_that_cannot_win_is_given_up(tmp_path: Path, only: Callable[..., None]) -> None:
     """By its first batches; one that is as good is measured to the end."""
     model, path = load(C), C
-    data = read_batches("demo:c", path, model, 48, 4, 32)
+    data = read_samples(path, "demo:c", 48, 4, 32, module=model)
     judge = Judge([data], labelled=True)
     best = judge.measure(model)
     again = judge.measure(model, best=best)

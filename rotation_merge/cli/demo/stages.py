@@ -19,7 +19,7 @@ from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run import demo as data
-from rotation_merge.run.data import read_batches
+from rotation_merge.run.data import read_samples
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
 
@@ -194,12 +194,12 @@ def _merge(text: str, out: Path, stock: bool = False) -> None:
 
 def _digits(path: Path) -> float:
     model = load(str(path))
-    return evaluate(model, read_batches("demo:digits", str(path), model))[1]
+    return evaluate(model, read_samples(str(path), "demo:digits", module=model))[1]
 
 
 def _loss(path: Path | str, *names: str) -> float:
     model = load(str(path))
-    losses = [evaluate(model, read_batches(f"demo:{name}", str(path), model, 160))[0] for name in names]
+    losses = [evaluate(model, read_samples(str(path), f"demo:{name}", 160, module=model))[0] for name in names]
     return sum(losses) / len(losses)
 
 
