@@ -114,46 +114,8 @@ class Stats:
         return replace(self, primal=primal, dual=dual, donor=(donor[0], donor[1]))
 
 
-class Group:
-    """A group of maps of d coordinates.
-
-    Attributes:
-        words: its elements, in words.
-        scaled: whether they have factors of any size.
-        permutes: whether they are permutations.
-    """
-
-    words: Any = "none"
-    scaled: Any = False
-    permutes: Any = False
-
-    def identity(self, batch: int, size: int) -> Any:
-        """Identities, in the form that `solve` gives."""
-        raise NotImplementedError
-
-    def random(self, batch: int, size: int, generator: torch.Generator) -> Any:
-        """Random elements, for tests and twins."""
-        raise NotImplementedError
-
-    def solve(self, stats: Stats) -> Any:
-        """The best elements for the statistics, one for each pair; ties go to the identity."""
-        raise NotImplementedError
-
-    def value(self, stats: Stats) -> Tensor:
-        """The gains of the best elements, (N,), or of ones that are nearly the best: enough to choose pairs by."""
-        return stats.gain(self.solve(stats))
-
-    def project(self, element: Any) -> Any:
-        """The nearest elements of the group; its own come back as they are, up to rounding."""
-        raise NotImplementedError
-
-    def blocks(self, size: int) -> Tensor:
-        """Numbers, (d,), of the blocks of coordinates that maps stay inside."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class Monomials(Group):
+class Monomials:
     """Orders and factors of coordinates, as far as they are free: the identity alone where nothing is.
 
     Gains of the norms of queries and keys, for instance, have factors with a sign: a score is a sum of
@@ -176,6 +138,7 @@ class Monomials(Group):
 
     @property
     def words(self) -> str:
+        """Its elements, in words."""
         sizes = f"{'signed' if self.signed else 'positive'} rescaling"
         factors = sizes if self.scaled else "signs" if self.signed else ""
         if factors and self.ties is not None:
@@ -184,12 +147,15 @@ class Monomials(Group):
 
     @property
     def permutes(self) -> bool:
+        """Whether they are permutations."""
         return self.first is not None
 
     def identity(self, batch: int, size: int) -> Monomial:
+        """Identities, in the form that `solve` gives."""
         return Monomial.identity(batch, size, self.degree)
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
+        """Random elements, for tests and twins."""
         index, first = torch.arange(size).repeat(batch, 1), size if self.first is None else self.first
         for row in index[:, first:] if first < size else ():
             row.copy_(torch.randperm(size - first, generator=generator) + first)
@@ -199,7 +165,10 @@ class Monomials(Group):
         return Monomial(index, factor if self.permutes else factor[:, self.blocks(size)], self.degree)
 
     def solve(self, stats: Stats) -> Monomial:
-        """Assignment over the gains of pairs of coordinates, each with its best sign or factor."""
+        """The best elements for the statistics, one for each pair; ties go to the identity.
+
+        Assignment over the gains of pairs of coordinates, each with its best sign or factor.
+        """
         p, q, primal, dual = stats.primal, stats.dual, *(norm[:, None] for norm in stats.donor)
         numbers = self.blocks(p.shape[-1]).to(p.device)
         if not self.permutes:
@@ -221,7 +190,12 @@ class Monomials(Group):
         first = self.first or 0
         return torch.cat([torch.arange(first), assign(gain[first:, first:]) + first])
 
-    def project(self, element: Monomial) -> Monomial:
+    def value(self, stats: Stats) -> Tensor:
+        """The gains of the best elements, (N,), or of ones that are nearly the best: enough to choose pairs by."""
+        return stats.gain(self.solve(stats))
+
+    def project(self, element: Any) -> Monomial:
+        """The nearest elements of the group; its own come back as they are, up to rounding."""
         keeps = self.permutes and in_order(element.index[:, : self.first])
         index = element.index if keeps else torch.arange(element.shape[1]).expand(element.shape)
         factor = _alike(self, element.factor)
@@ -230,13 +204,14 @@ class Monomials(Group):
         return Monomial(index, factor if self.signed else factor.abs(), self.degree)
 
     def blocks(self, size: int) -> Tensor:
+        """Numbers, (d,), of the blocks of coordinates that maps stay inside."""
         if self.ties is not None:
             return torch.tensor(self.ties)
         return torch.arange(size).clamp_max(size if self.first is None else self.first)
 
 
 @dataclass(frozen=True)
-class Rotations(Group):
+class Rotations:
     """O(d), reflections included, with one positive factor for each map (`scaled`).
 
     The best maps are found in blocks, (N, k, s, s) for k blocks of s coordinates: here, of all coordinates.
@@ -249,6 +224,8 @@ class Rotations(Group):
     scaled: bool = False
     sequential: bool = False
     fixes_ones: bool = False
+
+    permutes = False
 
     @property
     def words(self) -> str:
@@ -310,12 +287,12 @@ class Rotations(Group):
     def value(self, stats: Stats) -> Tensor:
         """From the singular values at the balanced scale."""
         if self.fixes_ones:
-            return super().value(stats)
+            return stats.gain(self.solve(stats))
         norms, scale = self._balance(stats, 1)
         best = nuclear_norm((scale * stats.primal[:, None] + stats.dual[:, None] / scale)[:, 0])
         return 2 * best - (scale**2 * norms[0] + norms[1] / scale**2).flatten()
 
-    def project(self, element: Linear | Monomial) -> Linear:
+    def project(self, element: Any) -> Linear:
         matrix = element.matrices()
         if not self.scaled:
             return Linear(self._best(matrix, 0.0))
@@ -382,13 +359,18 @@ class Planar(Rotations):
         unturned = self.unturned.random(batch, size - self._rest.start, generator).matrix if self.unturned else None
         return Linear(self._joined(torch.polar(scale, angle)[..., None, None], size, unturned))
 
-    def project(self, element: Linear | Monomial) -> Linear:
+    def project(self, element: Any) -> Linear:
         matrix = element.matrices()
         z = self._inside(matrix) / 2
         unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
         return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned))
 
-    value = Group.value
+    def value(self, stats: Stats) -> Tensor:
+        return stats.gain(self.solve(stats))
+
+
+Group = Monomials | Rotations
+"""A group of maps of d coordinates; both have the same members."""
 
 
 def nearest_member(group: Group, element: Element, shape: tuple[int, int], deviation: float = NEAR) -> Element | None:
@@ -397,7 +379,7 @@ def nearest_member(group: Group, element: Element, shape: tuple[int, int], devia
     kinds = (Linear, Monomial) if isinstance(form, Linear) else type(form)
     if not (isinstance(element, kinds) and element.degree == form.degree and element.fits(shape)):
         return None
-    member = group.project(element)
+    member: Any = group.project(element)
     return member if member.inverse().compose(element).deviation() <= deviation else None
 
 
