@@ -87,7 +87,7 @@ def learned(root: Path) -> None:
     text, alignment = Path(place(".txt")), place(".safetensors")
     text.write_bytes(training_text("python", 200_000))
     options = ("--data", text, "--alignment", alignment, "--steps", "400", "--batch-size", "16")
-    command("fit", *names, *options, "--heads", "permutation", "--residual", "rotation")
+    command("align", *names, "--learn", *options, "--heads", "permutation", "--residual", "rotation")
     own = {"delegate": "refit", "samples": 64, "targets": "mean"}
     variants: dict[str, dict[str, Any]] = {
         "mean, learned match": {"delegate": "linear"},

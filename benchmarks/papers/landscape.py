@@ -103,12 +103,12 @@ class Two:
         return [str(self.given.model(name)) for name in (self.anchor, self.donor)]
 
     def learned(self) -> Path:
-        """The transforms that `fit` learns on training images without labels, as table 2 has them."""
+        """The transforms that `align --learn` learns on training images without labels, as table 2 has them."""
         batches, file = images(SAMPLES, False, 32), self.given.scratch / f"{self.names}.safetensors"
         data = file.with_suffix(".npz")
         np.savez(data, pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
         asked = ["--heads", "permutation", "--residual", "rotation", "--steps", "300", "--batch-size", "32"]
-        command("fit", *self.ends, "--data", data, "--alignment", file, *asked)
+        command("align", *self.ends, "--learn", "--data", data, "--alignment", file, *asked)
         return file
 
     def paths(self, names: Sequence[str], points: int) -> Barrier:

@@ -13,7 +13,7 @@ of its neurons changes. The order is kept if the matched neurons then lie nearer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
@@ -152,25 +152,27 @@ def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> Spa
 def match_neurons(neurons: Neurons) -> tuple[Monomial, float]:
     """Order and scales, G = 1, and the squared distance that they leave: never more than the identity order does."""
     index, best = torch.arange(neurons.size), neurons
-    if neurons.group.permutes and neurons.before != 0 and not in_place(neurons):
-        order = assigned(neurons)
-        moved = neurons.reordered(order)
+    if neurons.group.permutes and neurons.before != 0:
+        order, moved = proven_order(neurons) or assigned(neurons)
         if float(moved.distances.sum()) < float(neurons.distances.sum()):
             index, best = order, moved
     element = Monomial(index[None], best.factor[None].cpu(), neurons.group.degree)
     return element, float(best.distances.clamp_min(0).sum())
 
 
-def assigned(neurons: Neurons) -> Tensor:
-    """The best order over the similarities of all pairs."""
+def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
+    """The best order over the similarities of all pairs, and the neurons with the donor's in that order."""
     similarity = neurons.similarity()
     similarity -= similarity.mean(0, keepdim=True)  # changes no order; no column is the favourite of many rows
     similarity -= similarity.mean(1, keepdim=True)
-    return assign(similarity)
+    order = assign(similarity)
+    return order, neurons.reordered(order)
 
 
-def in_place(neurons: Neurons) -> bool:
-    """Whether some coordinates prove that no other order is better, as those of a fine-tune do.
+def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
+    """The same for the order that neurons have, or that of nearest neighbours, if some coordinates prove it the best.
+
+    They do so for fine-tunes and for twins; None if they do not.
 
     With D_ij the squared distance of anchor neuron i and donor neuron j at their best scale, the order is optimal if
     D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it attains. Over some of the
@@ -178,7 +180,20 @@ def in_place(neurons: Neurons) -> bool:
     """
     pairs = neurons.gates if neurons.group.scaled else neurons.pairs
     if neurons.size < SMALLEST or not pairs:
-        return False
+        return None
+    rows = torch.arange(neurons.size)
+    if _is_proven(neurons, pairs):
+        return rows, neurons
+    anchor, donor = (_some(pairs, which, WIDTHS[1]) for which in (0, 1))
+    order = torch.cat([near.argmax(1) for _, near in _products(anchor, donor, donor.square().sum(1) / 2)]).cpu()
+    if len(order.unique()) < len(order) or torch.equal(order, rows):
+        return None
+    moved = neurons.reordered(order)
+    return (order, moved) if _is_proven(moved, moved.gates if neurons.group.scaled else moved.pairs) else None
+
+
+def _is_proven(neurons: Neurons, pairs: Pairs) -> bool:
+    """Whether some coordinates of these sides prove that no other order is better."""
     halves = (neurons.distances / 2).float()
     return any(_all_apart(_some(pairs, 0, width), _some(pairs, 1, width), halves) for width in WIDTHS)
 
@@ -192,12 +207,17 @@ def _some(pairs: Pairs, which: int, width: int) -> Tensor:
 def _all_apart(anchor: Tensor, donor: Tensor, halves: Tensor) -> bool:
     """Whether the distances over some coordinates exclude every pair (i, j), j != i."""
     first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in (anchor, donor))
-    for rows in torch.arange(len(anchor), device=anchor.device).split(max(1, 8 * CACHED // len(anchor))):
-        near = torch.addmm(second, anchor[rows], donor.T, beta=-1)
+    for rows, near in _products(anchor, donor, second):
         near[torch.arange(len(rows), device=rows.device), rows] = -torch.inf
         if bool((near.amax(1) > first[rows]).any()):
             return False
     return True
+
+
+def _products(anchor: Tensor, donor: Tensor, offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows i of the anchor's, a few at a time, with <a_i, b_j> - offset_j."""
+    for rows in torch.arange(len(anchor), device=anchor.device).split(max(1, 8 * CACHED // len(anchor))):
+        yield rows, torch.addmm(offsets, anchor[rows], donor.T, beta=-1)
 
 
 def match_experts(

@@ -33,7 +33,9 @@ OUTPUTS = [
 ]
 
 LINES = [
-    call("align anchor donor", "OUT"),
+    call("align anchor donor --steps 3", "--steps needs --learn"),
+    call("compare anchor donor", "it was removed", "'align ANCHOR DONOR' without OUT"),
+    call("fit anchor donor", "it was removed", "--learn"),
     call("align anchor donor out --dtype float23", "'float23' is not one of", "'float32'"),
     call("align anchor donor out --shard-size x", "is not a size"),
     call("align anchor donor out --layers x", "ranges"),

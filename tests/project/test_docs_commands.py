@@ -41,8 +41,9 @@ OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "hf ")
 PARSED_ONLY = ("demo", "polish", "doctor", "push")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
 
+LEARNS = "align --learn"
 SHORTER = {
-    "fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
+    LEARNS: {"--steps": "2", "--limit": "8", "--batch-size": "2"},
     "barrier": {"--points": "3", "--limit": "4", "--length": "32"},
     "merge": {"--budget": "1s"},
     "evaluate": {"--limit": "4"},
@@ -122,7 +123,7 @@ def run(line: str, models: Path) -> None:
         command.make_context(arguments[0], arguments[1:])
         return
     if program == "rotation-merge":
-        for option, value in SHORTER.get(arguments[0], {}).items():
+        for option, value in SHORTER.get(LEARNS if "--learn" in arguments else arguments[0], {}).items():
             if option in arguments:
                 arguments[arguments.index(option) + 1] = value
             else:
