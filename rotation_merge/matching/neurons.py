@@ -37,6 +37,8 @@ SMALLEST = 64
 """Below this many neurons all similarities are cheaper than a proof from some coordinates."""
 WIDTHS = (16, 64, 256)
 """Numbers of coordinates that are tried in turn."""
+PROBED = 64
+"""Neurons that tell whether all lie where they should."""
 ROUNDING = 1e-5
 """Share of the squared norms by which float32 may be wrong."""
 WIDTH = 32
@@ -178,24 +180,31 @@ def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it attains. Over some of the
     coordinates that no rescaling touches, |a_i - b_j|^2 is at most D_ij.
     """
-    pairs = neurons.gates if neurons.group.scaled else neurons.pairs
+    pairs = _unscaled(neurons)
     if neurons.size < SMALLEST or not pairs:
         return None
-    rows = torch.arange(neurons.size)
-    if _is_proven(neurons, pairs):
-        return rows, neurons
-    anchor, donor = (_some(pairs, which, WIDTHS[1]) for which in (0, 1))
-    order = torch.cat([near.argmax(1) for _, near in _products(anchor, donor, donor.square().sum(1) / 2)]).cpu()
-    if len(order.unique()) < len(order) or torch.equal(order, rows):
-        return None
-    moved = neurons.reordered(order)
-    return (order, moved) if _is_proven(moved, moved.gates if neurons.group.scaled else moved.pairs) else None
+    order, moved = torch.arange(neurons.size), neurons
+    probe = order[:: max(1, len(order) // PROBED)]
+    if float((_nearest(pairs, WIDTHS[0], probe) == probe).double().mean()) < 0.9:
+        order = _nearest(pairs, WIDTHS[1], order)
+        if len(order.unique()) < len(order):
+            return None
+        moved = neurons.reordered(order)
+    pairs, halves = _unscaled(moved), (moved.distances / 2).float()
+    proven = any(_all_apart(_some(pairs, 0, width), _some(pairs, 1, width), halves) for width in WIDTHS)
+    return (order, moved) if proven else None
 
 
-def _is_proven(neurons: Neurons, pairs: Pairs) -> bool:
-    """Whether some coordinates of these sides prove that no other order is better."""
-    halves = (neurons.distances / 2).float()
-    return any(_all_apart(_some(pairs, 0, width), _some(pairs, 1, width), halves) for width in WIDTHS)
+def _unscaled(neurons: Neurons) -> Pairs:
+    """The sides that no rescaling touches."""
+    return neurons.gates if neurons.group.scaled else neurons.pairs
+
+
+def _nearest(pairs: Pairs, width: int, rows: Tensor) -> Tensor:
+    """The donor's neurons that lie nearest to some of the anchor's, over some coordinates."""
+    anchor, donor = (_some(pairs, which, width) for which in (0, 1))
+    offsets = donor.square().sum(1) / 2
+    return torch.cat([near.argmax(1) for _, near in _products(anchor, donor, offsets, rows.to(anchor.device))]).cpu()
 
 
 def _some(pairs: Pairs, which: int, width: int) -> Tensor:
@@ -207,16 +216,16 @@ def _some(pairs: Pairs, which: int, width: int) -> Tensor:
 def _all_apart(anchor: Tensor, donor: Tensor, halves: Tensor) -> bool:
     """Whether the distances over some coordinates exclude every pair (i, j), j != i."""
     first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in (anchor, donor))
-    for rows, near in _products(anchor, donor, second):
+    for rows, near in _products(anchor, donor, second, torch.arange(len(anchor), device=anchor.device)):
         near[torch.arange(len(rows), device=rows.device), rows] = -torch.inf
         if bool((near.amax(1) > first[rows]).any()):
             return False
     return True
 
 
-def _products(anchor: Tensor, donor: Tensor, offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows i of the anchor's, a few at a time, with <a_i, b_j> - offset_j."""
-    for rows in torch.arange(len(anchor), device=anchor.device).split(max(1, 8 * CACHED // len(anchor))):
+def _products(anchor: Tensor, donor: Tensor, offsets: Tensor, every: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows i of the anchor's, a few of them at a time, with <a_i, b_j> - offset_j."""
+    for rows in every.split(max(1, 8 * CACHED // len(donor))):
         yield rows, torch.addmm(offsets, anchor[rows], donor.T, beta=-1)
 
 
