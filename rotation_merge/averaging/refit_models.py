@@ -35,7 +35,7 @@ from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.store import StateStore
+from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress, listener
 
 ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
@@ -137,7 +137,7 @@ class ModelRefit:
         self.start = anchor
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
-        self.written = set[str]()  # names of the tensors in the store
+        self.written = dict[str, StoredValue]()
         self.exact = torch.promote_types(self._dtype_of(self.base.names[0]), torch.float32)
 
     def _dtype_of(self, name: str) -> torch.dtype:
@@ -151,13 +151,13 @@ class ModelRefit:
     def _write(self, name: str, tensor: Tensor) -> Tensor:
         """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
         stored = self._rounded(name, tensor)
-        self.store.put(name, [check_merged(stored, name)])
-        self.written.add(name)
+        self.written[name] = self.store.put(check_merged(stored, name))
         return stored.to(tensor)
 
     def _present(self, name: str) -> Tensor:
         """A tensor of the merge: as it was written, or that of its start."""
-        return self.store.get(name)[0] if name in self.written else self.start[name]
+        tensor: Tensor = self.written[name].get() if name in self.written else self.start[name]
+        return tensor
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
@@ -182,8 +182,8 @@ class ModelRefit:
         parts = [with_small_first_batch(self._batches(number)) for number in range(len(self.teachers))]
         batches = [batch for part in parts for batch in part]
         self.runners = [
-            self._runner(str(number), teacher.original, source, batches if self.pooled else part)
-            for number, (teacher, source, part) in enumerate(zip(self.teachers, self.sources, parts, strict=True))
+            self._runner(teacher.original, source, batches if self.pooled else part)
+            for teacher, source, part in zip(self.teachers, self.sources, parts, strict=True)
         ]
         shares = [teacher.share for teacher in self.teachers]
         answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
@@ -193,7 +193,7 @@ class ModelRefit:
         held_out = [(teacher.share, teacher.held_out) for teacher in self.teachers if teacher.held_out is not None]
         judged = [] if self.own_heads else held_out  # whose heads are not the merge's
         beside = [batch for _, data in judged for batch in data.batches]
-        self.merge = self._runner("merge", self.base, self.start, [*batches, *beside], fill=self._filled)
+        self.merge = self._runner(self.base, self.start, [*batches, *beside], fill=self._filled)
         answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
         solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
         result = Refit(self.merge, *solving, self._write, self.excluded, progress).run()
@@ -212,10 +212,10 @@ class ModelRefit:
         writer = Runner(replace(model, untie=False), [], dtype=self.exact, device=self.device).fill_all()
         return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
-    def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
+    def _runner(self, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
         view = replace(model, tensors=source, architecture=self.architecture, untie=self.base.untie)
-        return Runner(view, batches, self.states, prefix, self.exact, self.device, **fill)
+        return Runner(view, batches, self.states, self.exact, self.device, **fill)
 
     def _filled(self, info: TensorInfo, tensor: Tensor) -> Tensor:
         """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.
@@ -239,7 +239,7 @@ class ModelRefit:
         """
         batches = [batch for _, data in judged for batch in data.batches]
         fill = self._rounded
-        start = self._runner("start", self.base, self.start, batches, fill=lambda info, x: fill(info.name, x))
+        start = self._runner(self.base, self.start, batches, fill=lambda info, x: fill(info.name, x))
         start.run_through()
         total, losses = sum(share for share, _ in judged), []
         for answers in (LayerwiseAnswers(start, 0), LayerwiseAnswers(self.merge, first)):
@@ -260,7 +260,7 @@ class ModelRefit:
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
                 merge, again = (
-                    self._runner("", teacher.original, tensors, runner.batches)
+                    self._runner(teacher.original, tensors, runner.batches)
                     for tensors in (selected(body, source, self.head_names.__contains__), source)
                 )
                 merge.follow(self.merge, first, is_head)

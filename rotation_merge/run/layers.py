@@ -41,7 +41,7 @@ class WatchedBlocks:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.hooked = HookedModel.of(runner.model, runner.architecture)
+        self.hooked = HookedModel(runner.model, runner.architecture)
         self.maps = self.hooked.maps
         self.axes: dict[str, str] = {}
         self.new_axes: dict[str, str] = {}
@@ -63,8 +63,8 @@ class WatchedBlocks:
 
     @contextmanager
     def by(self, watcher: Watcher) -> Iterator[None]:
-        """Batches that run within carry their hidden states on, and the watcher sees the maps of the present block."""
-        with self.hooked.split(self._splits), self.hooked.watched(watcher), self.runner.recording():
+        """The watcher sees the maps of the present block, as those batches run that carry their hidden states on."""
+        with self.hooked.split(self._splits), self.hooked.watched(watcher):
             yield
 
     def _look(self, block: Block) -> None:

@@ -8,8 +8,7 @@ vocabulary of a language model one label is drawn at each position.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,16 +19,15 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError
-from rotation_merge.model.tensors import Tensors, as_tensors
+from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import Batch, check_answers, inputs_for
 from rotation_merge.run.layers import WatchedBlocks
-from rotation_merge.run.ledger import SECONDS
+from rotation_merge.run.maps import LinearMap
+from rotation_merge.run.recorder import Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, Statistic
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.sums import Collector, Sums, means
-from rotation_merge.run.unfinished import UnfinishedMeasurement, together
+from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement, first_readers
 from rotation_merge.workers import Progress
 
 INPUTS, FISHER = "inputs of the maps", "Fisher"
@@ -53,6 +51,54 @@ class MeasureConfig(Config):
     length: Length = option(128, "tokens in a window of text")
 
 
+class GramSums(Watcher):
+    """Sums of ``(x, 1) (x, 1)^T`` over the inputs x of maps, in float64, and their numbers, by (block, axis).
+
+    Inputs are normalised ones if a norm feeds their maps.
+
+    Args:
+        maps: by name.
+        axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
+    """
+
+    def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str]) -> None:
+        self.maps, self.axes = maps, {name: axis for axis, name in first_readers(axes).items()}
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+        if (axis := self.axes.get(name)) is None:
+            return
+        rows = x.detach().flatten(0, -2)
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        if axis not in self.sums:
+            experts = () if expert is None else (self.maps[name].info.axes[0].size or 1,)
+            size = (*experts, rows.shape[1], rows.shape[1])
+            self.sums[axis] = torch.zeros(size, dtype=torch.float64, device=x.device)
+            self.counts[axis] = torch.zeros(experts, dtype=torch.int64)
+        place = ... if expert is None else expert
+        self.sums[axis][place] += rows.T @ rows
+        self.counts[axis][place] += len(rows)
+
+    def means(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Grams, each divided by its number of rows (for each expert separately; zero without rows), and counts."""
+        results: dict[str, Tensor] = {}
+        for axis, total in self.sums.items():
+            divisor = self.counts[axis].clamp(min=1).double().to(total.device)
+            results[f"{axis}.gram"] = (total / divisor[..., None, None]).to(dtype)
+            results[f"{axis}.count"] = self.counts[axis]
+        return results
+
+
+def together(parts: Iterable[Tensors]) -> Tensors:
+    """The tensors of several sources under one."""
+    sources = {key: part for part in parts for key in part}
+    shapes = {key: part.shapes[key] for key, part in sources.items()}
+    dtypes = {key: part.dtypes[key] for key, part in sources.items()}
+    return Tensors(shapes, dtypes, by_name(lambda key: sources[key][key]))
+
+
 def grams(runner: Runner, state: UnfinishedMeasurement | None, progress: Progress) -> Statistics:
     """The Grams of all maps that run, under the names of the runner's model; a block's sums in memory at a time.
 
@@ -65,13 +111,13 @@ def grams(runner: Runner, state: UnfinishedMeasurement | None, progress: Progres
     while (block := watched.advance()) is not None:
         progress(INPUTS, len(parts), total)
         results = None if state is None else state.result(f"{INPUTS} {block.name}")
-        collector = Collector(watched.maps, watched.new_axes if results is None else {})
-        with watched.by(collector):
+        sums = GramSums(watched.maps, watched.new_axes if results is None else {})
+        with watched.by(sums):
             for batch in range(len(runner.batches)):
-                runner.run(batch)
+                runner.run(batch, record=True)
         if results is None:
-            sums = means(collector.sums, dtype)
-            results = as_tensors(sums) if state is None else state.done(f"{INPUTS} {block.name}", sums)
+            means = sums.means(dtype)
+            results = as_tensors(means) if state is None else state.done(f"{INPUTS} {block.name}", means)
         parts.append(results)
     progress(INPUTS, total, total)
     return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)
@@ -83,9 +129,8 @@ def fisher_diagonals(
     batches: Sequence[Batch],
     task: str,
     options: MeasureConfig,
-    state: UnfinishedMeasurement | None,
     progress: Progress,
-) -> Tensors:
+) -> dict[str, Tensor]:
     """Fisher diagonals of a model's parameters, `TENSOR.fisher` by its own names.
 
     Args:
@@ -93,31 +138,22 @@ def fisher_diagonals(
         architecture: under the names of its state dict.
         batches: without padding.
         task: of their labels.
-        state: sums are kept there once a minute; None: nothing is.
     """
-    if state is not None and (results := state.result(FISHER)) is not None:
-        return results
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = [name for name in architecture.named() if name in parameters]
-    weights = {f"{name}.fisher": parameters[name].requires_grad_() for name in names}
+    weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
+    sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
     examples = [example for batch in batches for example in one_by_one(batch)]
-    done, sums = (0, Sums()) if state is None else state.begun(FISHER)
-    written = time.monotonic()
-    for step in range(done, len(examples)):
-        progress(FISHER, step, len(examples))
-        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-        _add_squares(sums, model, weights, examples[step], task, options.labels, draw)
-        if state is not None and time.monotonic() - written > SECONDS:
-            state.keep(FISHER, step + 1, sums)
-            written = time.monotonic()
+    for number, example in enumerate(examples):
+        progress(FISHER, number, len(examples))
+        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
+        _add_squares(sums, model, weights, example, task, options.labels, draw)
     progress(FISHER, len(examples), len(examples))
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    diagonals = {key: (total / len(examples)).to(dtype) for key, total in sums.items()}
-    return as_tensors(diagonals) if state is None else state.done(FISHER, diagonals)
+    return {f"{name}.fisher": (total / len(examples)).to(dtype) for name, total in sums.items()}
 
 
 def _add_squares(
-    sums: Sums,
+    sums: Mapping[str, Tensor],
     model: nn.Module,
     weights: Mapping[str, Tensor],
     example: Batch,
@@ -125,7 +161,7 @@ def _add_squares(
     labels: str,
     draw: torch.Generator,
 ) -> None:
-    """Add the squared gradients of one example's scores to the sums, by the same keys as the weights."""
+    """Add the squared gradients of one example's scores to the sums, by the same names as the weights."""
     dtype = next(model.parameters()).dtype
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
     with torch.enable_grad():
@@ -135,11 +171,9 @@ def _add_squares(
     for number, score in enumerate(label_scores, 1):
         again = number < len(label_scores)
         gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
-        for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
-            if key not in sums:
-                sums[key] = torch.zeros(weight.shape, dtype=torch.float64, device=weight.device)
+        for total, gradient in zip(sums.values(), gradients, strict=True):
             if gradient is not None:
-                sums[key] += gradient.double().square()
+                total += gradient.double().square()
 
 
 MOST_LABELS = 100

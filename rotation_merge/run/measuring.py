@@ -22,20 +22,18 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import StatisticsError
 from rotation_merge.model.forms import names_in, restructured
 from rotation_merge.model.origin import origins
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
-from rotation_merge.run.empty_models import empty_model
+from rotation_merge.run.empty_models import empty_model, streamed_model
 from rotation_merge.run.functions import Batch, architecture_of, load
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map, same_map
-from rotation_merge.run.measure import MeasureConfig, fisher_diagonals, grams
-from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics import NAME, SPACE, Statistics
+from rotation_merge.run.measure import FISHER, MeasureConfig, fisher_diagonals, grams, together
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.statistics import NAME, SPACE, Statistics, UnfinishedMeasurement, first_readers
 from rotation_merge.run.store import StateStore
-from rotation_merge.run.sums import first_readers
-from rotation_merge.run.unfinished import UnfinishedMeasurement, together
 from rotation_merge.workers import Progress, free_memory
 
 
@@ -68,13 +66,12 @@ def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, 
     fisher, name = "fisher" in options.kinds, str(checkpoint.reference)
     if not fisher and data != SELF:
         return empty_model(checkpoint.transformers_config)
-    if not (not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer):
-        return load(name).to(device)
-    if fisher:
+    streamed = not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer
+    if streamed and fisher:
         problem = "a Fisher diagonal needs the whole model in memory"
         remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
         raise StatisticsError(problem, where=name, remedy=remedy)
-    return streamed_model(checkpoint, torch.float32, device)
+    return streamed_model(checkpoint, device) if streamed else load(name).to(device)
 
 
 def record(
@@ -142,7 +139,10 @@ def measured(
     if "gram" in options.kinds:
         result = _grams(view, batches, state, progress, device)
     if "fisher" in options.kinds:
-        diagonals = fisher_diagonals(model, architecture, batches, task, options, state, progress)
+        diagonals = None if state is None else state.result(FISHER)
+        if diagonals is None:
+            computed = fisher_diagonals(model, architecture, batches, task, options, progress)
+            diagonals = as_tensors(computed) if state is None else state.done(FISHER, computed)
         result = replace(result, tensors=together([result.tensors, diagonals]))
     buffers = {name for name, _ in model.named_buffers()}
     return as_stored(result, architecture, view, buffers, metadata)

@@ -22,8 +22,7 @@ from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.measure import fisher_diagonals, grams
 from rotation_merge.run.recorder import HookedModel
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.unfinished import UnfinishedMeasurement
+from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
@@ -31,12 +30,11 @@ LOCAL = {"heads": "permutation"}
 
 
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, kind: str):
-    batches, state = [inputs(case, model)], UnfinishedMeasurement(where, {})
+    batches = [inputs(case, model)]
     with keep_float64():
         if kind == "gram":
-            return grams(Runner.of_module(model, batches), state, lambda *_: None)
-        options = MeasureConfig((kind,))
-        return fisher_diagonals(model, architecture, batches, "none", options, state, lambda *_: None)
+            return grams(Runner.of_module(model, batches), UnfinishedMeasurement(where, {}), lambda *_: None)
+        return fisher_diagonals(model, architecture, batches, "none", MeasureConfig((kind,)), lambda *_: None)
 
 
 def read(found: Statistics, one: LinearMap, tensors: dict[str, Tensor]) -> Tensor:
@@ -132,7 +130,7 @@ def test_a_fisher_diagonal_survives_permutations_signs_and_scales(case: Case, tm
     assert compared >= 4
 
 
-def _stacked(found: Statistics, info) -> Tensor:
+def _stacked(found: dict[str, Tensor], info) -> Tensor:
     pieces = [found[f"{name}.fisher"] for name in info.names]
     return torch.stack(pieces) if info.stacked else pieces[0]
 
