@@ -291,7 +291,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
 
 
 def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None = None) -> dict[str, float]:
-    """Loss of a model on samples and, depending on their labels, accuracy, F1 or correlations.
+    """Loss of a model on samples and, depending on their labels, accuracy or correlations.
 
     Args:
         model: as `align` takes it, or a view.

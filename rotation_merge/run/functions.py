@@ -209,11 +209,9 @@ def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
 
 
 def device_of(model: Any) -> torch.device:
-    """The device that a model computes on; the CPU for what has none."""
+    """The device of a model's parameters, or where its modules read them when they run; the CPU for what has none."""
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    if first is None or first.is_meta:  # its modules read their weights when they run
-        return torch.device(getattr(model, "hf_device_map", {}).get("", "cpu"))
-    return first.device
+    return torch.device(getattr(model, "hf_device_map", {}).get("", "cpu" if first is None else first.device))
 
 
 def inputs_for(model: Any, batch: Mapping[str, Tensor]) -> Batch:
