@@ -22,9 +22,8 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import Batch, check_answers, inputs_for
-from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.maps import LinearMap
-from rotation_merge.run.recorder import Watcher
+from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, Statistic
 from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement, first_readers

@@ -20,7 +20,7 @@ from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.measure import fisher_diagonals, grams
-from rotation_merge.run.recorder import HookedModel
+from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement
 
@@ -150,7 +150,7 @@ def test_what_norms_do_is_put_back_by_multiplication(case: Case, tmp_path: Path,
     architecture = architecture_of(model)
     own = measured(model, case, architecture, tmp_path / "own", "gram")
     with keep_float64():
-        monkeypatch.setattr(HookedModel, "split", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(WatchedBlocks, "without_gains", lambda *_: contextlib.nullcontext())
         raw = measured(model, case, architecture, tmp_path / "raw", "gram")
     for block in architecture.blocks:
         tensors = read_block(block, model.state_dict())

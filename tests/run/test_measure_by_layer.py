@@ -26,11 +26,9 @@ from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.empty_models import streamed_model
-from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.measure import GramSums, grams
 from rotation_merge.run.measuring import record
-from rotation_merge.run.recorder import HookedModel
+from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import NAME, UnfinishedMeasurement, write_error
 
@@ -47,14 +45,16 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
     given: Any = inputs(case, model)
     config, state = save(model, tmp_path / "model")
     stored = resolve(config, list(state), case.name)
-    monkeypatch.setattr(HookedModel, "split", lambda *_: nullcontext())
+    monkeypatch.setattr(WatchedBlocks, "without_gains", lambda *_: nullcontext())
     with keep_float64(), torch.no_grad():
         runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
         found = grams(runner, UnfinishedMeasurement(tmp_path / "layers", {}), lambda *_: None)
-        whole = HookedModel(model, architecture_of(model))
-        sums = GramSums(whole.maps, found.axes)
-        with whole.watched(sums):
-            model(**given)
+        whole = Runner.of_module(model, [given])
+        whole.fill_all()
+        watched = WatchedBlocks(whole)
+        sums = GramSums(watched.maps, found.axes)
+        with watched.watched(sums):
+            whole.answer(0)
     wanted = sums.means(torch.float64)
     assert found.tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
