@@ -51,12 +51,6 @@ class Targets:
         """Run all models through their present blocks, and put the answers to every batch into `kept`."""
         raise NotImplementedError
 
-    @staticmethod
-    def values(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> Answer:
-        """What one model gives in its present block: outputs by key, and the stream by place."""
-        activations = taps.pass_on(batch, answer_keys)
-        return {name: activations.rows(name) for name in activations.values}
-
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Compute the targets of one block (by the merge's names) for every batch; False if there are none."""
         opened = [(runner, runner.advance()) for runner in self.runners]
@@ -96,7 +90,7 @@ class Teachers(Targets):
         for batch, teachers in enumerate(self.batch_teachers):
             total: Answer = {}
             for donor, number, share in teachers:
-                for key, value in self.values(taps[donor], number, answer_keys).items():
+                for key, value in taps[donor].pass_on(number, answer_keys).items():
                     if key in total:
                         total[key].add_(value, alpha=share)
                     else:

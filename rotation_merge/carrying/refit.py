@@ -107,7 +107,7 @@ class ChangedAnswers(Targets):
         products, changes = dict[str, Tensor](), dict[int, dict[str, StoredValue]]()
         count, device = len(self.runners[0].batches), self.runners[0].device
         for batch in range(count):
-            new, old, tuned = (self.values(each, batch, answer_keys) for each in taps)
+            new, old, tuned = (each.pass_on(batch, answer_keys) for each in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
             for key in (key for key in keys if _is_mapped(taps[0], key)):
                 x, y = old[key].double(), new[key].double()

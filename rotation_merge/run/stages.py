@@ -85,21 +85,21 @@ class BlockHooks:
             self.runner.run(self.runner.least)
         return activations
 
-    def see(self, batch: int, names: frozenset[str]) -> BlockActivations:
-        """Activations of one batch at some keys and places, after which the forward ends."""
+    def see(self, batch: int, names: frozenset[str], record: bool = False) -> BlockActivations:
+        """Activations of one batch at some keys and places.
+
+        Args:
+            record: the layer's outputs for the next ones; else the forward ends where all names have been seen.
+        """
         activations = BlockActivations(self.runner.batches[batch].get("attention_mask"))
-        with hooked(self._hooks(activations, names, names)):
-            self.runner.run(batch)
+        with hooked(self._hooks(activations, names, frozenset() if record else names)):
+            self.runner.run(batch, record)
         return activations
 
-    def pass_on(self, batch: int, names: frozenset[str] = frozenset()) -> BlockActivations:
-        """The same, and the layer's outputs are recorded for the next ones."""
-        if self.layer is None:
-            return self.see(batch, names)
-        activations = BlockActivations(self.runner.batches[batch].get("attention_mask"))
-        with hooked(self._hooks(activations, names)):
-            self.runner.run(batch, record=True)
-        return activations
+    def pass_on(self, batch: int, names: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """Outputs of maps and the stream at places, by name; of a layer the outputs are recorded for the next ones."""
+        activations = self.see(batch, names, record=self.layer is not None)
+        return {name: activations.rows(name) for name in activations.values}
 
     def _hooks(
         self,
