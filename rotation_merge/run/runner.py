@@ -30,9 +30,6 @@ from rotation_merge.run.store import StateStore, StoredValue
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config for models that read outputs of inner layers after the last layer."""
 
-Fill = Callable[[TensorInfo, Tensor], Tensor]
-"""Function from a source's tensor to the model's."""
-
 
 class Halt(Exception):
     """Ends a forward early.
@@ -59,7 +56,6 @@ class Runner:
     Args:
         view: the model; with `untie` a tied head gets its own tensor.
         store: where hidden states wait; None: in memory.
-        fill: see `Fill`.
 
     Raises:
         CheckpointError: weights are missing, or the files have another form, from which transformers' cannot be joined.
@@ -72,9 +68,8 @@ class Runner:
         store: StateStore | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        fill: Fill = lambda _, tensor: tensor,
     ) -> None:
-        self.dtype, self.device, self.fill = dtype, torch.device(device), fill
+        self.dtype, self.device = dtype, torch.device(device)
         self.store = StateStore() if store is None else store
         self.model = empty_model(view.transformers_config, view.untie)
         self.architecture = architecture_of(self.model, view.untie)
@@ -269,7 +264,7 @@ class Runner:
     def _read(self, info: TensorInfo) -> None:
         """Fill a tensor, which the model stores as one or several; nothing where the source has none."""
         if (tensor := read_tensor(info, self.source)) is not None:
-            for name, piece in unstack(info, self.fill(info, tensor)).items():
+            for name, piece in unstack(info, tensor).items():
                 self.set(name, piece)
 
     def _check_form(self, label: str) -> None:
