@@ -22,7 +22,7 @@ from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.functions import load
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import model_for, record
+from rotation_merge.run.measuring import measured, model_for
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.workers import listener
@@ -316,7 +316,7 @@ class CandidateFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             opened, device, source = open_model(model, any_base=True), self.config.device, self.data[model]
             module = model_for(opened, MeasureConfig(), source, device, None)
-            record(opened, module, self._data(model, module), MeasureConfig(), path, listener(), device)
+            measured(opened, module, self._data(model, module), MeasureConfig(), path, listener(), device)
         return str(path)
 
     def _data(self, model: str, loaded: object) -> Data:

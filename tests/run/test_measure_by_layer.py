@@ -27,7 +27,7 @@ from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.empty_models import streamed_model
 from rotation_merge.run.measure import GramSums, grams
-from rotation_merge.run.measuring import record
+from rotation_merge.run.measuring import measured
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import NAME, UnfinishedMeasurement, write_error
@@ -93,7 +93,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
         options, out, seen = MeasureConfig(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
         forget()
-        record(open_model(str(path), any_base=True), None, data, options, out, lambda *_, s=seen: s.append(alive()))
+        measured(open_model(str(path), any_base=True), None, data, options, out, lambda *_, s=seen: s.append(alive()))
         peaks.append(max(seen))
     assert 0 < peaks[1] <= 1.02 * peaks[0]
 
