@@ -179,32 +179,6 @@ MOST_LABELS = 100
 """Classifiers with more labels have one drawn for each example."""
 
 
-def label_kind(logits: Tensor, config: Any, label_source: str) -> str:
-    """The source of labels: exact, sampled, data, or gaussian for a regression."""
-    if label_source == "data":
-        return "data"
-    if logits.ndim != 2:
-        return "sampled"
-    if getattr(config, "problem_type", None) == "regression" or logits.shape[-1] == 1:
-        return "gaussian"
-    return "exact" if logits.shape[-1] <= MOST_LABELS else "sampled"
-
-
-def answers(model: Any, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The logits of a model's heads.
-
-    Raises:
-        DataError: it has none.
-    """
-    logits = {k: v for k, v in outputs.items() if k.endswith("logits") and isinstance(v, Tensor)}
-    if not logits:
-        raise DataError(
-            f"{type(model).__name__} has no head that gives probabilities",
-            remedy="measure the kind 'gram', or a model with its head",
-        )
-    return logits
-
-
 def scores(
     model: Any,
     outputs: Mapping[str, Any],
@@ -220,24 +194,36 @@ def scores(
         task: task of the labels (see `samples`).
         label_source: sampled (or exact, where that can be), or data: the labels that came with the samples.
         draw: where drawn labels come from.
+
+    Raises:
+        DataError: the model has no head that gives probabilities, or the samples have no labels for it.
     """
-    for logits in answers(model, outputs).values():
-        logits = logits.float() if logits.dtype != torch.float64 else logits
-        kind = label_kind(logits, model.config, label_source)
-        multiple = getattr(model.config, "problem_type", None) == "multi_label_classification"
-        if kind == "data" and task in ("regression", "labels"):
+    heads = [x for name, x in outputs.items() if name.endswith("logits") and isinstance(x, Tensor)]
+    if not heads:
+        problem = f"{type(model).__name__} has no head that gives probabilities"
+        raise DataError(problem, remedy="measure the kind 'gram', or a model with its head")
+    from_data, kind = label_source == "data", getattr(model.config, "problem_type", None)
+    for logits in (x if x.dtype == torch.float64 else x.float() for x in heads):
+        regression = kind == "regression" or logits.shape[-1] == 1
+        if from_data and task in ("regression", "labels"):
             yield _of_numbers(logits, batch, task)
-        elif kind == "gaussian":
-            yield from (logits[:, c].sum() for c in range(logits.shape[1]))
-        elif kind == "exact" and multiple:
-            spread = (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach()
-            yield from ((spread * logits)[:, c].sum() for c in range(logits.shape[1]))
-        elif kind == "exact":
-            logs = logits.log_softmax(-1)
-            weighted = (logs.detach() / 2).exp() * logs
-            yield from (weighted[:, c].sum() for c in range(logits.shape[1]))
+        elif from_data or logits.ndim != 2 or (logits.shape[-1] > MOST_LABELS and not regression):
+            yield _of_labels(logits, batch, task, from_data, draw)
         else:
-            yield _of_labels(logits, batch, task, kind, draw)
+            weighted = logits if regression else _weighted(logits, kind == "multi_label_classification")
+            yield from (weighted[:, label].sum() for label in range(logits.shape[1]))
+
+
+def _weighted(logits: Tensor, several: bool) -> Tensor:
+    """Log-probabilities times the roots of their probabilities, (n, labels), so that a sum over labels is expected.
+
+    Args:
+        several: whether an example may have several labels.
+    """
+    if several:
+        return (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach() * logits
+    logs = logits.log_softmax(-1)
+    return (logs.detach() / 2).exp() * logs
 
 
 def _of_numbers(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> Tensor:
@@ -248,7 +234,9 @@ def _of_numbers(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> Tenso
     return -torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
-def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str, draw: torch.Generator) -> Tensor:
+def _of_labels(
+    logits: Tensor, batch: Mapping[str, Tensor], task: str, from_data: bool, draw: torch.Generator
+) -> Tensor:
     """The log-probability of one label for each example or position."""
     labels = batch.get("labels")
     if task == "next token":
@@ -256,11 +244,11 @@ def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str
         labels = None if labels is None else labels[:, 1:]
     if labels is not None and labels.shape != logits.shape[:-1]:
         labels = None
-    if kind == "data" and labels is None:
+    if from_data and labels is None:
         raise DataError("the samples have no labels for this head", remedy="leave out 'labels: data'")
     labelled = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
     logs = logits[labelled].log_softmax(-1)
-    if kind == "data" and labels is not None:
+    if from_data and labels is not None:
         chosen = labels[labelled]
     else:
         chosen = torch.multinomial(logs.detach().exp().cpu(), 1, generator=draw)[:, 0].to(logs.device)
