@@ -37,7 +37,7 @@ test-portable: install
 mutants: install
 	nice -n 19 $(BIN)/python tests/mutants.py
 
-# The papers' tables and figures (docs/papers.md): trains what is missing, and goes on where it was stopped.
+# The papers' tables and figures (docs/results.md): trains what is missing, and goes on where it was stopped.
 CHECKPOINTS ?= checkpoints
 papers: install
 	$(BIN)/python benchmarks/train_checkpoints.py papers --out $(CHECKPOINTS)

@@ -42,9 +42,9 @@ from train_checkpoints import fit, save, warm_cosine
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
+from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
 from rotation_merge.carrying.transfer import carried
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
@@ -157,12 +157,12 @@ class Pair:
             return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
         config = replace(way, data=text, alignment=self.alignment)
         work = Work.of(tuned, self.bases, config)
-        (job,) = transfers([work], self.bases, config, Execution(dtype="float32"))
+        job = Transfer.of(work, self.bases, config, Execution(dtype="float32"))
         return dict(carried(job).blocks())
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
         """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
-        named = translated({**self.stored, **tensors}, self.bases.architecture, architecture_of(self.model))
+        named = named_as(architecture_of(self.model), {**self.stored, **tensors}, self.bases.architecture)
         self.model.load_state_dict({name: named[name] for name in self.model.state_dict()})
         return losses(self.model, data)
 

@@ -10,7 +10,7 @@ import subprocess
 
 from record import Table
 
-from rotation_merge.cli.demo.stages import Result
+from rotation_merge.cli.demo import Result
 
 COLUMNS = ("merge", "measure", "parents", "plain", "heads, neurons", "whole model", "learned")
 

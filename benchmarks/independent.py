@@ -2,7 +2,7 @@
 
     python benchmarks/independent.py
 
-Loss of the middle and barrier by `rotation-merge barrier`, relative distance by `rotation-merge compare`. And the loss
+Loss of the middle and barrier by `rotation-merge barrier`, relative distance by `rotation-merge align`. And the loss
 on the path between two Llamas, aligned and not: `docs/make_pictures.py` draws the picture of the README from it.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
         measure = "accuracy" if "demo:digits" in data else "loss"
         for i, title in enumerate(words):
             plain, aligned = run("barrier", *pair, *data, "--points", "5", *WORDS[title])[0]["curves"]
-            gap = run("compare", *pair, *WORDS[title])["gaps"][-1]
+            gap = run("align", *pair, *WORDS[title])["gaps"][-1]
             if i == 0:
                 table.add(row("none", plain, measure, gap["distance_before"]))
             table.add(row(title, aligned, measure, gap["distance_after"]))

@@ -3,9 +3,10 @@
     Table("startup").add({...})       in a benchmark: prints a row, keeps it in benchmarks/results/startup.json
     python benchmarks/record.py       fills every table of the pages from the files in benchmarks/results
 
-A page shows a file between two comments, all columns or those named, all rows or those with a value:
+A page shows a file between two comments, all columns or those named, all rows or those with a value, or with one of
+several set apart by semicolons:
 
-    <!-- figures: matching-layer | shape, donor, seconds | what=straight -->
+    <!-- figures: matching-layer | shape, donor, seconds | what=straight; bent | seeds=2 -->
     <!-- end -->
 
 Names are set apart by commas, or by semicolons where one of them has a comma. A name that ends in `=title` gives a
@@ -109,12 +110,11 @@ def _quoted(word: str) -> str:
 
 def table(what: str, origin: bool) -> str:
     """The table that a page's comment asks for, in Markdown; with `origin`, followed by where it was measured."""
-    name, columns, condition = [*(part.strip() for part in what.split("|")), "", ""][:3]
+    name, columns, *conditions = [*(part.strip() for part in what.split("|")), ""]
     found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     rows = found["rows"]
-    if condition:
-        key, _, value = condition.partition("=")
-        rows = [row for row in rows if str(row[key.strip()]) == value.strip()]
+    for key, _, values in (condition.partition("=") for condition in conditions if condition):
+        rows = [row for row in rows if str(row[key.strip()]) in map(str.strip, values.split(";"))]
     apart = ";" if ";" in columns else ","
     pairs = [column.strip().partition("=") for column in columns.split(apart)] if columns else []
     known = dict.fromkeys(key for row in rows for key in row)

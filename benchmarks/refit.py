@@ -1,9 +1,8 @@
-"""Refit and polish: what they gain, in how long.
+"""Refit: what it gains, in how long.
 
     python benchmarks/refit.py vits checkpoints            six pairs of ViTs with one skill
     python benchmarks/refit.py llamas checkpoints          two Llamas with one skill, without data
     python benchmarks/refit.py learned checkpoints         the same on top of a match that was learned on data
-    python benchmarks/refit.py near | far checkpoints      two fine-tunes of one base, short or long
 
 Checkpoints are those of `train_checkpoints.py`. ViTs are measured by accuracy on the 540 test digits, Llamas by nats a
 byte of 160 windows of 128 held-out bytes of each domain. Samples are training images, synthetic ones, or texts that the
@@ -27,8 +26,6 @@ from corpora import training_text
 from merging import STILL, WHOLE, command, halves, merge, quiet
 from record import Table
 from shipped import accuracy, digits, loss
-
-import rotation_merge as rm
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="refit-")
 NUMBERS = itertools.count()
@@ -90,7 +87,7 @@ def learned(root: Path) -> None:
     text, alignment = Path(place(".txt")), place(".safetensors")
     text.write_bytes(training_text("python", 200_000))
     options = ("--data", text, "--alignment", alignment, "--steps", "400", "--batch-size", "16")
-    command("fit", *names, *options, "--heads", "permutation", "--residual", "rotation")
+    command("align", *names, "--learn", *options, "--heads", "permutation", "--residual", "rotation")
     own = {"delegate": "refit", "samples": 64, "targets": "mean"}
     variants: dict[str, dict[str, Any]] = {
         "mean, learned match": {"delegate": "linear"},
@@ -110,43 +107,7 @@ def _seeds(table: Table, root: Path, variants: dict[str, dict[str, Any]]) -> Non
         table.add({"merge": words, **cells})
 
 
-def near(root: Path) -> None:
-    _tuned(Table("refit-near"), root, ("llama-0-english", "llama-0-c"))
-
-
-def far(root: Path) -> None:
-    _tuned(Table("refit-far"), root, ("llama-0-english-long", "llama-0-c-long"))
-
-
-def _tuned(table: Table, root: Path, names: tuple[str, str]) -> None:
-    """Two fine-tunes of one base on different domains: mean loss of the two; then polished."""
-    paths, domains = [str(root / name) for name in names], ("english", "c")
-
-    def add(words: str, path: str, seconds: float = 0.0) -> None:
-        each = [loss(path, domain) for domain in domains]
-        cells = {domain: f"{value:.3f}" for domain, value in zip(domains, each, strict=True)}
-        took = f"{seconds:.1f} s" if seconds else ""
-        table.add({"merge": words, **cells, "mean": f"{fmean(each):.3f}", "processor time": took})
-
-    for name, path in zip(names, paths, strict=True):
-        add(name, path)
-    add("mean", *merged(paths, delegate="linear"))
-    refitted, took = merged(paths, delegate="refit", data="self", samples=64)
-    add("refit, 64 texts of each model", refitted, took)
-    for lora in (0, 16):
-        out, seconds = polished_for(refitted, paths, lora)
-        how = f"LoRA of rank {lora}" if lora else "all weights"
-        add(f"refit, then polished for 50 steps, {how}", out, took + seconds)
-
-
-def polished_for(merge: str, teachers: list[str], lora: int) -> tuple[str, float]:
-    """A merge polished by teachers on what they write themselves: where it is, and the seconds it took."""
-    out, began = place(), time.process_time()
-    rm.polish(merge, teachers, "self", rm.PolishConfig(lora=lora)).save_pretrained(out)
-    return out, time.process_time() - began
-
-
-TASKS = {task.__name__: task for task in (vits, llamas, learned, near, far)}
+TASKS = {task.__name__: task for task in (vits, llamas, learned)}
 
 
 def main() -> None:

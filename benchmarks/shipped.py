@@ -16,7 +16,6 @@ from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge.run.demo import CHECKPOINTS, NAMES, TEXTS, digits, text
-from rotation_merge.run.examples import read_examples
 
 __all__ = ["CHECKPOINTS", "NAMES", "TEXTS", "digits", "text"]
 
@@ -31,8 +30,8 @@ def load(folder: Path | str) -> Any:
 
 def windows(name: str, length: int = 128) -> Tensor:
     """Held-out text in windows of so many bytes."""
-    examples: Any = read_examples(f"demo:{name}", "", None, length)
-    return examples["input_ids"]
+    tokens = text(name)
+    return tokens[: len(tokens) // length * length].view(-1, length)
 
 
 def next_token(ids: Tensor, size: int = 32) -> Batches:

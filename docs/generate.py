@@ -7,33 +7,34 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
-import rotation_merge  # noqa: F401  (registers the method)
+import rotation_merge as rm
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import sample
-from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
-from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.cli.inspect import delegates, options
-from rotation_merge.config import Config
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.keys import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
-from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
-from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.search.config import MergeConfig
 from rotation_merge.symmetry import Space
 from rotation_merge.symmetry.admitted import admitted
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
+CONFIGS = (
+    *(rm.AlignConfig, rm.MergeConfig, rm.FitConfig, rm.TransferConfig, rm.MeasureConfig, rm.EvaluateConfig),
+    *(rm.BarrierConfig, rm.RefitConfig, rm.PolishConfig, rm.AdapterMergeConfig),
+)
+SHARED = 3
+"""Commands that have an option with the same help before the page says it once for all."""
+SAMPLES = re.compile(r"text \(\.txt.*?demo:NAME")
+"""What may be named as data, which the page says once."""
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -53,16 +54,22 @@ def code(words: str) -> str:
 
 
 def parameters(*places: str) -> str:
-    """Our own parameters that stand at some places."""
+    """Our own parameters that stand at some places; defaults are bold, or in brackets."""
     rows = []
     for option in options():
         if option["where"] in places:
-            values = ", ".join(map(code, option["values"])) if len(option["values"]) > 1 else option["values"][0]
-            text = option["text"]
-            if option["where"] == PLACES[EACH]:
-                text += " Under the recipe's `parameters`: for every model."
-            rows.append((code(option["name"]), values, code(option["default"]), text))
-    return table(("parameter", "values", "default", "meaning"), rows)
+            rows.append(
+                (code(option["name"]) + " †" * (option["where"] == PLACES[EACH]), values(option), option["text"])
+            )
+    return table(("parameter", "values", "meaning"), rows)
+
+
+def values(option: dict[str, Any]) -> str:
+    """The values of an option and its default."""
+    default = str(option["default"])
+    if len(option["values"]) > 1:
+        return ", ".join(f"**{code(word)}**" if word == default else code(word) for word in option["values"])
+    return option["values"][0] + ("" if default == "none" else f" ({code(default)})")
 
 
 def delegate_table() -> str:
@@ -70,57 +77,108 @@ def delegate_table() -> str:
     rows = []
     for d in delegates():
         name = f"[`{d['name']}`]({d['url']})" if d["url"] else code(d["name"])
-        required, optional = (", ".join(map(code, d[key])) for key in ("required", "optional"))
-        rows.append((name, d["models"], d["base"], required, optional))
-    head = ("delegate", "models", "`base_model`", "must be given", "may be given")
+        parameters = [*(f"**{code(required)}**" for required in d["required"]), *map(code, d["optional"])]
+        rows.append((name, d["models"].replace(" or more", "+"), d["base"], ", ".join(parameters)))
+    head = ("delegate", "models", "`base_model`", "parameters")
     return f"{VERSION}\n\n{table(head, rows)}"
 
 
-def fit_options() -> str:
-    """Fields, defaults and meanings of FitConfig."""
-    return config_table(FitConfig)
+class Shown(NamedTuple):
+    """An option as the page shows it: how it is written, its help, its default."""
+
+    name: str
+    text: str
+    default: str
+
+    @property
+    def flag(self) -> str:
+        return self.name.split()[0].strip(",")
+
+    @property
+    def matches(self) -> bool:
+        """Whether it says what to match."""
+        return self.flag.lstrip("-").replace("-", "_") in {*rm.AlignConfig.options(), "untie"}
+
+    def line(self) -> str:
+        shown = f"<code>{self.name.replace('|', '&#124;')}</code>" if "|" in self.name else code(self.name)
+        return f"- {shown}{self.default}: {self.text}\n"
 
 
-def config_table(config: type[Config]) -> str:
-    """A config's fields, defaults, ranges and meanings."""
-    defaults = vars(config())
-    rows = [
-        (code(name), code(repr(defaults[name])), described.allowed, described.help)
-        for name, described in config.options().items()
-    ]
-    return table(("field", "default", "values", "meaning"), rows)
-
-
-def python_configs() -> str:
-    """The configs of Python's calls."""
-    configs = (
-        *(AlignConfig, TransferConfig, MergeConfig),
-        *(MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig, AdapterMergeConfig),
-    )
-    parts = []
-    for config in configs:
-        summary = (config.__doc__ or "").partition("\n")[0]
-        parts.append(f"`{config.__name__}`: {summary}\n\n{config_table(config)}")
-    return "\n\n".join(parts)
+def command_options(command: click.Command, context: click.Context) -> list[Shown]:
+    shown = []
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
+        if record is not None and "--help" not in parameter.opts:
+            help_text, _, range_text = record[1].partition("  [")
+            default = re.search(r"default: ([^;\]]+)", range_text)
+            shown.append(
+                Shown(
+                    re.sub(r" (INTEGER|FLOAT)?( RANGE)?(TEXT)?$", "" if default else " VALUE", record[0]),
+                    SAMPLES.sub("[data](#data)", help_text).replace(" to compute on", ""),
+                    f" (`{default[1]}`)" if default else " (required)" if "required" in range_text else "",
+                )
+            )
+    return shown
 
 
 def commands() -> str:
-    """Every command: what it does, its arguments and options."""
+    """Every command: what it does, its arguments and options; what several commands share stands first."""
     context = click.Context(app)
-    parts = []
+    known: dict[str, list[Shown]] = {}
+    headings = {}
     for name in COMMANDS:
         command = app.get_command(context, name)
         assert command is not None
         inner = click.Context(command, parent=context, info_name=name)
-        help_text = " ".join((command.help or "").split("\n\n")[0].split())
-        rest = ["\n" + " ".join(p.split()) for p in (command.help or "").split("\n\n")[1:]]
-        usage = " ".join(["rotation-merge", name, *command.collect_usage_pieces(inner)])
-        rows = []
-        for parameter in command.get_params(inner):
-            record = parameter.get_help_record(inner) if isinstance(parameter, click.Option) else None
-            if record is not None and "--help" not in parameter.opts:
-                rows.append((code(record[0]), record[1]))
-        parts += [f"## {name}\n", "```text", usage, "```\n", help_text, *rest, "", table(("option", ""), rows)]
+        summary = " ".join((command.help or "").split("\n\n")[0].split())
+        pieces = [piece for piece in command.collect_usage_pieces(inner) if piece != "[OPTIONS]"]
+        headings[name] = f"## {name}\n\n`{' '.join(['rotation-merge', name, *pieces])}`: {summary}\n"
+        known[name] = command_options(command, inner)
+    counts = Counter((option.name, option.text) for shown in known.values() for option in shown)
+    usual = {option[:2]: option for shown in reversed(known.values()) for option in shown}
+    shared = [usual[pair] for pair, count in counts.items() if count >= SHARED and not usual[pair].matches]
+    matching = dict.fromkeys(code(option.flag) for option in usual.values() if option.matches)
+    parts = [
+        "## Shared options\n\n" + "".join(option.line() for option in shared),
+        f"## Matching options\n\n{', '.join(matching)}: as in a [recipe](recipe.md#what-to-match).\n",
+    ]
+    for name, shown in known.items():
+        parts += [headings[name], options_of(shown, {option[:2]: option for option in shared}, len(known), counts)]
+    return "\n".join(parts)
+
+
+def options_of(
+    shown: list[Shown], shared: dict[tuple[str, str], Shown], commands: int, counts: Counter[tuple[str, str]]
+) -> str:
+    """The options of one command: a line for each that no other has, then those that it shares."""
+    lines = [option.line() for option in shown if option[:2] not in shared and not option.matches]
+    also = []
+    for option in shown:
+        if option[:2] in shared and counts[option[:2]] < commands:
+            also.append(code(option.flag) + option.default * (option != shared[option[:2]]))
+    if any(option.matches for option in shown):
+        changed = [option for option in shown if option.flag == "--residual" and "none" not in option.default]
+        also.append("[matching options](#matching-options)" + "".join(f" ({code(o.flag)}{o.default})" for o in changed))
+    return "".join(lines) + f"- Also {', '.join(also)}.\n" * bool(also)
+
+
+def python_configs() -> str:
+    """The configs of Python's calls: fields and defaults; what only Python has, with its meaning."""
+    context = click.Context(app)
+    explained = {option["name"] for option in options()}
+    for name in COMMANDS:
+        command = app.get_command(context, name)
+        explained |= {parameter.name for parameter in command.params} if command else set()
+    parts = []
+    for config in CONFIGS:
+        defaults = vars(config())
+        fields = ", ".join(f"`{name}={defaults[name]!r}`" for name in config.options())
+        lines = [
+            f"- `{name}` ({described.allowed}): {described.help}"
+            for name, described in config.options().items()
+            if name not in explained
+        ]
+        parts.append("\n".join([f"**{config.__name__}**: {fields}.", *([""] * bool(lines)), *lines]) + "\n")
     return "\n".join(parts)
 
 
@@ -129,24 +187,22 @@ def families() -> list[ArchitectureSpec]:
     return sorted(shipped().values(), key=lambda spec: spec.title.lower())
 
 
-def known_models() -> str:
-    """The names under which people know models, and their families."""
-    models = [(name, spec.title) for spec in families() for name in spec.models or [spec.title]]
-    return table(("Model", "Family"), sorted(models, key=lambda row: row[0].lower()))
+SHORT = {
+    "a rotation for each RoPE pair": "pairs",
+    "a rotation for each RoPE pair, orthogonal maps on the rest": "pairs, rest",
+    "orthogonal maps": "orthogonal",
+    "signs of RoPE pairs": "signs",
+    "signed_permutation": "signed permutation",
+    "order of experts": "experts",
+    "one vector added to all rows": "router",
+    "signs": "latents",
+}
+"""Words of groups as the table of families writes them."""
 
 
 def family_groups() -> str:
-    """The largest group of each space of every family."""
-    head = (
-        "Family",
-        "Residual stream",
-        "Queries and keys",
-        "Gains of their norms",
-        "Values and outputs",
-        "Heads",
-        "Others",
-    )
-    return table(head, [_family(spec) for spec in families()])
+    """A row for each family: the largest group of its stream, of its queries and keys, and what else is aligned."""
+    return table(("Family", "Residual stream", "Queries and keys; more"), [_family(spec) for spec in families()])
 
 
 def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
@@ -156,35 +212,23 @@ def _family(spec: ArchitectureSpec) -> tuple[str, ...]:
         module = f"{block.module} " if len(architecture.layers_key) > 1 else ""
         spaces.update({module + name: space for name, space in block.spaces.items() if not space.head})
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
-    inside = {name: admitted(space).groups for name, space in attention.items()}
-    words = {name: {part: group.words for part, (group, *_) in groups.items()} for name, groups in inside.items()}
-    return (
-        spec.title,
-        _joined({name: groups[-1] for name, groups in architecture.stream_groups.items()}),
-        _joined({name: sides["qk"] for name, sides in words.items()}),
-        _joined({name: sides["gains"] for name, sides in words.items() if "gains" in sides}),
-        _joined({name: sides["vo"] for name, sides in words.items()}),
-        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
-        _joined({name: admitted(space).words for name, space in spaces.items() if name not in attention}),
-    )
+    queries = [admitted(space).groups["qk"][0].words for space in attention.values()]
+    words = [word for name in spaces.keys() - attention.keys() for word in admitted(spaces[name]).words.split(", ")]
+    also = sorted({SHORT[word] for word in words if word in SHORT})
+    also += ["heads fixed"] * any(not space.free_order for space in attention.values())
+    streams = {name: groups[-1] for name, groups in architecture.stream_groups.items()}
+    return spec.title, _joined(streams), "; ".join(filter(None, (_distinct(queries), ", ".join(also))))
+
+
+def _distinct(words: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(SHORT.get(word, word) for word in words if word != "none"))
 
 
 def _joined(words: dict[str, str]) -> str:
-    """One word for all, or each with the name of its space."""
+    """One word for all, or each with the name of its stream."""
     if len(set(words.values())) <= 1:
-        return next(iter(words.values()), "")
-    return "; ".join(f"{name}: {word or 'none'}" for name, word in words.items())
-
-
-def family_limits() -> str:
-    """What is not aligned in the families, and why."""
-    limited = [spec for spec in families() if spec.limits]
-    return "\n".join(f"**{s.title}**\n\n" + "".join(f"- {limit}\n" for limit in s.limits) for s in limited)
-
-
-def family_classes() -> str:
-    """The classes of every family."""
-    return "".join(f"- {spec.title}: {', '.join(map(code, spec.classes))}\n" for spec in families())
+        return _distinct(words.values()) or next(iter(words.values()), "")
+    return "; ".join(f"{name}: {SHORT.get(word, word)}" for name, word in words.items())
 
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -192,13 +236,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "donor parameters": lambda: parameters(PLACES[DONOR_ONLY], PLACES[EACH]),
     "global parameters": lambda: parameters(PLACES[RECIPE]),
     "delegates": delegate_table,
-    "fit options": fit_options,
     "configs": python_configs,
     "commands": commands,
-    "known models": known_models,
     "family groups": family_groups,
-    "family limits": family_limits,
-    "family classes": family_classes,
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from statistics import fmean
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3d85c6", "#d97d1a", "#4a9d5b", "#c9504a", "#858c94"
 COLOURS = (BLUE, ORANGE, GREEN, RED)
@@ -176,20 +175,21 @@ def cost() -> str:
 
 
 def averages() -> str:
-    """What averages of task vectors reach and forget, as `python benchmarks/averaging.py changes` measured it."""
-    path = FOLDER.parent.parent / "benchmarks" / "results" / "averaging-changes.json"
+    """What averages of task vectors reach and forget, by `benchmarks/real/measure.py real merges`."""
+    path = FOLDER.parent.parent / "benchmarks" / "results" / "real-merges-three.json"
     rows = json.loads(path.read_text("utf-8"))["rows"]
     named = {
         "linear": (GREY, "linear"),
-        "task_arithmetic": (ORANGE, "task_arithmetic"),
+        "task_arithmetic, best lambda": (ORANGE, "task_arithmetic"),
         "ties, density 0.5": (ORANGE, "ties"),
         "wudi": (GREEN, "wudi"),
         "tsv": (BLUE, "tsv"),
         "iso": (BLUE, "iso"),
     }
     values = {
-        name: [fmean(float(row[key]) for row in rows if row["merge"] == name) for key in ("texts", "base's own text")]
-        for name in named
+        row["merge"]: [float(row[key].split()[0]) for key in ("mean", "base's own text")]
+        for row in rows
+        if row["merge"] in named
     }
     (low, high), (least, most) = ((min(column), max(column)) for column in zip(*values.values(), strict=True))
     parts = [line(90, 210, 560, 210), line(90, 30, 90, 210)]
@@ -202,7 +202,7 @@ def averages() -> str:
     for number, x, y, anchor in ((low, 120, 228, "middle"), (high, 490, 228, "middle"), (least, 82, 195, "end")):
         parts.append(text(x, y, f"{number:.3f}", anchor=anchor, size=12))
     parts.append(text(82, 55, f"{most:.3f}", anchor="end", size=12))
-    return picture(600, 262, "Two fine-tunes of one Llama: what each average gains, and what it forgets", parts)
+    return picture(600, 262, "Three fine-tunes of SmolLM2: what each average gains, and what it forgets", parts)
 
 
 def panel(rows: list[dict[str, str]], by: str, left: float) -> list[str]:

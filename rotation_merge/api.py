@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.carrying.bases import Execution, Work, is_adapter_folder, open_bases, transfers
+from rotation_merge.carrying.bases import Execution, Transfer, Work, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
@@ -29,7 +30,6 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, Match
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked
-from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
@@ -48,9 +48,8 @@ from rotation_merge.run.measuring import measured
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.search.config import MergeConfig
-from rotation_merge.search.job import SearchConfig, usual_data
 from rotation_merge.search.outcome import Outcome
-from rotation_merge.search.run import Search
+from rotation_merge.search.run import searched
 
 LOG = logging.getLogger(__name__)
 
@@ -125,8 +124,7 @@ def average(
             inputs for all models, or for each model a list of batches or the name of a source (a file, `self`,
             `synthetic`, `demo:NAME`).
         statistics: of each model, instead of samples: results of `measure`, or its files.
-        limit: of sources by name at most so many examples.
-        seed: of everything random.
+        limit, seed: of sources by name at most so many examples; of everything random.
         **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`. `exclude` and `heads_of`
             as in recipes: with `heads_of="each"` the result's `heads` are the merged body under the heads of all models
             but the first, by the names of their folders.
@@ -139,43 +137,62 @@ def average(
         RecipeError: the method or a parameter does not exist, or a required input is missing.
         CheckpointError: the models do not compute alike, or their tensors differ in names or shapes.
     """
-    for name, value, of in (("limit", limit, "samples"), ("seed", seed, "seed")):
-        MeasureConfig.options()[of].check(name, value)
-    views = [as_stored(open_model(model)) for model in several(models)]
-    if not views:
-        raise RecipeError("no models are given", remedy="give one model or more")
-    of_model = _weights(weights, len(views))
-    delegate, each_head = delegate_of(method), parameters.get("heads_of") == "each"
-    method_class = delegate if isinstance(delegate, OwnMethod) else OwnMethod
-    if each_head and method_class.whole_models:
-        raise RecipeError(f"'heads_of: each' with {method} needs files", remedy="write a recipe for mergekit-yaml")
-    if method_class.whole_models:
-        _check_names_alike(views)
-        return _refit_average(views, samples, weights, limit, seed, parameters)
+    MeasureConfig.options()["samples"].check("limit", limit)
+    MeasureConfig.options()["seed"].check("seed", seed)
+    delegate, views = delegate_of(method), _opened(models)
+    kind = delegate if isinstance(delegate, OwnMethod) else OwnMethod
+    each_head = parameters.get("heads_of") == "each"
+    if kind.whole_models:
+        return _average_by_refit(views, samples, weights, {**parameters, "samples": limit, "seed": seed})
     opened = renamed_views(views)
-    _check_alike(views, opened)
-    if statistics is not None and not method_class.statistics:
-        raise RecipeError(f"'statistics' have no effect with {method}", remedy="leave them out")
-    if samples is not None and not method_class.statistics and not method_class.on_samples:
-        raise RecipeError(f"'samples' have no effect with {method}", remedy="leave them out")
-    measured: list[Statistics] = []
-    if method_class.statistics:
-        measured = _measured(views, opened, method, method_class.statistics, samples, statistics, limit, seed)
-    batches = [] if measured or samples is None else _pool(opened, method, samples, limit, seed)
+    _check_folded(opened)
+    _check_used(method, statistics=statistics is None or kind.statistics)
+    _check_used(method, samples=samples is None or kind.statistics or kind.on_samples)
+    measured, batches = list[Statistics](), list[Batch]()
+    if kind.statistics and statistics is not None:
+        measured = _checked_statistics(views, opened, kind.statistics, statistics)
+    elif kind.statistics:
+        config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
+        measured = _measured(opened, method, samples, config)
+    elif samples is not None:
+        batches = _pool(opened, method, samples, limit, seed)
+    shares = [{} if weight is None else {"weight": weight} for weight in _weights(weights, len(views))]
     with python_places():
-        result = average_views(opened, recipe_of(method, opened, parameters, of_model), measured, batches, seed)
+        result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
     result = replace(result, name=views[0].name)
     return replace(result, heads=under_heads(result, views[1:])) if each_head else result
 
 
-def _weights(weights: Sequence[float] | None, count: int) -> list[dict[str, Any]]:
-    """The weight of each model, as its parameters; none where all are equal."""
+def _opened(models: Iterable[ModelLike]) -> list[View]:
+    """Models that may be averaged as they are, which have the same tensors.
+
+    Raises:
+        CheckpointError: there are none, or their tensors differ in names.
+    """
+    views = [as_stored(open_model(model)) for model in several(models)]
+    if not views:
+        raise RecipeError("no models are given", remedy="give one model or more")
+    for view in views[1:]:
+        if odd := sorted(set(views[0]) ^ set(view)):
+            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
+            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
+    return views
+
+
+def _check_used(method: str, **used: Any) -> None:
+    """Refuse what a method does not use."""
+    for name in (name for name, value in used.items() if not value):
+        raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float | None]:
+    """The weight of each model; None where all are equal."""
     if weights is None:
-        return [{} for _ in range(count)]
+        return [None] * count
     shares = numbers_for(weights, count, "model")
     if abs(sum(shares)) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
-    return [{"weight": share} for share in shares]
+    return [*shares]
 
 
 def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, seed: int) -> list[Batch]:
@@ -199,26 +216,6 @@ def _check_one_vocabulary(base: View, view: View, why: str) -> None:
         raise RecipeError(problem, where=view.name, remedy="use another method")
 
 
-def _check_alike(views: Sequence[View], models: Sequence[View]) -> None:
-    """Check that models have the same tensors, and that the norm gains that one view folds are folded in all.
-
-    Args:
-        models: the same with distinct names.
-
-    Raises:
-        CheckpointError: names a model and a tensor.
-    """
-    _check_names_alike(views)
-    _check_folded(models)
-
-
-def _check_names_alike(views: Sequence[View]) -> None:
-    for view in views[1:]:
-        if odd := sorted(set(views[0]) ^ set(view)):
-            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
-            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
-
-
 def _check_folded(models: Sequence[View]) -> None:
     """Check that the norm gains that one view folds are folded in all models.
 
@@ -234,30 +231,31 @@ def _check_folded(models: Sequence[View]) -> None:
                 raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
-def _measured(
-    views: Sequence[View],
-    models: Sequence[View],
-    method: str,
-    kind: str,
-    samples: Samples,
-    statistics: Sequence[Statistics | str | os.PathLike[str]] | None,
-    limit: int,
-    seed: int,
-) -> list[Statistics]:
-    """Statistics of each model: the given ones, or measured on samples.
+def _measured(models: Sequence[View], method: str, samples: Samples, config: MeasureConfig) -> list[Statistics]:
+    """Statistics of each model on samples.
 
     Raises:
-        RecipeError: neither is there.
-        StatisticsError: they belong to other weights, or lack an entry that the method needs.
+        RecipeError: there are none.
     """
-    if statistics is None and samples is None:
+    if samples is None:
         problem = f"{method} needs samples or statistics of the models"
         raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
-    if statistics is None:
-        config = MeasureConfig.from_values({"kinds": (kind,), "samples": limit, "seed": seed})
-        return [
-            measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
-        ]
+    sources = for_each(samples, len(models))
+    return [measure(model, source, config) for model, source in zip(models, sources, strict=True)]
+
+
+def _checked_statistics(
+    views: Sequence[View], models: Sequence[View], kind: str, statistics: Sequence[Statistics | str | os.PathLike[str]]
+) -> list[Statistics]:
+    """Statistics of each model, checked.
+
+    Args:
+        models: the views with distinct names.
+
+    Raises:
+        RecipeError: they are too few, or too many.
+        StatisticsError: they belong to other weights, or lack an entry that the method needs.
+    """
     parts = several(statistics, "statistics", (Statistics,))
     if len(parts) != len(models):
         problem = f"{len(parts)} statistics for {len(models)} models"
@@ -324,24 +322,7 @@ def refit(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    config = RefitConfig.or_default(config)
-    return _refitted(_opened(models), samples, config, weights)
-
-
-def _opened(models: Iterable[ModelLike]) -> list[View]:
-    """Models that may be averaged as they are, which have the same tensors.
-
-    Raises:
-        CheckpointError: there are none, or their tensors differ in names.
-    """
-    views = [as_stored(open_model(model)) for model in several(models)]
-    if not views:
-        raise RecipeError("no models are given", remedy="give one model or more")
-    for view in views[1:]:
-        if odd := sorted(set(views[0]) ^ set(view)):
-            remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
-            raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
-    return views
+    return _refitted(_opened(models), samples, RefitConfig.or_default(config), weights)
 
 
 def _refitted(
@@ -356,12 +337,11 @@ def _refitted(
     Args:
         exclude: parts of names of tensors that stay the first model's.
     """
-    if weights is not None:
-        weights = numbers_for(weights, len(views), "model")
 
     def excluded(name: str) -> bool:
         return any(part in name for part in exclude)
 
+    shares = None if weights is None else numbers_for(weights, len(views), "model")
     base, notes = views[0], list(views[0].notes)
     alike = [base]
     _check_folded(views)
@@ -370,25 +350,21 @@ def _refitted(
         _check_one_vocabulary(base, view, "refit runs all models on")
         notes += [*pair.warnings, *pair.notes]
         alike.append(in_class_order(view.as_filed, pair.rows))
-    merged = refitted_later(alike, samples, config, weights, excluded)
+    merged = refitted_later(alike, samples, config, shares, excluded)
     return replace(merged, notes=tuple(dict.fromkeys(notes)))
 
 
-def _refit_average(
-    views: Sequence[View],
-    samples: Samples,
-    weights: Sequence[float] | None,
-    limit: int,
-    seed: int,
-    parameters: Mapping[str, Any],
+def _average_by_refit(
+    views: Sequence[View], samples: Samples, weights: Sequence[float] | None, parameters: Mapping[str, Any]
 ) -> View:
     """`average` by `refit`."""
+    _weights(weights, len(views))
     values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
-    checked("heads_of", values.pop("heads_of", "base"))
+    if checked("heads_of", values.pop("heads_of", "base")) == "each":
+        raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
     names = checked("exclude", values.pop("exclude")) if "exclude" in values else None
-    config = RefitConfig.from_values({**values, "samples": limit, "seed": seed})
     exclude = [part.strip() for part in (names or "").split(",") if part.strip()]
-    return _refitted(views, samples, config, weights, exclude)
+    return _refitted(views, samples, RefitConfig.from_values(values), weights, exclude)
 
 
 def polish(
@@ -465,23 +441,14 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = [whole_path(model) for model in paths_of(models)], os.path.abspath(out)
+    names, place = paths_of(models), os.path.abspath(out)
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
-    check_different(names)
+    check_different([whole_path(name) for name in names])
     config = MergeConfig.or_default(config)
-    base = config.base and whole_path(config.base)
-    names = [on_base(name, base) for name in names]
-    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
-    sources = sources or (usual_data(names[0]),)
-    search_config = SearchConfig(models=tuple(names), out=place, data=sources, **{**asdict(config), "base": base})
-    check_output(Output(place, "out", FOLDER), [Input(name, "model") for name in names], force=True)
-    search = Search(search_config, watch or LOG.info)
-    outcome = search.outcome_of()
-    written = outcome.verdict.worth_it or anyway
-    if written:
-        search.write()
-    search.clean(written)
+    sources = paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source")
+    check_output(Output(place, "out", FOLDER), [Input(whole_path(name), "model") for name in names], force=True)
+    outcome, _ = searched(names, place, sources, config, "cpu", False, anyway, watch or LOG.info, time.perf_counter())
     return outcome
 
 
@@ -533,7 +500,7 @@ def transfer(
     chosen, execution, samples = _run_of(chosen, samples, first, second)
     whole = not adapter and not chosen.rank and chosen.method == "weights"
     bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
-    (job,) = transfers([Work.of(work, bases, chosen)], bases, chosen, execution)
+    job = Transfer.of(Work.of(work, bases, chosen), bases, chosen, execution)
     value = carried(job, samples=samples)
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
@@ -550,12 +517,10 @@ def _run_of(
     match = None
     if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
         match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
-    execution = Execution(near="added", match=match)
-    if samples is None:
-        return config, execution, None
-    if isinstance(samples, str | os.PathLike):
-        return replace(config, data=os.fspath(samples)), execution, None
-    return replace(config, data="samples in memory"), execution, samples
+    named = isinstance(samples, str | os.PathLike)
+    if samples is not None:
+        config = replace(config, data=os.fspath(samples) if named else "samples in memory")
+    return config, Execution(match=match), None if named else samples
 
 
 def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from rotation_merge.errors import RecipeError, nearest, removed, short
+from rotation_merge.errors import RecipeError, nearest, short
 
 C = TypeVar("C", bound="Config")
 
@@ -175,8 +175,7 @@ class Option:
         remedy = f"it must be {self.allowed}"
         if isinstance(word, str):
             close = nearest(word, self.literals)
-            near = f"{close} {self.allowed}" if "did you mean" in close else remedy
-            remedy = removed(f"{name}: {word}") or near
+            remedy = f"{close} {self.allowed}" if "did you mean" in close else remedy
         raise RecipeError(problem, remedy=remedy)
 
     def converted(self, value: Any) -> Any:

@@ -89,56 +89,13 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
-_REMOVED = {
-    "genome": "mergekit has deprecated mergekit-evolve; use 'align' once, and search over its models",
-    "inspect tensor": "rotation_merge.json beside the merge holds the figures of a tensor's space",
-    "barrier anchors": "run 'barrier' once for each anchor, with two models",
-    "gguf, align gguf, align gguf_type, merge gguf, merge gguf_type": "convert the merged folder with llama.cpp's "
-    "convert_hf_to_gguf.py",
-    "report, align html, inspect html": "the model card and rotation_merge.json hold it; 'barrier --plot' draws paths",
-    "attention: invertible": "use 'rotation', an orthogonal map with a scale",
-    "doctor mend_weights": "correct the recipe and merge again",
-    "subsets, merge subsets": "run 'merge' on some of the models",
-    "widths, align widths, carry widths": "take models of equal sizes, or train anew",
-    "layers_map, carry layers_map": "take bases of equal depth, or train anew",
-    "rooted": "leave it out",
-    "kfac": "use 'refit', 'regmean' or 'fisher'",
-    "kinds: kfac": "measure 'gram' for 'regmean' or 'fisher' for 'fisher', or use delegate 'refit'",
-    "kinds: moments": "'gram' holds means and mean squares",
-    "gram_norm": "leave it out, for the norm in 'wudi' and none in 'refit'",
-    "share": "leave it out; 'iso' keeps the directions of the sum",
-    "alpha": "leave it out, or raise 'ridge'",
-    "norms": "leave it out",
-    "measure rank": "leave it out; Grams are kept whole",
-    "carry: activations, method: activations": "use 'refit', which keeps more of a change",
-    "controls, carry controls": "leave it out",
-    "align ray": "use '--backend ray', with the cluster's address in RAY_ADDRESS",
-    "judge, carry judge": "leave it out, and name samples of your task as 'data'",
-}
-"""What was removed before the first release, and what to do instead, by recipe keys, options of Python and methods
-(NAME), their values (KEY: VALUE), commands (COMMAND), and their options (COMMAND OPTION)."""
-
-REMOVED = {name: remedy for names, remedy in _REMOVED.items() for name in names.split(", ")}
-
-
-def removed(name: str) -> str:
-    """A remedy for something that was removed; empty for any other name."""
-    key = name.strip("-").replace("-", "_")
-    return f"it was removed: {REMOVED[key]}" if key in REMOVED else ""
-
-
 FEW = 20
 """Known words that a remedy lists."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy with the closest known word; without a close one all words, or the closest three of many.
-
-    A name that was removed gets what to do instead.
-    """
+    """A remedy with the closest known word; without a close one all words, or the closest three of many."""
     words = sorted(known)
-    if name not in words and (remedy := removed(name)):
-        return remedy
     if close := difflib.get_close_matches(name, words, n=1, cutoff=0.6):
         return f"did you mean '{close[0]}'?"
     if len(words) <= FEW:

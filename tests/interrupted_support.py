@@ -99,15 +99,3 @@ def load(where: Path) -> dict[str, torch.Tensor] | None:
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def assert_whole_or_not_at_all(folder: Path, *models: dict[str, torch.Tensor]) -> int:
-    """Every directory that loads is one of the models; returns how many do."""
-    found = 0
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_dir() and (path / "config.json").exists():
-            loaded = load(path)
-            if loaded is not None:
-                assert any(equal(loaded, model) for model in models), path
-                found += 1
-    return found

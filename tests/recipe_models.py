@@ -13,8 +13,8 @@ from cli_support import CHECKPOINTS
 from plugin_support import DECODER as SMALL
 from plugin_support import ENCODER, write_adapter
 
-from rotation_merge.diagnose import documents
 from rotation_merge.diagnose.sources import references
+from rotation_merge.mergekit_plugin.document import documents
 
 DECODER = {**SMALL, "vocab_size": 256}
 TEXT = {**ENCODER, "vocab_size": 256, "max_position_embeddings": 64}

@@ -3,8 +3,8 @@
     python benchmarks/papers/table2.py [--quick] [--checkpoints DIR] [--seeds N] [--out DIR]
     python benchmarks/papers/apparatus.py      all scripts, one after another (`make papers`)
 
-A script is one table or figure. It has `TABLES` (columns by name of the table: `benchmarks/results/NAME.json`, shown
-on docs/papers.md), `rows`, which yields (name of a table, row), and, where it draws, `PICTURES`: by file in
+A script is one table or figure. It has `TABLES` (columns by name of the table: `benchmarks/results/NAME.json`, some of
+them shown on docs/results.md), `rows`, which yields (name of a table, row), and, where it draws, `PICTURES`: by file in
 docs/pictures a function that makes the SVG of the rows of all tables, by name. It ends with `run(__name__)`.
 
 What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.jsonl, it is not computed

@@ -21,7 +21,7 @@ TABLES = {
     NAME: ("models", "matching", "barrier", "range", "loss in the middle", "accuracy in the middle"),
     PATHS: ("models", "matching", "losses"),
 }
-KINDS, QUICK = (VITS, LLAMAS), ("plain", "permutation")
+KINDS, QUICK = (VITS, LLAMAS), ("plain", "neurons")
 
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:

@@ -21,7 +21,7 @@ import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.diagnose.matchings import NAMED
 from rotation_merge.run.curves import Barrier
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import evaluate
 
 State = dict[str, Tensor]
@@ -72,7 +72,7 @@ class Two:
 
     @cached_property
     def data(self) -> Data:
-        return read_batches(DATA[self.kind], str(self.given.model(self.anchor)), self.network, **self.reading)
+        return read_samples(str(self.given.model(self.anchor)), DATA[self.kind], module=self.network, **self.reading)
 
     def kept(self, key: str, compute: Callable[[], Any]) -> Any:
         return self.given.kept(f"landscape, {self.names}, {key}", compute)
@@ -103,12 +103,12 @@ class Two:
         return [str(self.given.model(name)) for name in (self.anchor, self.donor)]
 
     def learned(self) -> Path:
-        """The transforms that `fit` learns on training images without labels, as table 2 has them."""
+        """The transforms that `align --learn` learns on training images without labels, as table 2 has them."""
         batches, file = images(SAMPLES, False, 32), self.given.scratch / f"{self.names}.safetensors"
         data = file.with_suffix(".npz")
         np.savez(data, pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
         asked = ["--heads", "permutation", "--residual", "rotation", "--steps", "300", "--batch-size", "32"]
-        command("fit", *self.ends, "--data", data, "--alignment", file, *asked)
+        command("align", *self.ends, "--learn", "--data", data, "--alignment", file, *asked)
         return file
 
     def paths(self, names: Sequence[str], points: int) -> Barrier:

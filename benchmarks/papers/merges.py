@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from apparatus import Given
-from averaging import METHODS
 from merging import STILL, halves, merge
 from shipped import load
 
@@ -33,7 +32,12 @@ MATCHINGS: dict[str, AlignConfig | None] = {
 """The paper's own (heads in their order, scales after rotations) and its parts, then two of ours that turn the residual
 stream."""
 AVERAGES: dict[str, dict[str, Any]] = {
-    **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS")},
+    "Simple": {"delegate": "linear"},
+    "Fisher": {"delegate": "fisher"},
+    "RegMean": {"delegate": "regmean"},
+    "OT-ACTS-EMD": {"delegate": "ot_fusion", "plan": "hard", "data": True},
+    "OT-ACTS": {"delegate": "ot_fusion", "data": True},
+    "OT-WTS": {"delegate": "ot_fusion"},
     "refit": {"delegate": "refit", "ridge": 0.001, "data": True},
 }
 """Parameters of a recipe by name; `data` stands for the pair's samples. The last is not in the paper."""

@@ -5,7 +5,6 @@
     python benchmarks/real/measure.py real coordinates       alignment: near models, and a twin in other coordinates
     python benchmarks/real/measure.py real carry             to the second base, with controls
     python benchmarks/real/measure.py real command           `rotation-merge merge`, as a user calls it
-    python benchmarks/real/measure.py real harness           the tasks of `tasks.py`, by lm-evaluation-harness
 
 Losses are nats a token on 8 pieces of 256 tokens of each text; `own` is text that the base wrote itself. Methods see
 other documents (`samples`) than the ones they are judged on. Products are in bfloat16, except in `coordinates`;
@@ -665,43 +664,6 @@ def best_merge(bench: Bench, tasks: Sequence[str], seed: int, with_data: bool) -
     return {**(bench.judge(read(out), (*tasks, "own")) if out.exists() else {}), **step}
 
 
-HARNESS = ("continue_de", "continue_fr", "bits_de", "bits_fr", "bits_c")
-"""Tasks of `tasks.py`: accuracies, then bits a byte."""
-
-
-def harness(bench: Bench) -> None:
-    """Three fine-tunes and merges of them, judged by lm-evaluation-harness as its users call it."""
-    tool, folder = shutil.which("lm_eval"), bench.root / "tasks"
-    if not folder.exists():
-        run(sys.executable, Path(__file__).with_name("tasks.py"), folder)
-    table, rows = Table("real-harness", KEPT, keep=["model"]), dict[str, list[dict[str, float]]]()
-    for seed, names in enumerate(FINE_TUNES["three"]):
-        folders = {"base": "base", **{f"tuned on {task_of(name)} alone": name for name in names}}
-        for title in (*folders, "linear", "wudi"):
-            key = f"harness-{seed} {title}"
-            if bench.due(key, f"{title}, seed {seed}"):
-                if not bench.known(key) and title in MERGES:
-                    models = [bench.root / name for name in names]
-                    merged(bench, models, list(map(task_of, names)), MERGES[title], bench.root / "merged")
-                model = bench.root / folders.get(title, "merged")
-                rows.setdefault(title, []).append(bench.once(key, partial(by_harness, tool, model, folder)))
-    for title, figures in rows.items():
-        cells = {task: spread([row[task] for row in figures], "%" if "continue" in task else "") for task in HARNESS}
-        table.add({"model": title, **cells, "seeds": len(figures)})
-
-
-def by_harness(tool: str | None, model: Path, folder: Path) -> dict[str, float]:
-    """What `lm_eval` says of a model on `HARNESS`."""
-    if tool is None:
-        sys.exit("no lm_eval: pip install lm-eval")
-    with tempfile.TemporaryDirectory() as out:
-        asked = ("--include_path", folder, "--tasks", ",".join(HARNESS), "--output_path", out)
-        run(tool, "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", DEVICE, *asked)
-        results = json.loads(next(Path(out).rglob("results_*.json")).read_text())["results"]
-    measures = {task: "acc,none" if "continue" in task else "bits_per_byte,none" for task in HARNESS}
-    return {task: results[task][measure] for task, measure in measures.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of models.py")
@@ -722,7 +684,6 @@ PARTS = {
     "coordinates": coordinates,
     "carry": carry,
     "command": command,
-    "harness": harness,
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt, Le
 from pydantic.dataclasses import dataclass
 
-from rotation_merge.config import EACH, FOLDER, RECIPE, Config, Count, NotNegative, option
+from rotation_merge.config import EACH, RECIPE, Config, Count, NotNegative, option
 
 AUTO = "auto"
 """A rank that is chosen by the share of the squared norm that it keeps."""
@@ -29,12 +29,6 @@ class RefitConfig(Config):
     start: Literal["average", "anchor", "task_arithmetic", "wudi", "tsv", "iso"] = option(
         "average",
         "weights before solving: the average, the anchor's, or a merge of the task vectors",
-        scope=RECIPE,
-        delegates=("refit",),
-    )
-    spill: Annotated[str, FOLDER] | None = option(
-        None,
-        "folder for hidden states. Not given: in memory",
         scope=RECIPE,
         delegates=("refit",),
     )

@@ -27,7 +27,7 @@ from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
 from rotation_merge.averaging.methods import Source, Target
 from rotation_merge.averaging.parameters import check_known, checked, numbers_for
 from rotation_merge.averaging.registry import TASK_VECTORS
-from rotation_merge.averaging.task_vectors import TaskVectorMethod, shortening
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
@@ -59,13 +59,11 @@ class MergedMap:
         shares: by adapter, the merged change's component along the adapter's own, over that change; None where the
             adapter leaves the map as it is.
         energy: share of the merged change's squared norm that the rank keeps.
-        ratio: of the longest change to the shortest.
     """
 
     rank: int
     shares: tuple[float | None, ...]
     energy: float
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,6 @@ def _merged(
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
-    _, ratio = shortening([float(core.norm()) for core in cores])
     if rule.entrywise:
         merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like)
         u, s, v = _decomposed(merged, most)
@@ -193,7 +190,7 @@ def _merged(
         raise RecipeError(problem, remedy="a smaller 'lambda' or smaller weights keep it in range")
     shares = tuple(None if flat is None else _share(a, b, *flat) for flat in flats)
     retained = float(s[:count].square().sum()) / total if total else 1.0
-    return factors, MergedMap(count, shares, retained, ratio)
+    return factors, MergedMap(count, shares, retained)
 
 
 def _share(a: Tensor, b: Tensor, own_a: Tensor, own_b: Tensor) -> float:

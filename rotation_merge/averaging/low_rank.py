@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,42 +60,30 @@ def initialise_along_gradient(model: nn.Module, gradients: Callable[[], object])
 
     Source: the idea is LoRA-GA's (Wang, Yu and Li 2024), which takes singular vectors of G.
     """
-    fresh = [a.detach().clone() for a, _, _ in _factors(model)]
+    factors = [
+        (a.weight, module.get_parameter(f"lora_B.{name}.weight"))
+        for module in model.modules()
+        for name, a in getattr(module, "lora_A", {}).items()
+    ]
+    fresh = [a.detach().clone() for a, _ in factors]
     gradients()
     with torch.no_grad():
-        for a, b, count in _factors(model):
+        for a, b in factors:
             if b.grad is not None:
-                basis = _orthonormal(_columns(b.grad, count))
-                _columns(b.zero_(), count)[:, : basis.shape[1]] = basis
+                basis = _orthonormal(b.grad.mT).mT
+                b.zero_()[:, : basis.shape[1]] = basis
                 a.zero_()
     model.zero_grad()
     gradients()
     with torch.no_grad():
-        for (a, b, count), old in zip(_factors(model), fresh, strict=True):
+        for (a, b), old in zip(factors, fresh, strict=True):
             if a.grad is not None:
-                basis = _orthonormal(_rows(a.grad, count))
-                _rows(a.copy_(old), count)[:, : basis.shape[1]] = basis
+                basis = _orthonormal(a.grad)
+                a.copy_(old)[: len(basis)] = basis
                 b.zero_()
     model.zero_grad()
 
 
-def _factors(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """A (experts x rank, in) and B (out, rank x experts) of every map, and the number of experts."""
-    for module in model.modules():
-        for name, a in getattr(module, "lora_A", {}).items():
-            yield a.weight, module.get_parameter(f"lora_B.{name}.weight"), getattr(module, "num_experts", 1)
-
-
-def _rows(a: Tensor, count: int) -> Tensor:
-    """A's rows (experts, rank, in): a view."""
-    return a.view(count, -1, a.shape[-1])
-
-
-def _columns(b: Tensor, count: int) -> Tensor:
-    """B's columns (experts, rank, out): a view."""
-    return b.view(len(b), -1, count).permute(2, 1, 0)
-
-
 def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of each expert's rows (as many as fit in their length)."""
+    """An orthonormal basis of rows (as many as fit in their length)."""
     return torch.linalg.qr(rows.double().mT)[0].mT.to(rows)

@@ -28,7 +28,7 @@ class Source:
     Attributes:
         weight: the tensor, in the anchor's coordinates; of a linear map (outputs, inputs).
         share: its weight among the models.
-        inputs: what else the method takes of the model (`OwnMethod.inputs`).
+        inputs: what else the method takes of the model (`OwnMethod.brings`).
     """
 
     weight: Tensor
@@ -127,10 +127,8 @@ class OwnMethod(MergeMethod):
         """Lines for the report, once all is merged."""
         return []
 
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        """What an output tensor takes of the models that count beside their tensors, by model."""
+    def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
+        """What an output tensor takes of a model that counts, beside its tensor."""
         return {}
 
     def participants(
@@ -189,8 +187,8 @@ class OwnMethod(MergeMethod):
         linear = self.linear(name)
         turned = linear.as_matrices if linear is not None else lambda tensor: tensor
         try:
-            inputs = self.inputs(name, models, shared, first.device)
-            sources = [Source(turned(tensors[model]), weights[model], inputs.get(model, {})) for model in models]
+            brought = [self.brings(name, model, shared, first.device) for model in models]
+            sources = [Source(turned(tensors[m]), weights[m], x) for m, x in zip(models, brought, strict=True)]
             merged = self._average(name, sources, linear, shared)
         except StatisticsError as error:
             raise StatisticsError(error.what, where=error.where or name, remedy=error.remedy) from error

@@ -30,7 +30,7 @@ from rotation_merge.matching.activations import Activations, Points, activation_
 from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_block, read_tensor
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import row_pair
@@ -108,13 +108,10 @@ class OtFusion(OwnMethod):
             for place in ("", self.models.places[name][0].name):
                 self.solvers.setdefault((model, place), solver)
 
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        if name not in self.models.places:
+    def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
+        if name not in self.models.places or model == self.models.base:
             return {}
-        donors = (model for model in models if model != self.models.base)
-        return {model: self._plans(model, name, parameters["stream"] == "transport", device) for model in donors}
+        return self._plans(model, name, parameters["stream"] == "transport", device)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
@@ -143,7 +140,7 @@ class OtFusion(OwnMethod):
         if self.models.samples is not None:
             points = activation_points(architecture.blocks, spaces, self._both_activations(model))
         else:
-            first, second = (translated(view.tensors, view.architecture, architecture) for view in pair)
+            first, second = (named_as(architecture, view.tensors, view.architecture) for view in pair)
             if (rows := row_pair(*pair)) is not None:
                 first, second = on_shared_rows(architecture, (first, second), rows)
             points = stream_ends(architecture, first, second)

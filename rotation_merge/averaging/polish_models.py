@@ -19,10 +19,9 @@ from rotation_merge.matching.teachers import Answered, read_answers, write_answe
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model
-from rotation_merge.model.staging import HEADS, write_files
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.model.writing import small_files
+from rotation_merge.model.writing import HEADS, small_files, write_files
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
 from rotation_merge.run.functions import copy_parameters, load, module_of, stored_dtype, take_rows
 from rotation_merge.workers import Progress

@@ -36,9 +36,6 @@ from rotation_merge.run.runner import Runner
 from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress, listener
 
-ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
-"""Remedy for a full disk."""
-
 STARTS = {"average": "average", "anchor": "anchor", "task_arithmetic": "sum of the task vectors"}
 """Starts in words; those that are not here are merges by a method of that name."""
 
@@ -105,9 +102,8 @@ class ModelRefit:
         Raises:
             RotationMergeError: models or samples are of no use.
         """
-        in_files = self.base.files is not None and self.config.spill is None
-        self.store = StateStore(gettempdir(), ELSEWHERE) if in_files else StateStore(self.config.spill)
-        self.states = StateStore(self.config.spill)
+        self.store = StateStore(None if self.base.files is None else gettempdir())
+        self.states = StateStore()
         try:
             self._begin()
             result = self.solve(progress)

@@ -47,31 +47,28 @@ class StatisticsMethod(OwnMethod):
         self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
     ) -> list[Hashable]:
         models = super().participants(name, weights, parameters)
-        with_statistics = self._with_statistics(name, models)
-        if with_statistics:
+        weighed = [model for model in models if self._weighs(name, model)]
+        if weighed:
             self.models.log.note("weighed", name)
-        return with_statistics or models
+        return weighed or models
 
-    def inputs(
-        self, name: str, models: Sequence[Hashable], parameters: Mapping[str, Any], device: torch.device
-    ) -> Mapping[Hashable, Inputs]:
-        measured = dict[Hashable, Inputs]()
-        for model in self._with_statistics(name, models):
-            try:
-                measured[model] = self.measured(name, model, device)
-            except RotationMergeError as error:
-                place = error.where or self.models.name(model)
-                raise StatisticsError(error.what, where=place, remedy=error.remedy) from error
-        return measured
+    def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
+        if not self._weighs(name, model):
+            return {}
+        try:
+            return self.measured(name, model, device)
+        except RotationMergeError as error:
+            place = error.where or self.models.name(model)
+            raise StatisticsError(error.what, where=place, remedy=error.remedy) from error
 
-    def _with_statistics(self, name: str, models: Sequence[Hashable]) -> list[Hashable]:
-        """The models whose statistics weigh a tensor: for a map those that have run it; none where it gets the mean."""
+    def _weighs(self, name: str, model: Hashable) -> bool:
+        """Whether a model's statistics weigh a tensor: a map that it has run; else the tensor gets the mean."""
         if name not in self.models.places or (self.maps_only and self.linear(name) is None):
-            return []
-        names, statistics = self.models.places[name][1].names, self.models.statistics
+            return False
+        names, statistics = self.models.places[name][1].names, self.models.statistics[model]
         if self.maps_only:
-            return [model for model in models if names[0] not in statistics[model].uncalled]
-        if all(set(names) <= set(statistics[model].metadata.get("buffers", ())) for model in models):
+            return names[0] not in statistics.uncalled
+        if set(names) <= set(statistics.metadata.get("buffers", ())):
             self.models.log.line(f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
-            return []
-        return list(models)
+            return False
+        return True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -30,12 +30,13 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
 from rotation_merge.matching.run import AppliedAlignment, Run, change_note
 from rotation_merge.model.adapter_base import check_base
-from rotation_merge.model.adapters import Adapter, is_adapter, placed_changes
+from rotation_merge.model.adapter_parts import adapter_parts
+from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.card import origins
 from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
-from rotation_merge.model.origin import origins
 from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
@@ -54,8 +55,6 @@ class Execution:
         dtype: that models are stored in; None: the new base's.
         ledger: store of matching's intermediate results, to resume from.
         force: carry adapters to the new base from one that is not their own.
-        near: what becomes of work between bases that share their coordinates: `named`, as usable without carrying;
-            `carried`; or `added`, without any matching, unless the config asks for some.
         match: aligns the bases, instead of what the config says.
     """
 
@@ -63,7 +62,6 @@ class Execution:
     dtype: str | None = None
     ledger: Ledger = field(default=NOWHERE, repr=False)
     force: bool = False
-    near: Literal["named", "carried", "added"] = "named"
     match: Match | None = field(default=None, repr=False)
 
 
@@ -239,8 +237,9 @@ class Work:
         adapter, chat = Adapter(path), chat_folder(bases.donor, path)
         if not force:
             check_base(adapter, [bases.donor], path, open_model, OWN_BASE)
-        whole = [change for change in placed_changes(adapter, bases.donor.config) if change.value]
-        axes = {change.value: change.spot.info.vocabulary_axis for change in whole}
+        old = bases.donor.as_filed
+        parts = adapter_parts(adapter, old.architecture, old.tensors, old.config, path, adds=True)
+        axes = {part.change.value: part.info.vocabulary_axis for part in parts if part.change.value}
         sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
         check_adapter_tokens(bases.donor, path, max(sizes, default=None))
         if not config.needs_samples:
@@ -266,6 +265,24 @@ class Transfer:
     config: TransferConfig
     execution: Execution
     norms: list[tuple[float, float]] = field(default_factory=list, repr=False)
+
+    @staticmethod
+    def of(
+        work: Work, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
+    ) -> Transfer:
+        """Align the bases of work.
+
+        Raises:
+            RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
+        """
+        if config.needs_samples and bases.shared is not None:
+            new, old = bases.names
+            problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
+            raise DataError(problem, where=old, remedy=ALONE)
+        config, notes = _matched_as(config, bases)
+        alignment, report = bases.aligned(config, execution, progress)
+        report = _with_origin(replace(report, notes=[*notes, *report.notes]), work)
+        return Transfer(work, bases, alignment, report, config, execution)
 
     @cached_property
     def base(self) -> View:
@@ -304,38 +321,18 @@ class Transfer:
         return [note] if note else []
 
 
-def transfers(
-    works: Sequence[Work], bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
-) -> list[Transfer]:
-    """Align the bases of work, once for all of it.
-
-    Raises:
-        RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
-    """
-    if config.needs_samples and bases.shared is not None:
-        new, old = bases.names
-        problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
-        raise DataError(problem, where=old, remedy=ALONE)
-    config, notes = _matched_as(config, bases, execution, works)
-    alignment, report = bases.aligned(config, execution, progress)
-    report = replace(report, notes=[*notes, *report.notes])
-    return [Transfer(work, bases, alignment, _with_origin(report, work), config, execution) for work in works]
-
-
-def _matched_as(
-    config: TransferConfig, bases: Bases, execution: Execution, works: Sequence[Work]
-) -> tuple[TransferConfig, list[str]]:
+def _matched_as(config: TransferConfig, bases: Bases) -> tuple[TransferConfig, list[str]]:
     """The config with what matching has nothing to find left out, and a line on it.
 
-    Streams, and with them a tied head, stay where the bases share their coordinates.
+    Where the bases share their coordinates, streams stay, and with them a tied head; without options of matching or
+    samples the change is added as it is.
     """
     if config.match.residual != "largest" or config.alignment is not None or not bases.nearness.shared:
         return config, []
-    asks = config.match != TransferConfig().match or config.match_on is not None or config.needs_samples
-    if execution.near == "added" and not asks and not any(work.rank or work.chat for work in works):
-        words = f"The bases share their coordinates ({bases.nearness.words})"
-        return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
-    return replace(config, match=replace(config.match, residual="none")), []
+    if config.match != TransferConfig().match or config.match_on is not None or config.needs_samples:
+        return replace(config, match=replace(config.match, residual="none")), []
+    words = f"The bases share their coordinates ({bases.nearness.words})"
+    return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
 
 
 def _with_origin(report: MergeReport, work: Work) -> MergeReport:

@@ -31,7 +31,7 @@ from rotation_merge.carrying.refit import refit_change
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.blocks import read_tensor
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import Tensors
@@ -260,7 +260,7 @@ class _Sampling:
     def _trained(self, student: Any) -> Delta:
         """What training changed, by the names of the new base's architecture."""
         base, model = self.transfer.base, student.merge_and_unload() if self.rank else student
-        named = translated(model.state_dict(), architecture_of(model, base.untie), base.architecture)
+        named = named_as(base.architecture, model.state_dict(), architecture_of(model, base.untie))
         return self._between(base.tensors.replaced(named.only(base.tensors)))
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rotation_merge.carrying.adapter import carry_adapter
-from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases, transfers
+from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.card import metadata, notes, section, with_metadata
-from rotation_merge.model.checkpoint import watched_blocks, write_notes
+from rotation_merge.model.checkpoint import write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
-from rotation_merge.model.staging import staged
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import StorageOptions
+from rotation_merge.model.writing import SHARD_SIZE, staged
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
@@ -97,105 +96,57 @@ OTHER_WORDS = (
     "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
     "your task with the new base alone, and with training on the new base."
 )
-JUDGED = "Nothing was written. --scale auto --data FILE judges the change on samples, --force carries it anyway."
-
-
-@dataclass(frozen=True)
-class TransferResult:
-    """The result of carrying one fine-tune or adapter.
-
-    Attributes:
-        work: the adapter or fine-tune that was carried.
-        out: where it lies; None: nothing was written, as it can be used as it is.
-        lines: notes for the user.
-        report: as it is written beside the result.
-    """
-
-    work: str
-    out: str | None
-    lines: list[str]
-    report: MergeReport | None = None
 
 
 def carry(
-    works: Mapping[str, str],
+    path: str,
     old: str,
     new: str,
+    out: str,
     config: TransferConfig | None = None,
     execution: Execution | None = None,
-    shard_size: int = StorageOptions().shard_size,
+    shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
-) -> list[TransferResult]:
-    """Carry adapters and fine-tunes of one base to another, each to a separate folder.
-
-    By weights, all are carried before anything is written.
+) -> MergeReport:
+    """Carry an adapter or a fine-tune of one base to another, into a folder with report and card.
 
     Args:
-        works: folders of adapters and of whole models, by the folder that each is to be written to.
+        path: folder of the adapter, or the fine-tune.
         shard_size: bytes of a model's largest file.
+
+    Returns:
+        The report, whose first note is on the distance of the bases.
 
     Raises:
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
     config, execution = config or TransferConfig(), execution or Execution()
-    by_adapter = all(map(is_adapter_folder, works.values()))
-    untie = config.untie or bool(config.rank) or by_adapter or config.method != "weights"
+    untie = config.untie or bool(config.rank) or is_adapter_folder(path) or config.method != "weights"
     bases = open_bases(new, old, execution.device, untie)
-    opened = [Work.of(path, bases, config, execution.force) for path in works.values()]
-    if execution.near == "named" and config.alignment is None and _usable_as_they_are(opened, bases):
-        return [TransferResult(work.name, None, [*_usable(work, bases), JUDGED]) for work in opened]
-    jobs = transfers(opened, bases, config, execution, progress)
-    values = (carried(job, out, progress=progress) for job, out in zip(jobs, works, strict=True))
-    ready = values if config.needs_samples else list(values)
-    return [_written(job, value, out, shard_size, progress) for job, value, out in zip(jobs, ready, works, strict=True)]
-
-
-def _usable_as_they_are(works: Iterable[Work], bases: Bases) -> bool:
-    """Whether works need no carrying because the bases share their coordinates, classes and tokens.
-
-    A fine-tune with a chat template of its own is always carried, because plain addition would lose it.
-    """
-    same = bases.nearness.shared and not bases.donor.rows and bases.shared is None
-    return same and not any(work.chat for work in works if work.adapter is None)
-
-
-def _usable(work: Work, bases: Bases) -> list[str]:
-    """Lines on the use of one work on the new base, whose coordinates are the old one's."""
-    (new, old), name = bases.names, work.name
-    if work.adapter is not None:
-        whole = sum(bool(change.value) for change in work.adapter.changes.values())
-        lines = [f"{bases.near_words}: {name} can be used on {new} as it is."]
-        return [*lines, f"It replaces {whole} whole tensors of the new base."] if whole else lines
-    recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {name} and -1 for {old}"
-    merge = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
-    return [
-        f"{bases.near_words}: the change of {name} can be added to {new} as it is ({recipe}).",
-        f"A merge of {new} and {name} as two fine-tunes of {old} keeps more of what {new} knows ({merge}).",
-    ]
-
-
-def _written(
-    job: Transfer, value: View | AdapterWeights, out: str, shard_size: int, progress: Progress | None
-) -> TransferResult:
-    """Write a carried model or adapter, with its report and card."""
-    work, bases, report, lines = job.work.name, job.bases, value.report, [*value.notes, *_advice(job)]
+    job = Transfer.of(Work.of(path, bases, config, execution.force), bases, config, execution, progress)
+    value = carried(job, out, progress=progress)
+    lines, report = [*value.notes, *_advice(job)], value.report
     assert report is not None
     with staged(out) as staging, unchanged([bases.anchor]):
         if isinstance(value, View):
-            value.write(staging, watched_blocks(value, value.dtype, progress), value.storage(shard_size))
+            value.write(staging, shard_size, progress)
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])
-        write_notes(staging, report, card(bases, work, report, out))
-    return TransferResult(work, out, [verdict(bases, report), *report.notes], report)
+        write_notes(staging, report, card(bases, job.work.name, report, out))
+    return replace(report, notes=[verdict(bases, report), *report.notes])
 
 
 def _advice(job: Transfer) -> list[str]:
-    """Lines on the scale and on measuring a change that no samples judged."""
-    factor, ask = job.config.factor, ASK if job.bases.shared is None else OTHER_WORDS
+    """Lines on a change that no samples judged: its scale, measuring it, and what else the bases allow."""
+    factor, bases, (new, old), name = job.config.factor, job.bases, job.bases.names, job.work.name
     if job.config.needs_samples or factor is None:
         return []
-    return [ask] if factor == 1 else [f"Its change was multiplied by {factor:g}.", ask]
+    lines = [] if factor == 1 else [f"Its change was multiplied by {factor:g}."]
+    if bases.nearness.shared and job.work.adapter is None:
+        recipe = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
+        lines.append(f"A merge of both as fine-tunes of {old} keeps more of what {new} knows ({recipe}).")
+    return [*lines, ASK if bases.shared is None else OTHER_WORDS]
 
 
 def verdict(bases: Bases, report: MergeReport) -> str:

@@ -1,12 +1,14 @@
-"""`rotation-merge align`."""
+"""`rotation-merge align`: how far apart two models are, and the donor rewritten in the anchor's coordinates."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from pydantic.dataclasses import dataclass
 
 from rotation_merge.cli.options import (
     THREADS,
@@ -19,21 +21,45 @@ from rotation_merge.cli.options import (
     matching_options,
 )
 from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
-from rotation_merge.config import DTYPES
+from rotation_merge.cli.show import Answer, Progress, say, shown, table
+from rotation_merge.config import DTYPES, Count, Length, option
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.model.writing import parse_size
+from rotation_merge.run.sample_kinds import ReadingConfig
+
+if TYPE_CHECKING:
+    from rotation_merge.matching.alignment import Alignment
+    from rotation_merge.matching.pair import Pair
+    from rotation_merge.run.proof import Proof
 
 SAMPLED = ("match_on", "data", "samples", "seed")
 """Options that say what chooses the maps."""
 
 
-@click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
+@dataclass(frozen=True)
+class LearningSamplesConfig(ReadingConfig):
+    """Options of reading the samples to learn from."""
+
+    limit: Length | None = option(None, "largest number of samples to learn from")
+    batch_size: Count = option(64, "examples in a batch of samples to learn from")
+    length: Length = option(128, "tokens in a window of text to learn from")
+
+
+@click.command(
+    epilog="""Examples: rotation-merge align org/anchor org/donor --residual rotation;
+    rotation-merge align org/anchor org/donor ./aligned --heads permutation;
+    rotation-merge align org/anchor org/donor --learn --data samples.txt --alignment learned.safetensors"""
+)
 @click.argument("anchor", type=MODEL)
 @click.argument("donor", type=MODEL)
 @click.argument("out", type=NEW_MODEL, required=False)
 @matching_options
 @config_options(MatchConfig, *SAMPLED, types={"data": SAMPLE_SOURCE})
+@click.option("--learn", is_flag=True, help="Then lower the loss of the models between both on --data, a few hundred.")
+@config_options(FitConfig)
+@config_options(LearningSamplesConfig)
 @click.option(
     "--alignment",
     "alignment_file",
@@ -44,10 +70,12 @@ SAMPLED = ("match_on", "data", "samples", "seed")
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
 @click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Storage of the output; the donor's if not given.")
-@device_option(" to compute on")
+@device_option(" to compute on; learning on a GPU is in mixed precision")
 @backend_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
-@json_option
+@click.option(
+    "--by", type=click.Choice(["space", "layer"]), default="space", show_default=True, help="Rows of the table."
+)
 @shown
 @writes
 @click.pass_context
@@ -57,87 +85,207 @@ def command(
     donor: str,
     out: str | None,
     alignment_file: str | None,
-    half: bool,
-    shard_size: str,
-    dtype: str | None,
+    learn: bool,
     device: str,
-    as_json: bool,
-    verify: bool,
     backend: str,
     **values: Any,
-) -> int:
-    """Write DONOR in ANCHOR's coordinates to OUT.
+) -> Answer:
+    """Write DONOR in ANCHOR's coordinates to OUT; without OUT and --alignment, say how far apart the two are.
 
     OUT is an ordinary checkpoint with the donor's outputs, with tokenizer, config, card and report; any tool can
-    average it with the anchor. OUT is complete or absent; large models are written in shards. Leave OUT out if you only
-    want --alignment. The outputs of OUT on random inputs are compared with the donor's; if they differ by more than
-    rounding, OUT is kept as OUT.rejected. After an interruption, matching continues from OUT.matching.unfinished.
+    average it with the anchor. OUT is complete or absent; large models are written in shards. The outputs of OUT on
+    random inputs are compared with the donor's; if they differ by more than rounding, OUT is kept as OUT.rejected.
+    After an interruption, matching and learning continue.
+
+    Without OUT: distances relative to the anchor's norm, and angles in degrees between tensors as vectors, before and
+    after alignment; 90 means unrelated.
+
+    --learn starts from the matching and lowers the loss of the interpolated models by gradient descent. For several
+    donors at once, see rotation_merge.fit in Python.
     """
-    from rotation_merge.matching.aligned_output import match_pair, with_basis, write_aligned
     from rotation_merge.matching.pair import open_pair
+
+    _check_use(context, learn, values["match_on"], backend)
+    learning = config_of(FitConfig, dict(values)) if learn else None
+    options, reading = config_of(AlignConfig, values), config_of(LearningSamplesConfig, values)
+    match, place = config_of(MatchConfig, values), out or alignment_file
+    device, worker_device = devices(device, backend)
+    pair, progress = open_pair(anchor, donor, options, match.untie, device, watched=place is not None), Progress()
+    if learning is not None:
+        learning = replace(learning, match_on=match.match_on, seed=match.seed, half=device.startswith("cuda"))
+        alignment = _learned(pair, learning, match.data, reading, device, place)
+    else:
+        alignment = _matched(pair, match, (device, worker_device, backend), place, progress)
+    if place is None:
+        progress.close()
+        return _compared(pair, alignment, values["by"])
+    proof: Proof | None = None
+    left_out: tuple[str, ...] = ()
+    if out is not None:
+        storage = values["dtype"], parse_size(values["shard_size"])
+        proof, left_out = _written(pair, alignment, out, storage, progress, values["verify"])
+    if alignment_file is not None:
+        alignment.write(alignment_file, values["half"])
+    progress.close()
+    return _report(pair, alignment, {"out": out, "alignment": alignment_file}, proof, left_out)
+
+
+def _report(
+    pair: Pair, alignment: Alignment, files: dict[str, str | None], proof: Proof | None, left_out: tuple[str, ...]
+) -> Answer:
+    """What alignment did, and which files were written."""
+    report, name, learned = alignment.known_report, str(pair.donor.reference), alignment.metadata.get("learned")
+    out, file = files.values()
+    before, after = report.relative_distances(name)
+    facts: dict[str, Any] = {**files, "before": before, "after": after, "proof": proof and asdict(proof)}
+    facts |= report.to_dict()["summary"] | ({} if learned is None else {"learned": learned})
+
+    def show() -> None:
+        for warning in pair.warnings:
+            say(f"Warning: {warning}", "yellow")
+        for line in (*pair.notes, *alignment.notes, *left_out):
+            say(line)
+        for verdict in (report.verdict(name), *([] if learned is None else [learned["verdict"]])):
+            say(f"{verdict[:1].upper()}{verdict[1:]}.")
+        if out is not None:
+            words = proof.words if proof is not None else f"'rotation-merge verify {name} {out}' checks its outputs"
+            say(f"Written to {out}; {words}.", "green")
+        if file is not None:
+            say(f"Transforms written to {file}.", "green")
+
+    return Answer(facts, show)
+
+
+def _check_use(context: click.Context, learn: bool, match_on: str, backend: str) -> None:
+    """Refuse options that would do nothing."""
+
+    def given(*names: str) -> list[str]:
+        return [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+    fitting = [
+        name for config in (FitConfig, LearningSamplesConfig) for name, x in config.options().items() if x.command
+    ]
+    if not learn and (odd := given(*fitting)):
+        raise RotationMergeError(
+            f"--{odd[0].replace('_', '-')} needs --learn", remedy="add it, or leave the option out"
+        )
+    if not learn and match_on == WEIGHTS and given("data", "samples"):
+        remedy = "add --match-on both, or activations, or --learn"
+        raise RotationMergeError("matching on weights uses no samples", remedy=remedy)
+    if backend != THREADS and (learn or match_on != WEIGHTS):
+        problem = f"--backend {backend} works for matching on weights only"
+        raise RotationMergeError(problem, remedy="leave out --match-on and --learn, or --backend")
+
+
+def _matched(
+    pair: Pair, match: MatchConfig, how: tuple[str, str, str], place: str | None, progress: Progress
+) -> Alignment:
+    """The alignment by matching.
+
+    Args:
+        how: device of this process and of workers, and the backend.
+        place: the output that unfinished work is kept beside.
+    """
+    from rotation_merge.matching.aligned_output import match_pair, with_basis
     from rotation_merge.model.run_keys import mark_of, unchanged
-    from rotation_merge.model.writing import StorageOptions, parse_size
     from rotation_merge.run.ledger import kept_beside
-    from rotation_merge.run.proof import Proof, prove
     from rotation_merge.workers import on_backend
 
-    options, match = config_of(AlignConfig, values), config_of(MatchConfig, values)
-    untie = match.untie
-    if out is None and alignment_file is None:
-        raise click.UsageError("name OUT, or a file for --alignment")
+    device, worker_device, backend = how
+    models, names = (pair.anchor, pair.donor), (str(pair.anchor.reference), str(pair.donor.reference))
     on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
-    if not on and any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in SAMPLED[1:3]):
-        raise RotationMergeError("matching on weights uses no samples", remedy="add --match-on both, or activations")
-    if on and backend != THREADS:
-        problem = f"--backend {backend} works for matching on weights only"
-        raise RotationMergeError(problem, remedy="leave out --match-on, or --backend")
-    shard_bytes = parse_size(shard_size)
-    device, worker_device = devices(device, backend)
-    pair = open_pair(anchor, donor, options, untie, device)
-    progress = Progress()
-    proof: Proof | None = None
-    left_out_notes: tuple[str, ...] = ()
-    mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie)
-    with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
-        with unchanged([pair.anchor, pair.donor]), on_backend(backend, worker_device) as over:
-            how = matcher(match, anchor, donor, device, over)
-            alignment = with_basis(pair, match_pair(pair, progress, how, ledger))
-        if out is not None:
-            proofs: list[Proof] = []
+    mark = mark_of(models, on, on=on, options=asdict(pair.options), untie=match.untie)
+    workers = on_backend(backend, worker_device)
+    with kept_beside(place, lambda: mark, device) as ledger, unchanged(models), workers as over:
+        return with_basis(pair, match_pair(pair, progress, matcher(match, *names, device, over), ledger))
 
-            def check(staging: str) -> tuple[bool, str]:
-                proofs.append(prove(donor, staging, options.shift_head))
-                return not proofs[0].failed, proofs[0].words
 
-            storage = StorageOptions(shard_bytes, dtype, untie)
-            written = write_aligned(pair, alignment, out, storage, progress, check if verify else None)
-            left_out_notes = written.notes
-            proof = proofs[0] if proofs else None
-        if alignment_file is not None:
-            alignment.write(alignment_file, half)
-    progress.close()
-    name, report = str(pair.donor.reference), alignment.known_report
-    before, after = report.relative_distances(name)
-    if as_json:
-        print_json(
-            {
-                "out": out,
-                "alignment": alignment_file,
-                "before": before,
-                "after": after,
-                "proof": proof and asdict(proof),
-                **report.to_dict()["summary"],
-            }
-        )
-        return 0
-    for warning in pair.warnings:
-        say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes, *alignment.notes, *left_out_notes):
-        say(note)
-    say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
-    if out is not None:
-        verification = proof.words if proof is not None else f"'rotation-merge verify {donor} {out}' checks its outputs"
-        say(f"Written to {out}; {verification}.", "green")
-    if alignment_file is not None:
-        say(f"Transforms written to {alignment_file}.", "green")
-    return 0
+def _learned(
+    pair: Pair, config: FitConfig, data: str, reading: ReadingConfig, device: str, place: str | None
+) -> Alignment:
+    """The alignment by learning; with an output, an interrupted fit continues."""
+    import tqdm
+
+    from rotation_merge.files import Store
+    from rotation_merge.matching.fit import fit
+    from rotation_merge.run.data import described, read_samples
+    from rotation_merge.run.data_checks import check_labels
+    from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
+
+    names = [str(pair.anchor.reference), str(pair.donor.reference)]
+    models = [to_stored_dtype(load(name), stored_dtype(name)).to(device) for name in names]
+    data_set = read_samples(names[0], data, module=models[0], **asdict(reading))
+    if config.objective != "distill":
+        check_labels(data_set.batches, models[0], data_set.task, data)
+    with ExitStack() as stack:
+        bar = stack.enter_context(tqdm.tqdm(desc="Learning", total=config.steps, disable=None))
+        if place is not None:
+            work = stack.enter_context(Store(place))
+            work.begin("learn")
+            config = replace(config, state=work.file("state"))
+
+        def watch(done: int, _: int, figures: dict[str, float]) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
+
+        result = fit(models[0], models[1], data_set.batches, pair.options, config, watch, data)
+    (alignment,) = result.of_checkpoints(names, pair.untie).alignments
+    facts = {**described(data_set), "seed": config.seed, "learned": result.report.to_dict()}
+    return replace(alignment, metadata={**alignment.metadata, **facts})
+
+
+def _written(
+    pair: Pair, alignment: Alignment, out: str, storage: tuple[str | None, int], progress: Progress, verify: bool
+) -> tuple[Proof | None, tuple[str, ...]]:
+    """Write the aligned donor; gives the proof that its outputs are the donor's, and what was not written.
+
+    Args:
+        storage: dtype, and the size of a file of weights.
+    """
+    from rotation_merge.matching.aligned_output import write_aligned
+    from rotation_merge.run.proof import prove
+
+    proofs: list[Proof] = []
+
+    def check(staging: str) -> tuple[bool, str]:
+        proofs.append(prove(str(pair.donor.reference), staging, pair.options.shift_head))
+        return not proofs[0].failed, proofs[0].words
+
+    view = write_aligned(pair, alignment, out, *storage, progress, check if verify else None)
+    return proofs[0] if proofs else None, view.notes
+
+
+def _compared(pair: Pair, alignment: Alignment, by: str) -> Answer:
+    """Distances and angles, space by space, before and after alignment."""
+    from rotation_merge.report.compare import APART, coordinates_verdict, gaps
+
+    measured = list(gaps(pair.architecture, *pair.matched, alignment))
+    summary = coordinates_verdict(measured)
+    facts: dict[str, Any] = {
+        "anchor": str(pair.anchor.reference),
+        "donor": str(pair.donor.reference),
+        "summary": summary,
+    }
+    facts |= {"warnings": pair.warnings, "gaps": [asdict(gap) for gap in measured]}
+
+    def show() -> None:
+        rows = [
+            (
+                *(gap.block, gap.space, f"{gap.distance_before:.4g}", f"{gap.distance_after:.4g}"),
+                *(f"{gap.angle_before:.3g}", f"{gap.angle_after:.3g}"),
+                ", ".join(f"{part} {value:.2g}" for part, value in gap.from_identity.items()),
+            )
+            for gap in measured
+            if by == "space" or gap.kind in ("block", "model")
+        ]
+        say(f"{summary[:1].upper()}{summary[1:]}.")
+        if pair.options.residual == "none" and measured[-1].angle_before >= APART:
+            say("The residual stream was not aligned: '--residual largest' aligns it, too.")
+        headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
+        table("", headers, rows, numbers=(2, 3, 4, 5))
+        for warning in pair.warnings:
+            say(f"Warning: {warning}", "yellow")
+        for line in pair.notes:
+            say(line)
+
+    return Answer(facts, show)

@@ -11,16 +11,14 @@ from typing import Any
 import click
 
 from rotation_merge import __version__
-from rotation_merge.errors import INTERRUPTED, nearest, removed
+from rotation_merge.errors import INTERRUPTED, nearest
 
 COMMANDS = {
     "merge": "Find the best merge of models: try several, judge on held-out samples, write the winner with its recipe.",
     "check": "Check a recipe before it runs: all faults at once, and which preset fits.",
     "inspect": "Show a model, a recipe or a file: spaces, groups, memory, reports, methods.",
-    "compare": "Show how far apart two models are, space by space, before and after alignment.",
     "doctor": "Find out why a merge writes gibberish: causes with remedies, the likeliest first.",
-    "align": "Rewrite a donor's weights, with the same outputs, so that they line up with an anchor's.",
-    "fit": "Learn an alignment of independent models on samples.",
+    "align": "Show how far apart two models are, or rewrite one, with the same outputs, to line up with the other.",
     "barrier": "Measure the loss along the straight path between two models, aligned and not.",
     "evaluate": "Measure loss, accuracy, F1 and correlations of models on data.",
     "verify": "Test if two models compute the same function.",
@@ -73,13 +71,12 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Say what became of an option that was removed, and report wrong usage as JSON if --json was given."""
+        """Report wrong usage as JSON if --json was given."""
         try:
             return super().invoke(ctx)
-        except click.UsageError as wrong:
-            error = _instead(wrong)
+        except click.UsageError as error:
             if not ctx.meta[JSON]:
-                raise error from None
+                raise
             name = error.ctx.command_path if error.ctx is not None else ctx.command_path
             fault = {"what": error.format_message(), "where": None, "remedy": f"see '{name} --help'"}
             click.echo(json.dumps({"error": fault}, indent=1))
@@ -88,14 +85,6 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
-
-
-def _instead(error: click.UsageError) -> click.UsageError:
-    """The error; for an option that the command had once, one that says what to do instead."""
-    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
-        return error
-    remedy = removed(f"{error.ctx.info_name} {error.option_name.lstrip('-')}")
-    return click.UsageError(f"there is no option '{error.option_name}': {remedy}", error.ctx) if remedy else error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

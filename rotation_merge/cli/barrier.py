@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from functools import partial
@@ -9,63 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, matching_options
+from rotation_merge.cli.options import config_of, config_options, data_option, matching_options
 from rotation_merge.cli.paths import (
     ALIGNMENT,
     MODELS_OR_RECIPE,
     NAMED_ALIGNMENTS,
-    SAMPLE_SOURCE,
     Writes,
     hold_outputs,
-    is_barrier,
     is_document,
     writes,
 )
-from rotation_merge.cli.show import (
-    Progress,
-    json_option,
-    on_terminal,
-    print_json,
-    say,
-    shown,
-    table,
-)
+from rotation_merge.cli.show import Answer, Progress, on_terminal, say, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
-from rotation_merge.run.curves import FILE, Barrier, Curve
-from rotation_merge.run.evaluate import PATH, BarrierConfig
-from rotation_merge.run.sample_kinds import KINDS
+from rotation_merge.run.curves import FILE, Barrier, read_barriers
+from rotation_merge.run.evaluate import BarrierConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.diagnose import RecipeDonor
+    from rotation_merge.diagnose.donors import RecipeDonor
 
 NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
-SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
-ON_PATHS = "models on the paths"
+
+def _is_barrier(path: str) -> bool:
+    """Whether a file was written by `barrier --save`."""
+    try:
+        return bool(read_barriers(path))
+    except RotationMergeError:
+        return False
+
+
+SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=_is_barrier, beside=True)
 
 NARROW = 2
 """Curves whose losses and accuracies stand side by side in one table."""
-
-
-class PathProgress(Progress):
-    """Progress over all paths: a bar on a terminal, otherwise occasional lines.
-
-    Attributes:
-        models: that are measured on all of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models, self._done = 0, 0
-
-    def __call__(self, activity: str, done: float, total: float) -> None:
-        if activity.startswith(PATH):
-            self._done += done > 0
-            activity, done, total = ON_PATHS, self._done, self.models
-        super().__call__(activity, done, total)
 
 
 @click.command(
@@ -74,14 +54,7 @@ class PathProgress(Progress):
     rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png"""
 )
 @click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR")
-@click.option(
-    "--data",
-    "sources",
-    type=SAMPLE_SOURCE,
-    multiple=True,
-    required=True,
-    help=f"Samples to measure on, one or more: {KINDS}.",
-)
+@data_option("Samples to measure on, one or more: {}.", "sources", multiple=True, required=True)
 @config_options(BarrierConfig)
 @click.option("--plot", type=NEW_PLOT, metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
 @click.option(
@@ -104,7 +77,6 @@ class PathProgress(Progress):
 @click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, beside the merge in DIR.")
 @matching_options
 @config_options(MatchConfig, "match_on")
-@json_option
 @shown
 @writes
 def command(
@@ -117,9 +89,8 @@ def command(
     save: str | None,
     untie: bool,
     match_on: str,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
     Give an anchor and a donor, or a recipe, of which every donor has a path from the anchor. The barrier is the largest
@@ -129,8 +100,7 @@ def command(
     activations, both) use text that the models write, or, if they write none, the first --data.
     """
     from rotation_merge.diagnose.donors import measurement_key
-    from rotation_merge.diagnose.matchings import matchings
-    from rotation_merge.diagnose.paths import Paths
+    from rotation_merge.diagnose.matchings import Paths, matchings
     from rotation_merge.run.ledger import kept_beside
 
     config, options = config_of(BarrierConfig, values), config_of(AlignConfig, values)
@@ -144,34 +114,33 @@ def command(
     donors = _donors(models, options, untie, alignment, match_on)
     if heads_of is not None:
         donors = _with_heads(models, donors)
-    progress = PathProgress()
+    progress, points = Progress(), config.points
     reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
     read = [*sources, *(matching.file for matching in chosen if matching.file)]
-    how = {"wanted": chosen, "points": config.points, "reading": reading}
-    mark = partial(measurement_key, models, donors, read, **how)
+    mark = partial(measurement_key, models, donors, read, wanted=chosen, points=points, reading=reading)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, sources, config.points, reading, progress, ledger)
-        progress.models = paths.models(chosen)
+        paths = Paths(models[0], donors, sources, points, reading, progress, ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(hold_outputs([Output(picture, "--plot") for picture in pictures]))
         barriers = paths.barriers(chosen)
     progress.close()
+    facts = [barrier.to_dict() for barrier in barriers]
     if save is not None:
-        _save(barriers, save)
+        write_text(os.path.join(save, FILE), json.dumps(facts, indent=1) + "\n")
     for picture, barrier in zip(pictures, barriers, strict=False):
         save_barrier(barrier, picture)
-    if as_json:
-        print_json([barrier.to_dict() for barrier in barriers])
-        return 0
-    for barrier in barriers:
-        _show(barrier)
-    return 0
+
+    def show() -> None:
+        for barrier in barriers:
+            _show(barrier)
+
+    return Answer(facts, show)
 
 
 def _donors(
     models: tuple[str, ...], options: AlignConfig, untie: bool, alignment: str | None, match_on: str
 ) -> list[RecipeDonor]:
-    from rotation_merge.diagnose import RecipeDonor, donors_of
+    from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 
     if alignment is not None and len(models) != 2:
         raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
@@ -204,17 +173,10 @@ def _pictures(plot: str, count: int) -> list[str]:
     return [plot, *(f"{stem}-{number}{ending}" for number in range(2, count + 1))]
 
 
-def _save(barriers: list[Barrier], directory: str) -> None:
-    import json
-
-    write_text(os.path.join(directory, FILE), json.dumps([barrier.to_dict() for barrier in barriers], indent=1) + "\n")
-
-
 def _show(barrier: Barrier) -> None:
-    curves = barrier.curves
-    words = [f"{curve.barrier():.4f} {curve.name}" for curve in curves]
-    words[0] = f"{curves[0].barrier():.4f} {_unit(barrier)} {curves[0].name}"
-    say(f"Barrier: {', '.join(words)}.")
+    curves, unit = barrier.curves, "of 1 - Spearman" if barrier.task == "similarity" else "nats"
+    words = [f"{curve.barrier():.4f} {unit if curve is curves[0] else ''} {curve.name}" for curve in curves]
+    say(f"Barrier: {', '.join(' '.join(word.split()) for word in words)}.")
     for sentence in barrier.words():
         say(f"{sentence[:1].upper()}{sentence[1:]}.")
     few = len(curves) <= NARROW
@@ -228,16 +190,9 @@ def _show(barrier: Barrier) -> None:
     headers = ("position", *(f"loss, {c.name}" for c in curves), *(f"{barrier.figure}, {c.name}" for c in shares))
     table(title, headers, rows, numbers=range(len(headers)))
     if not few:
-        heads = ("matching", "barrier", "loss in the middle", barrier.figure)
-        table("", heads, [_figures(curve, form) for curve in curves], numbers=(1, 2, 3))
+        middle = curves[0].middle()
+        headers = ("matching", "barrier", "loss in the middle", barrier.figure)
+        figures = ((c, f"{c.barrier():.4f}", f"{c.loss[middle]:.4f}", f"{c.accuracy[middle]:{form}}") for c in curves)
+        table("", headers, [(curve.name, *cells) for curve, *cells in figures], numbers=(1, 2, 3))
     if on_terminal():
         say(text_plot(barrier))
-
-
-def _figures(curve: Curve, form: str) -> tuple[str, ...]:
-    middle = curve.middle()
-    return curve.name, f"{curve.barrier():.4f}", f"{curve.loss[middle]:.4f}", f"{curve.accuracy[middle]:{form}}"
-
-
-def _unit(barrier: Barrier) -> str:
-    return "of 1 - Spearman" if barrier.task == "similarity" else "nats"

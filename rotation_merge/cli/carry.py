@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -18,21 +17,17 @@ from rotation_merge.cli.options import (
     matching_options,
     usable_device,
 )
-from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, inputs_of, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
+from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-
-if TYPE_CHECKING:
-    from rotation_merge.carrying.transfer import TransferResult
 
 
 @click.command(
     epilog="Example: rotation-merge carry ./my-lora --from org/base-1 --to org/base-2 ./my-lora-2 --heads permutation"
 )
-@click.argument("work", type=MODEL, nargs=-1, required=True)
+@click.argument("work", type=MODEL)
 @click.argument("out", type=NEW_MODEL)
 @click.option("--from", "old", type=MODEL, required=True, metavar="OLD_BASE", help="Base that WORK was trained on.")
 @click.option("--to", "new", type=MODEL, required=True, metavar="NEW_BASE", help="Base that OUT is for.")
@@ -49,92 +44,59 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(DTYPES), help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
 @partial(matching_options, defaults=TransferConfig().match)
-@json_option
 @shown
 @writes
 @click.pass_context
 def command(
     context: click.Context,
-    work: tuple[str, ...],
+    work: str,
     out: str,
     old: str,
     new: str,
-    shard_size: str,
-    dtype: str | None,
     device: str,
     untie: bool,
-    as_json: bool,
     **values: Any,
-) -> int:
-    """Move LoRA adapters or fine-tunes WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
+) -> Answer:
+    """Move a LoRA adapter or fine-tune WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
-    WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE; with
-    several WORK, a directory with one for each. If NEW_BASE is OLD_BASE in other coordinates, the moved change has
-    exactly the same effect. If the bases share their coordinates, WORK can be used on NEW_BASE as it is: the command
-    says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
-    Interrupted matching continues from OUT.matching.unfinished.
+    WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE. If
+    NEW_BASE is OLD_BASE in other coordinates, the moved change has exactly the same effect. If the bases share their
+    coordinates, the change is added as it is, unless options of matching or --data are given. --force also moves an
+    adapter whose base is not OLD_BASE. Interrupted matching continues from OUT.matching.unfinished.
     """
     from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
+    from rotation_merge.model.open import open_model
+    from rotation_merge.model.run_keys import mark_of
     from rotation_merge.model.writing import parse_size
     from rotation_merge.run.ledger import kept_beside
 
-    places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
-    if len(work) > 1:
-        for place in places:
-            check_output(Output(place, "OUT", FOLDER), inputs_of(context), force=True)
     given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    size = parse_size(shard_size)
-    device = usable_device(device)
+    size, device, progress = parse_size(values["shard_size"]), usable_device(device), Progress()
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
     if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
     _check_use(config, given_options)
-    if len({*places}) < len(places):
-        problem = "two of them would have the same output, because their folders have one name"
-        raise RotationMergeError(problem, where=", ".join(work), remedy="carry them one by one")
-    jobs = dict(zip(places, work, strict=True))
-
-    def mark() -> str:
-        return _key(config, [new, old], work)
-
-    force, progress = bool(context.params["force"]), Progress()
-    with kept_beside(out, mark, device) as ledger:
-        carries = force or "data" in given_options
-        execution = Execution(device, dtype, ledger, force, "carried" if carries else "named")
-        results = carry(jobs, old, new, config, execution, size, progress)
-    progress.close()
-    if as_json:
-        written, unmoved = ([_facts(item) for item in results if (item.out is None) is near] for near in (False, True))
-        print_json({"from": old, "to": new, "written": written, "usable_as_they_are": unmoved})
-    else:
-        _print(results)
-    return 0
-
-
-def _key(config: TransferConfig, bases: list[str], work: tuple[str, ...]) -> str:
-    """A stable key of the matching of two bases, by which an interrupted run is known again."""
-    from rotation_merge.model.open import open_model
-    from rotation_merge.model.run_keys import mark_of
-
     samples = [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
     on = [] if config.matched_on == WEIGHTS else samples
-    shapes = {"lora": config.rank, "untie": config.untie}
-    return mark_of(map(open_model, bases), [*on, *work], on=on, options=config.match, **shapes)
+
+    def mark() -> str:
+        shapes = {"lora": config.rank, "untie": untie}
+        return mark_of(map(open_model, (new, old)), [*on, work], on=on, options=match, **shapes)
+
+    with kept_beside(out, mark, device) as ledger:
+        execution = Execution(device, values["dtype"], ledger, bool(context.params["force"]))
+        report = carry(work, old, new, out, config, execution, size, progress)
+    progress.close()
+    written = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
+    return Answer({"from": old, "to": new, "written": [written]}, lambda: _show(report.notes, out))
 
 
-def _print(results: list[TransferResult]) -> None:
-    for item in results:
-        for line in item.lines:
-            say(line)
-        if item.out is not None:
-            say(f"Written to {item.out}.", "green")
-
-
-def _facts(item: TransferResult) -> dict[str, Any]:
-    lift = None if item.report is None else item.report.lift
-    return {"work": item.work, "out": item.out, "lines": item.lines, "lift": lift}
+def _show(notes: list[str], out: str) -> None:
+    for line in notes:
+        say(line)
+    say(f"Written to {out}.", "green")
 
 
 def _check_use(config: TransferConfig, given_options: set[str]) -> None:
@@ -143,9 +105,7 @@ def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     Args:
         given_options: names of the options that the user gave.
     """
-    if "steps" in given_options and config.method != "distil":
-        remedy = "add --carry distil, or leave --steps out"
-        raise RotationMergeError(f"--carry {config.method} takes no steps", remedy=remedy)
+    config.check_use()
     if given_options & {"data", "samples"} and not config.needs_samples and config.matched_on == WEIGHTS:
         raise RotationMergeError("--carry weights uses no samples", remedy="add --scale auto, or --carry refit")
     of_matching = [name for name in ("match_on", *AlignConfig.options()) if name in given_options]

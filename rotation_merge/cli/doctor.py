@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.cli.paths import MODEL, MODELS_OR_RECIPE, NEW_FOLDER, writes
-from rotation_merge.cli.show import Progress, json_option, note, print_json, say, shown
+from rotation_merge.cli.show import Answer, Progress, note, say, shown
 
 if TYPE_CHECKING:
     from rotation_merge.diagnose.doctor import Case
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 @click.argument("parents", type=MODEL, nargs=-1)
 @click.option("--mend", is_flag=True, help="Correct headers, configs and small files, in place.")
 @click.option("--out", type=NEW_FOLDER, metavar="DIR", help="Correct a copy instead.")
-@json_option
 @shown
 @writes
-def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None, as_json: bool) -> int:
+def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None) -> Answer:
     """Find out why a merge is bad: the likeliest cause first, each with its remedy.
 
     Takes a merged model of any merge method, or a recipe before you run it. Parents are read from mergekit_config.yml
@@ -38,7 +37,7 @@ def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None,
     --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors never change.
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case
-    from rotation_merge.diagnose.doctor.cause import LIKELY
+    from rotation_merge.diagnose.doctor.case import LIKELY
 
     case = open_case(patient, parents)
     corrected = _mended(case, out) if mend or out else []
@@ -48,27 +47,29 @@ def command(patient: str, parents: tuple[str, ...], mend: bool, out: str | None,
     causes = diagnose(case, progress)
     progress.close()
     likely = any(cause.likelihood >= LIKELY for cause in causes)
-    if as_json:
-        facts = {"merged": case.merged, "parents": case.parents, "absent": case.absent, "method": case.method}
-        print_json(
-            {**facts, "mended": corrected, "causes": [{**asdict(cause), "word": cause.word} for cause in causes]}
-        )
-        return 1 if likely else 0
-    for line in corrected:
-        say(f"corrected {line}", "green")
-    for name in case.absent:
-        note(f"{name} cannot be found, so it was not compared with the others.")
-    if not case.parents and case.merged is not None:
-        note("The parents of the merge are not known, so only the merge was checked. Name the parents after it.")
-    for number, cause in enumerate(causes, 1):
-        say(f"{number}. {cause.name} ({cause.word}): {cause.where}: {cause.what}", "red" if likely else "yellow")
-        say(f"   {cause.remedy}")
-    if not causes:
-        say(
-            "No cause of a bad merge was found. 'rotation-merge merge' measures whether another merge is better.",
-            "green",
-        )
-    return 1 if likely else 0
+    facts: dict[str, Any] = {
+        "merged": case.merged,
+        "parents": case.parents,
+        "absent": case.absent,
+        "method": case.method,
+    }
+    facts |= {"mended": corrected, "causes": [{**asdict(cause), "word": cause.word} for cause in causes]}
+
+    def show() -> None:
+        for line in corrected:
+            say(f"corrected {line}", "green")
+        for name in case.absent:
+            note(f"{name} cannot be found, so it was not compared with the others.")
+        if not case.parents and case.merged is not None:
+            note("The parents of the merge are not known, so only the merge was checked. Name the parents after it.")
+        for number, cause in enumerate(causes, 1):
+            say(f"{number}. {cause.name} ({cause.word}): {cause.where}: {cause.what}", "red" if likely else "yellow")
+            say(f"   {cause.remedy}")
+        if not causes:
+            another = "'rotation-merge merge' measures whether another merge is better."
+            say(f"No cause of a bad merge was found. {another}", "green")
+
+    return Answer(facts, show, 1 if likely else 0)
 
 
 def _mended(case: Case, out: str | None) -> list[str]:

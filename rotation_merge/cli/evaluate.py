@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
-from rotation_merge.cli.show import json_option, print_json, shown, table
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL
+from rotation_merge.cli.show import Answer, shown, table
 from rotation_merge.run.evaluate import EvaluateConfig, keep_figures, score
-from rotation_merge.run.sample_kinds import KINDS
 
 TITLES = {"accuracy": "accuracy", "pearson": "Pearson", "spearman": "Spearman"}
 
@@ -20,27 +19,25 @@ TITLES = {"accuracy": "accuracy", "pearson": "Pearson", "spearman": "Spearman"}
     rotation-merge evaluate ./merged/heads/emotion --data emotion.jsonl --data other-domain.jsonl"""
 )
 @click.argument("models", type=MODEL, nargs=-1, required=True)
-@click.option("--data", "sources", type=SAMPLE_SOURCE, multiple=True, required=True, help=f"One or more: {KINDS}.")
+@data_option("One or more: {}.", "sources", multiple=True, required=True)
 @config_options(EvaluateConfig)
 @device_option(" to compute on")
 @click.option("--keep", is_flag=True, help="Keep the figures in MODEL/evaluation.json, for its card.")
-@json_option
 @shown
 def command(
     models: tuple[str, ...],
     sources: tuple[str, ...],
     device: str,
     keep: bool,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Loss and accuracy, or correlations, of each of MODELS on each of the data.
 
     Classifiers and language models: loss in nats and accuracy. Heads with one output, and labels with a decimal point:
     squared error, Pearson's and Spearman's correlation. Sentence encoders: both correlations of similarities.
     Classes in another order than the first model's are reordered.
     """
-    from rotation_merge.run.data import read_batches
+    from rotation_merge.run.data import read_samples
     from rotation_merge.run.functions import load
 
     config, device = config_of(EvaluateConfig, values), usable_device(device)
@@ -48,21 +45,21 @@ def command(
     for name in models:
         model = load(name, like=models[0]).to(device)
         for source in sources:
-            data = read_batches(source, name, model, config.limit, config.batch_size, config.length)
+            data = read_samples(name, source, config.limit, config.batch_size, config.length, module=model)
             scores = score(model, data)
             facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
             table_rows.append({**facts, "loss": scores.loss, **scores.figures})
             if keep:
                 keep_figures(name, "pixel_values" in data.batches[0], facts, {"loss": scores.loss, **scores.figures})
-    if as_json:
-        print_json(table_rows)
-        return 0
-    shown_figures = [figure for figure in TITLES if any(figure in row for row in table_rows)]
+    return Answer(table_rows, lambda: _show(table_rows))
+
+
+def _show(table_rows: list[dict[str, Any]]) -> None:
+    figures = [figure for figure in TITLES if any(figure in row for row in table_rows)]
     rows = [
         [row["model"], row["data"], row["examples"], f"{row['loss']:.4f}"]
-        + [f"{row[figure]:.4f}" if figure in row else "" for figure in shown_figures]
+        + [f"{row[figure]:.4f}" if figure in row else "" for figure in figures]
         for row in table_rows
     ]
-    headers = ["model", "data", "examples", "loss", *(TITLES[figure] for figure in shown_figures)]
+    headers = ["model", "data", "examples", "loss", *(TITLES[figure] for figure in figures)]
     table("", headers, rows, numbers=range(2, len(headers)))
-    return 0

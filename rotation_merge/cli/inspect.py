@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,17 @@ from click.core import ParameterSource
 
 from rotation_merge.cli.options import config_of, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
-from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table
-from rotation_merge.diagnose.donors import RecipeDonor
+from rotation_merge.cli.show import Answer, bytes_text, note, say, shown, table
+from rotation_merge.diagnose.donors import RecipeDonor, donors_of, last_recipe
 from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.mergekit_plugin.document import documents
 from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.open import parse_reference
+from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import described, is_own_file
 from rotation_merge.report.memory import averaging_memory, itemsize_of, peak_memory
-from rotation_merge.report.spaces import MatchedSpaces, matched_spaces
-
-ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
+from rotation_merge.report.spaces import matched_spaces
 
 
 @click.command(
@@ -40,15 +37,16 @@ ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
 @click.option("--draft", is_flag=True, help="Draft an architecture file for a model from its names and shapes.")
 @click.option("--methods", is_flag=True, help="Merge methods that can be the delegate, and all recipe parameters.")
 @click.option("--architectures", is_flag=True, help="Supported architectures and their classes.")
-@click.option("--prove", type=ARCHITECTURE, metavar="FILE", help="Try an architecture file on a tiny model.")
-@click.option("--config", type=CONFIG, metavar="FILE", help="With --prove: keys of the tiny model's config, as JSON.")
+@click.option(
+    "--prove", type=Reads("architecture file"), metavar="FILE", help="Try an architecture file on a tiny model."
+)
+@click.option(
+    "--config", type=Reads("config"), metavar="FILE", help="With --prove: keys of the tiny model's config, as JSON."
+)
 @matching_options
-@json_option
 @shown
 @click.pass_context
-def command(
-    context: click.Context, target: str | None, config: str | None, untie: bool, as_json: bool, **values: Any
-) -> int:
+def command(context: click.Context, target: str | None, config: str | None, untie: bool, **values: Any) -> Answer:
     """Spaces, sizes and groups of a model, what stays unaligned and why, and the memory and disk that aligning needs.
 
     A model is taken as a donor under these options; a recipe shows each of its donors under its own options. Reads only
@@ -62,35 +60,28 @@ def command(
     if len(questions) > 1:
         first, second, *_ = questions
         raise RotationMergeError(f"--{first} and --{second} cannot be combined", remedy="use one at a time")
-    question, value = next(iter(questions.items()), ("", None))
+    question = next(iter(questions), "")
     if config is not None and question != "prove":
         raise RotationMergeError("--config needs --prove", remedy="leave it out, or add --prove FILE")
-    if question in (*ALONE, "prove"):
+    if question == "prove" or question in ALONE:
         if target is not None:
             raise RotationMergeError(f"--{question} takes no model", where=target, remedy="leave it out")
-        return _prove(str(value), config, as_json) if question == "prove" else ALONE[question](as_json)
+        return ALONE[question]() if question in ALONE else _prove(questions["prove"], config)
     if target is None:
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
         raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
-    _check_there(target)
-    of_model = not question and not is_document(target)
-    names = (*AlignConfig.options(), "untie")
-    options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if options and not of_model:
-        option = options[0].replace("_", "-")
-        raise RotationMergeError(f"--{option} is an option of aligning a model", where=target, remedy="leave it out")
-    if question:
-        return ABOUT[question](target, as_json)
-    if not of_model and is_own_file(target):
-        return _show_file(described(target), as_json)
-    return _needs(target, config_of(AlignConfig, values), untie, as_json)
+    _check_target(context, target, aligns=not question and not is_document(target))
+    return ABOUT[question](target) if question else _about(target, config_of(AlignConfig, values), untie)
 
 
-def _check_there(target: str) -> None:
+def _check_target(context: click.Context, target: str, aligns: bool) -> None:
     """Refuse a name of nothing here that is no name of the hub either; with the ending of a file it is that of one.
 
+    Args:
+        aligns: whether options of aligning mean anything.
+
     Raises:
-        RotationMergeError: names the nearest file or folder.
+        RotationMergeError: names the nearest file or folder, or the option.
     """
     reference = parse_reference(target)
     path = reference.model.path
@@ -98,33 +89,39 @@ def _check_there(target: str) -> None:
     if not os.path.exists(path) and (not elsewhere or path.endswith((".yml", ".yaml", ".json", ".safetensors"))):
         remedy = nearest_path(path, of=os.path.exists)
         raise RotationMergeError("no such file or directory", where=target, remedy=remedy)
+    for name in () if aligns else (*AlignConfig.options(), "untie"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            problem = f"--{name.replace('_', '-')} is an option of aligning a model"
+            raise RotationMergeError(problem, where=target, remedy="leave it out")
 
 
-def _needs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:
-    """What aligning a model needs, or each donor of a recipe."""
-    donors = []
-    for donor in _donors(target, options, untie, as_json):
-        donors.append(_inspected(donor))
-        if not as_json:
-            _show(donors[-1])
-    averaging = _averaging(target) if is_document(target) else None
-    if as_json:
-        more = {} if averaging is None else {"averaging": averaging}
-        print_json([{**donor.facts(), **more} for donor in donors])
-        return 0
-    if len(donors) > 1:
-        say(f"All {len(donors)} donors: {bytes_text(max(donor.memory for donor in donors))} of memory")
-    if averaging is not None:
-        say(f"Delegate {averaging['delegate']}: {bytes_text(averaging['memory'])} of memory for its largest map")
-    return 0
+def _about(target: str, options: AlignConfig, untie: bool) -> Answer:
+    """What aligning a model needs, or each donor of a recipe; or the content of one of our files."""
+    if not is_document(target):
+        named, averaging = [RecipeDonor(target, target, options, untie)], None
+    elif is_own_file(target):
+        return _file(target)
+    else:
+        read_recipe(Path(target))
+        named, averaging = donors_of(target), _averaging(target)
+    donors = [_inspected(donor) for donor in named]
+
+    def show() -> None:
+        for donor, facts in zip(named, donors, strict=True):
+            _show(donor, facts)
+        if len(donors) > 1:
+            say(f"All {len(donors)} donors: {bytes_text(max(donor['memory'] for donor in donors))} of memory")
+        if averaging is not None:
+            say(f"Delegate {averaging['delegate']}: {bytes_text(averaging['memory'])} of memory for its largest map")
+
+    more = {} if averaging is None else {"averaging": averaging}
+    return Answer([{**donor, **more} for donor in donors], show)
 
 
 def _averaging(path: str) -> dict[str, Any] | None:
     """Name and memory of a delegate that merges task vectors; None for other delegates."""
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
-    from rotation_merge.diagnose.donors import last_recipe
     from rotation_merge.mergekit_plugin.recipe import Recipe
-    from rotation_merge.model.open import open_model
 
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
     method = recipe.delegate
@@ -137,46 +134,8 @@ def _averaging(path: str) -> dict[str, Any] | None:
     return {"delegate": method.spec.name, "memory": memory}
 
 
-def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:
-    """The donors of a recipe, named as soon as its text is read; or the model as its only donor."""
-    if not is_document(target):
-        return [RecipeDonor(target, target, options, untie)]
-    text = read_recipe(Path(target))
-    recipe = documents(text)[-1].value
-    if not as_json and isinstance(recipe, dict):
-        models = recipe.get("models")
-        names = [str(m["model"]) for m in models if isinstance(m, dict) and "model" in m] if models is not None else []
-        say(f"Donors of {target}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
-    from rotation_merge.diagnose import donors_of
-
-    return donors_of(target)
-
-
-@dataclass(frozen=True)
-class _InspectedDonor:
-    """A donor (or its base) as its config and the headers of its files show it.
-
-    Attributes:
-        memory, disk: bytes at the peak beyond Python and its libraries, and bytes written.
-        warnings: reasons to doubt a merge.
-    """
-
-    donor: RecipeDonor
-    spaces: MatchedSpaces
-    memory: int
-    disk: int
-    warnings: list[str]
-
-    def facts(self) -> dict[str, Any]:
-        """The facts for JSON."""
-        donor = self.donor
-        facts = {"model": donor.name, "origin": donor.origin, "alignment": donor.file, "options": asdict(donor.options)}
-        needs = {"memory": self.memory, "disk": self.disk, "warnings": self.warnings}
-        return {**facts, **asdict(self.spaces), **needs}
-
-
-def _inspected(donor: RecipeDonor) -> _InspectedDonor:
-    """Open anchor and donor as a merge does, which checks their files, too."""
+def _inspected(donor: RecipeDonor) -> dict[str, Any]:
+    """A donor (or its base) as its config and the headers of its files show it, opened and checked as a merge does."""
     from rotation_merge.matching.pair import are_here, open_pair
 
     options, warnings = donor.options, list[str]()
@@ -193,45 +152,45 @@ def _inspected(donor: RecipeDonor) -> _InspectedDonor:
     tied = pair.anchor.tied[1] if pair.anchor.tied is not None and not donor.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)
     memory = peak_memory(pair.architecture, anchor.shapes, options, size, carried=donor.origin is not None)
-    return _InspectedDonor(donor, spaces, memory, size * spaces.parameters, warnings)
+    facts = {"model": donor.name, "origin": donor.origin, "alignment": donor.file, "options": asdict(donor.options)}
+    return {**facts, **asdict(spaces), "memory": memory, "disk": size * spaces.parameters, "warnings": warnings}
 
 
-def _show(inspected: _InspectedDonor) -> None:
-    donor, spaces = inspected.donor, inspected.spaces
-    rows = [(x.space, x.kind, x.sizes, x.blocks, x.group) for x in spaces.lines]
-    table(
-        f"{donor.title}: {spaces.family}, {spaces.parameters:,} weights",
-        ("space", "kind", "size", "where", "group"),
-        rows,
-    )
+def _show(donor: RecipeDonor, facts: dict[str, Any]) -> None:
+    columns = ("space", "kind", "sizes", "blocks", "group")
+    rows = [[line[column] for column in columns] for line in facts["lines"]]
+    caption = f"{donor.title}: {facts['family']}, {facts['parameters']:,} weights"
+    table(caption, ("space", "kind", "size", "where", "group"), rows)
     if donor.origin is not None:
         say(f"{donor.origin} is aligned to {donor.anchor}; the maps are applied to {donor.name} minus {donor.origin}.")
     if donor.file is not None:
         say(f"Nothing is matched: the transforms are read from {donor.file}.")
-    for warning in inspected.warnings:
+    for warning in facts["warnings"]:
         say(f"Warning: {warning}", "yellow")
-    share = spaces.matched / spaces.parameters if spaces.parameters else 0.0
+    share = facts["matched"] / facts["parameters"] if facts["parameters"] else 0.0
     say(f"Matched: {share:.0%} of the weights. Limits:")
-    for reason in spaces.unaligned:
+    for reason in facts["unaligned"]:
         say(f"- {reason}")
-    say(f"One donor needs {bytes_text(inspected.memory)} of memory and {bytes_text(inspected.disk)} on disk")
+    say(f"One donor needs {bytes_text(facts['memory'])} of memory and {bytes_text(facts['disk'])} on disk")
 
 
-def _show_file(contents: dict[str, Any], as_json: bool) -> int:
-    """Print the content of one of our files."""
-    if as_json:
-        print_json(contents)
-        return 0
-    say(f"{contents['is']} ({contents['format']})")
-    rows = [(f"fingerprint of {name}", mark) for name, mark in contents["fingerprints"].items()]
-    rows += [(name, _text(value)) for name, value in contents["holds"].items()]
-    facts = dict(contents["made"])
-    rows += [(name, _origin(origin)) for name, origin in facts.pop("models", {}).items()]
-    rows += [("learned", facts.pop("learned").get("verdict", ""))] if isinstance(facts.get("learned"), dict) else []
-    rows += [(name, _text(value)) for name, value in facts.items()]
-    rows += [("figures", contents["verdict"])] if contents.get("verdict") else []
-    table("", ("", ""), rows)
-    return 0
+def _file(path: str) -> Answer:
+    """The content of one of our files."""
+    contents = described(path)
+
+    def show() -> None:
+        say(f"{contents['is']} ({contents['format']})")
+        rows = [(f"fingerprint of {name}", mark) for name, mark in contents["fingerprints"].items()]
+        rows += [(name, _text(value)) for name, value in contents["holds"].items()]
+        facts = dict(contents["made"])
+        rows += [(name, _origin(origin)) for name, origin in facts.pop("models", {}).items()]
+        if isinstance(facts.get("learned"), dict):
+            rows.append(("learned", facts.pop("learned").get("verdict", "")))
+        rows += [(name, _text(value)) for name, value in facts.items()]
+        rows += [("figures", contents["verdict"])] if contents.get("verdict") else []
+        table("", ("", ""), rows)
+
+    return Answer(contents, show)
 
 
 def _origin(facts: dict[str, Any]) -> str:
@@ -247,54 +206,44 @@ def _text(value: Any) -> str:
     return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
 
 
-def _fingerprint(target: str, as_json: bool) -> int:
+def _fingerprint(target: str) -> Answer:
     """The fingerprint of a model, or those of the models that a file was made for."""
     if is_document(target):
         marks = described(target)["fingerprints"]
     else:
-        from rotation_merge.model.open import open_model
-
         model = open_model(target, any_base=True)
         marks = {str(model.reference): model.fingerprint}
-    if as_json:
-        print_json(marks)
-        return 0
-    for name, mark in marks.items():
-        say(f"{mark}  {name}")
-    return 0
+    return Answer(marks, lambda: say("\n".join(f"{mark}  {name}" for name, mark in marks.items())))
 
 
-def _report(target: str, as_json: bool) -> int:
+def _report(target: str) -> Answer:
     """Report of the merge in a folder."""
-    return _show_file(described(target if is_document(target) else os.path.join(target, REPORT_FILE)), as_json)
+    return _file(target if is_document(target) else os.path.join(target, REPORT_FILE))
 
 
-def _draft(target: str, as_json: bool) -> int:
-    """Print a draft of an architecture file; entries to check go to stderr."""
+def _draft(target: str) -> Answer:
+    """A draft of an architecture file; entries to check go to stderr."""
     from rotation_merge.diagnose.draft import draft_of
 
     content, doubts = draft_of(target)
-    click.echo(json.dumps(content, indent=2))
     for doubt in doubts:
         note(doubt)
-    return 0
+    return Answer(content, lambda: click.echo(json.dumps(content, indent=2)))
 
 
-def _methods(as_json: bool) -> int:
+def _methods() -> Answer:
     """Merge methods that can be the delegate, and the parameters of recipes."""
-    if as_json:
-        print_json({"delegates": delegates(), "options": options()})
-        return 0
-    rows = [
-        (d["name"], d["models"], d["base"], ", ".join(d["required"]), ", ".join(d["optional"])) for d in delegates()
-    ]
-    table("Delegates", ("delegate", "models", "base_model", "must be given", "may be given"), rows)
-    say("")
-    rows = [
-        (o["name"], o["where"], ", ".join(o["values"]), o["default"], o["text"].replace("`", "")) for o in options()
-    ]
-    table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
-    return 0
+
+    def show() -> None:
+        names = ("name", "models", "base", "required", "optional")
+        rows = [[_text(delegate[name]) for name in names] for delegate in delegates()]
+        table("Delegates", ("delegate", "models", "base_model", "must be given", "may be given"), rows)
+        say("")
+        rows = [[_text(o[name]).replace("`", "") for name in ("name", "where", "values", "default", "text")]
+                for o in options()]  # fmt: skip
+        table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
+
+    return Answer({"delegates": delegates(), "options": options()}, show)
 
 
 def delegates() -> list[dict[str, Any]]:
@@ -330,7 +279,7 @@ def options() -> list[dict[str, Any]]:
 
     entries = []
     for name, spec in BY_NAME.items():
-        option = BY_NAME[name].option
+        option = spec.option
         readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
         text = f"{option.help[:1].upper()}{option.help[1:]}.{readers}"
         where, default = PLACES[option.scope], str(spec.default).lower()
@@ -338,22 +287,18 @@ def options() -> list[dict[str, Any]]:
     return entries
 
 
-def _architectures(as_json: bool) -> int:
+def _architectures() -> Answer:
     """Supported families, their classes, and limits of their groups."""
     from rotation_merge.architecture import families
 
-    known = families()
-    if as_json:
-        facts = ("title", "classes", "bare", "limits")
-        print_json({name: {fact: getattr(spec, fact) for fact in facts} for name, spec in known.items()})
-        return 0
+    known, facts = families(), ("title", "classes", "bare", "limits")
     rows = [(name, spec.title, ", ".join(spec.classes)) for name, spec in known.items()]
-    table("", ("family", "models", "classes"), rows)
-    return 0
+    data = {name: {fact: getattr(spec, fact) for fact in facts} for name, spec in known.items()}
+    return Answer(data, lambda: table("", ("family", "models", "classes"), rows))
 
 
-def _prove(path: str, config: str | None, as_json: bool) -> int:
-    """Try an architecture file; exit code 1 if it is wrong."""
+def _prove(path: str, config: str | None) -> Answer:
+    """Try an architecture file; hints go to stderr."""
     from rotation_merge.diagnose.proof import hints, prove
     from rotation_merge.model.headers import read_json
 
@@ -361,25 +306,17 @@ def _prove(path: str, config: str | None, as_json: bool) -> int:
         if name is not None and not os.path.isfile(name):
             raise RotationMergeError("no such file", where=name, remedy="check the path")
     findings = prove(Path(path), read_json(config) if config is not None else None)
-    if as_json:
-        print_json([asdict(finding) for finding in findings])
-    else:
-        words = {True: "correct", False: "WRONG"}
-        rows = [
-            (f.what, "refused" if f.difference is None else f"{f.difference:.1e}", words[f.holds]) for f in findings
-        ]
-        table("", ("trial", "largest difference", ""), rows)
     for hint in hints(findings):
         note(f"hint: {hint}")
-    return 0 if all(finding.holds for finding in findings) else 1
+    words = {True: "correct", False: "WRONG"}
+    rows = [(f.what, "refused" if f.difference is None else f"{f.difference:.1e}", words[f.holds]) for f in findings]
+    holds = all(finding.holds for finding in findings)
+    data = [asdict(finding) for finding in findings]
+    return Answer(data, lambda: table("", ("trial", "largest difference", ""), rows), 0 if holds else 1)
 
 
-ABOUT: dict[str, Callable[[str, bool], int]] = {
-    "fingerprint": _fingerprint,
-    "report": _report,
-    "draft": _draft,
-}
+ABOUT: dict[str, Callable[[str], Answer]] = {"fingerprint": _fingerprint, "report": _report, "draft": _draft}
 """Questions about a model, a recipe, a file or a merged folder."""
 
-ALONE: dict[str, Callable[[bool], int]] = {"methods": _methods, "architectures": _architectures}
+ALONE: dict[str, Callable[[], Answer]] = {"methods": _methods, "architectures": _architectures}
 """Questions about none of these."""

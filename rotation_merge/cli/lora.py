@@ -9,7 +9,7 @@ import click
 from rotation_merge.averaging.config import AdapterMergeConfig
 from rotation_merge.cli.options import config_of, config_options
 from rotation_merge.cli.paths import ADAPTERS_AND_OUT, WORD, writes
-from rotation_merge.cli.show import json_option, print_json, say, shown, table
+from rotation_merge.cli.show import Answer, say, shown, table
 from rotation_merge.errors import RecipeError
 
 
@@ -21,7 +21,6 @@ from rotation_merge.errors import RecipeError
     "--parameter", "-p", type=WORD, multiple=True, metavar="NAME=VALUE", help="Parameter of the method, as in a recipe."
 )
 @config_options(AdapterMergeConfig)
-@json_option
 @shown
 @writes
 def command(
@@ -29,9 +28,8 @@ def command(
     method: str,
     weights: str | None,
     parameter: tuple[str, ...],
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Merge LoRA adapters of one base into one adapter, without the base.
 
     An adapter is a folder in peft's format, or a .safetensors file in kohya's or diffusers'; OUT has the format of the
@@ -55,27 +53,22 @@ def command(
     )
     merged.save(out, force)
     shares, ranks = merged.shares(), [merged_map.rank for merged_map in merged.maps.values()]
-    if as_json:
-        maps = {module: vars(merged_map) for module, merged_map in merged.maps.items()}
-        print_json({"out": out, "shares": dict(zip(sources, shares, strict=True)), "maps": maps})
-        return 0
-    lowest = [
-        min(
-            (merged_map.shares[index], module)
-            for module, merged_map in merged.maps.items()
-            if merged_map.shares[index] is not None
-        )
-        for index in range(len(sources))
-    ]
-    rows = [
-        (source, f"{share:.1%}", f"{least:.1%}", module)
-        for source, share, (least, module) in zip(sources, shares, lowest, strict=True)
-    ]
-    table("How much of each adapter the merge keeps", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
-    span = str(min(ranks)) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
-    say(f"{len(ranks)} maps merged by {method}, rank {span}; the rank keeps at least {merged.energy:.1%} of each map.")
-    say(f"Written to {out}.")
-    return 0
+    maps = {module: vars(merged_map) for module, merged_map in merged.maps.items()}
+    data = {"out": out, "shares": dict(zip(sources, shares, strict=True)), "maps": maps}
+
+    def show() -> None:
+        rows = []
+        for index, (source, share) in enumerate(zip(sources, shares, strict=True)):
+            present = ((each.shares[index], module) for module, each in merged.maps.items())
+            least, module = min((kept, module) for kept, module in present if kept is not None)
+            rows.append((source, f"{share:.1%}", f"{least:.1%}", module))
+        table("How much of each adapter the merge keeps", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
+        span = str(min(ranks)) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+        kept = f"the rank keeps at least {merged.energy:.1%} of each map"
+        say(f"{len(ranks)} maps merged by {method}, rank {span}; {kept}.")
+        say(f"Written to {out}.")
+
+    return Answer(data, show)
 
 
 def _numbers(text: str) -> list[float]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, hold_outputs, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL, STATISTICS, hold_outputs, writes
+from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
+from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 
 
 @click.command(
@@ -19,12 +19,7 @@ from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
     rotation-merge measure ./classifier --data train.jsonl --kinds gram,fisher --samples 500"""
 )
 @click.argument("model", type=MODEL)
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
-    required=True,
-    help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.",
-)
+@data_option("{}; self: text the model writes; synthetic: images made of noise.", required=True)
 @click.option(
     "--out", type=STATISTICS, metavar="FILE", help="File to write; if not given, beside the model or in this directory."
 )
@@ -35,7 +30,6 @@ from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SOURCES
     help="Write text by one layer in memory at a time, or the whole model. Not given: by layer if it does not fit.",
 )
 @device_option("")
-@json_option
 @shown
 @writes
 def command(
@@ -44,9 +38,8 @@ def command(
     out: str | None,
     by_layer: bool | None,
     device: str,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. You need no data with
@@ -55,7 +48,7 @@ def command(
     fit writes its text by layer, too, and reads its files for every token of '--data self'.
     """
     from rotation_merge.model.open import open_model
-    from rotation_merge.run.data import read_batches
+    from rotation_merge.run.data import read_samples
     from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.measuring import default_statistics_path, measured, model_for
 
@@ -67,22 +60,18 @@ def command(
     device = usable_device(device)
     loaded = model_for(checkpoint, config, data, device, by_layer)
     limit = config.samples or (SAMPLES if data in SOURCES else None)
-    data_set = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
+    data_set = read_samples(model, data, limit, config.batch_size, config.length, config.seed, loaded)
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
     summary = measured(checkpoint, loaded, data_set, config, place, progress, device).metadata
     progress.close()
-    if as_json:
-        print_json({"file": str(place), **summary})
-        return 0
-    say(
-        f"Statistics of {model} on {summary['samples']} samples ({summary['tokens']} tokens) written to {place}.",
-        "green",
-    )
-    if summary["narrow"]:
-        say(
-            f"{len(summary['narrow'])} Grams are singular (fewer rows than coordinates), the first "
-            f"is that of {summary['narrow'][0]}: use a ridge, or measure on more samples."
-        )
-    return 0
+
+    def show() -> None:
+        count = f"{summary['samples']} samples ({summary['tokens']} tokens)"
+        say(f"Statistics of {model} on {count} written to {place}.", "green")
+        if narrow := summary["narrow"]:
+            singular = f"{len(narrow)} Grams are singular (fewer rows than coordinates)"
+            say(f"{singular}, the first is that of {narrow[0]}: use a ridge, or measure on more samples.")
+
+    return Answer({"file": str(place), **summary}, show)

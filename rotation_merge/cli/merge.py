@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, hold_outputs, outputs_of
-from rotation_merge.cli.show import Progress, json_option, note, print_json, say, shown, table
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.run.sample_kinds import KINDS
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, hold_outputs, outputs_of
+from rotation_merge.cli.show import Answer, Progress, note, say, shown, table
 from rotation_merge.search.config import MergeConfig
 
 if TYPE_CHECKING:
     from rotation_merge.search.outcome import Outcome
-    from rotation_merge.search.run import Search
-
-POLISHED = "-polished"
-"""Suffix of OUT for the trained model."""
 
 
 @click.command(
@@ -29,80 +22,47 @@ POLISHED = "-polished"
     rotation-merge merge org/anchor org/donor ./merged --data samples.txt --budget 30m"""
 )
 @click.argument("models", type=MODELS_AND_OUT, nargs=-1, required=True, metavar="A B [C ...] OUT")
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
+@data_option(
+    "Samples to merge with and to judge by: {}; once for all models or once for each. If not given: text that the "
+    "models write themselves (self), or images made of noise (synthetic).",
     multiple=True,
-    help=f"Samples to merge with and to judge by: {KINDS}; once for all models or once for each. If not given: text "
-    "that the models write themselves (self), or images made of noise (synthetic).",
 )
 @config_options(MergeConfig, types={"base": MODEL})
 @device_option(" to compute on")
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
-@click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
-@json_option
 @shown
 def command(
     models: tuple[str, ...],
     data: tuple[str, ...],
     device: str,
     anyway: bool,
-    polish: bool,
     force: bool,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
     Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards or
     weights), refits and learned alignments, the cheap ones first, until the budget is spent. Judges each on held-out
     samples, and by its forgetting of the base. Writes the best one with recipe.yml, from which mergekit-yaml makes the
     same weights. If one parent alone is better than every merge, the command says so, writes nothing without --anyway,
-    and exits with code 1. An interrupted search continues. --polish distils the parents into the merge, in a separate
-    step.
+    and exits with code 1. An interrupted search continues.
     """
     began = time.perf_counter()
     names, out = _models_and_out(models)
-    options = config_of(MergeConfig, values)
-    context = click.get_current_context()
-    written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []
-    context.with_resource(hold_outputs([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
+    config, context, progress = config_of(MergeConfig, values), click.get_current_context(), Progress()
+    context.with_resource(hold_outputs(outputs_of(context), os.path.isdir(f"{out}.unfinished")))
     note("loading libraries ...")
 
-    from rotation_merge.model.adapter_base import on_base
-    from rotation_merge.model.open import whole_path
-    from rotation_merge.search.job import SearchConfig, usual_data
-    from rotation_merge.search.run import Search
+    from rotation_merge.search.run import searched
     from rotation_merge.workers import listening
 
-    base, bare = options.base and whole_path(options.base), list(map(whole_path, names))
-    names = [on_base(name, base) for name in bare]
-    if all(adapter != model for adapter, model in zip(bare, names, strict=True)):
-        note("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
-    sources = data or (usual_data(names[0]),)
-    values = {**asdict(options), "base": base, "device": usable_device(device)}
-    config = SearchConfig(models=tuple(names), out=out, data=sources, **values)
-    progress = Progress()
     with listening(progress):
-        search = Search(config, progress.note, began)
-        outcome = search.outcome_of(force)
-        written = outcome.verdict.worth_it or anyway
-        if written:
-            search.write()
-        progress.close()
-        trained = _polished(search, out) if written and polish else None
-        search.clean(written)
+        how = (usable_device(device), force, anyway, progress.note, began)
+        outcome, written = searched(names, out, data, config, *how)
     progress.close()
-    if as_json:
-        outputs = {"written": out if written else None, "polished": trained}
-        print_json({**outcome.to_dict(), **outputs})
-    else:
-        _show(outcome, out if written else None)
-        if trained is not None:
-            say(f"Polished: {trained['verdict']}.")
-            say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
-    return 0 if written else 1
+    place = out if written else None
+    return Answer({**outcome.to_dict(), "written": place}, lambda: _show(outcome, place), 0 if written else 1)
 
 
 def _models_and_out(arguments: tuple[str, ...]) -> tuple[list[str], str]:
@@ -116,25 +76,6 @@ def _models_and_out(arguments: tuple[str, ...]) -> tuple[list[str], str]:
         raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
     check_different(names)
     return names, out.rstrip(os.sep) or os.sep  # files beside it begin with its name
-
-
-def _polished(search: Search, out: str) -> dict[str, Any]:
-    """Distil the parents into the merge; its figures on the reporting samples."""
-    from rotation_merge.averaging.polish import PolishConfig
-    from rotation_merge.cli.polish import write_polished
-
-    config, place = search.config, f"{out}{POLISHED}"
-    note("polishing ...")
-    try:
-        ways = PolishConfig(samples=config.samples, length=config.length, seed=config.seed)
-        report = write_polished(
-            out, place, config.models, [search.data[model] for model in config.models], ways, config.device
-        )
-    except RotationMergeError as error:
-        return {"out": None, "verdict": f"not done, {error}"}
-    figures = search.reporting_figures(place) if report.gained else None
-    words = "" if figures is None else f"; {figures.score:.4f} {search.reporting.unit} on held-out samples"
-    return {**report.to_dict(), "out": place if report.gained else None, "verdict": report.verdict() + words}
 
 
 def _show(outcome: Outcome, out: str | None) -> None:

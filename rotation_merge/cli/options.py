@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from rotation_merge.cli.paths import WORD, Word
+from rotation_merge.cli.paths import SAMPLE_SOURCE, WORD, Word
 from rotation_merge.config import Config, Option
 from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.run.sample_kinds import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.matching.match import Match
@@ -136,6 +137,11 @@ def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Spr
     from rotation_merge.matching.match_on import SampleMatcher
 
     return SampleMatcher(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
+
+
+def data_option(text: str, name: str = "data", **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --data, which names samples; `{}` in the text stands for their kinds."""
+    return click.option("--data", name, type=SAMPLE_SOURCE, help=text.format(KINDS), **more)
 
 
 def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -31,8 +31,6 @@ from rotation_merge.files import (
 
 FORCE = "write somewhere else, or --force"
 
-Wrote = Callable[[str], bool]
-
 
 def is_document(path: str) -> bool:
     """Whether a path is a file that is no model: a recipe, or a file of ours."""
@@ -48,40 +46,29 @@ class Reads(click.types.StringParamType):
 
     Args:
         kind: noun for it.
+        named: whether it is NAME or NAME=FILE, with commas between.
+        recipe: whether it may be a recipe, with all that it reads.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, named: bool = False, recipe: bool = False) -> None:
+        self.kind, self.named, self.recipe = kind, named, recipe
 
     def inputs(self, values: Sequence[str]) -> list[Input]:
         """Return the inputs that one parameter names."""
-        return [Input(value, self.kind) for value in values]
+        if self.recipe and len(values) == 1 and is_document(values[0]):
+            from rotation_merge.mergekit_plugin.recipe import inputs_in
 
-
-class ReadsModelsOrRecipe(Reads):
-    """Models, or one recipe with all that it reads."""
-
-    def inputs(self, values: Sequence[str]) -> list[Input]:
-        if len(values) != 1 or not is_document(values[0]):
-            return super().inputs(values)
-        from rotation_merge.mergekit_plugin.recipe import inputs_in
-
-        return [Input(values[0], "recipe"), *inputs_in(values[0])]
-
-
-class ReadsNamedFiles(Reads):
-    """NAME or NAME=FILE, with commas between."""
-
-    def inputs(self, values: Sequence[str]) -> list[Input]:
-        parts = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
-        return [Input(part, self.kind) for part in parts if part]
+            return [Input(values[0], "recipe"), *inputs_in(values[0])]
+        if self.named:
+            values = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
+        return [Input(value, self.kind) for value in values if value]
 
 
 class Writes(click.types.StringParamType):
     """Text that names something that is written.
 
     Args:
-        kind: FILE or FOLDER.
+        kind: FILE or FOLDER; an adapter is a file if its name ends in `.safetensors`.
         work: suffix of its name for the folder of unfinished work.
         within: the name of the file that is written in the folder that is named, which must exist.
         wrote: says of a file that is there whether this option wrote it.
@@ -93,7 +80,7 @@ class Writes(click.types.StringParamType):
         kind: str = FILE,
         work: Sequence[str] = (),
         within: str = "",
-        wrote: Wrote = lambda _: False,
+        wrote: Callable[[str], bool] = lambda _: False,
         beside: bool = False,
     ) -> None:
         self.kind, self.work, self.within, self.wrote, self.beside = kind, work, within, wrote, beside
@@ -108,20 +95,13 @@ class Writes(click.types.StringParamType):
             remedy = nearest_path(value, "name the merged model's directory")
             raise RotationMergeError("no such directory", where=value, remedy=remedy)
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
-        written = Output(path, option, self.kind, self.wrote, self.beside)
+        kind = FILE if self.kind == ADAPTER and path.endswith(".safetensors") else self.kind
+        written = Output(path, option, FOLDER if kind == ADAPTER else kind, self.wrote, self.beside)
         return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
 
 
-class WritesAdapter(Writes):
-    """An adapter to write: a `.safetensors` file or a folder, by its name."""
-
-    def outputs(self, value: str, option: str) -> list[Output]:
-        kind = FILE if value.endswith(".safetensors") else FOLDER
-        return Writes(kind).outputs(value, option)
-
-
 class ReadsModelsAndWrites(click.types.StringParamType):
-    """Models, and behind them the folder to write."""
+    """Models, and behind them what is written."""
 
     def __init__(self, writes: Writes) -> None:
         self.writes = writes
@@ -133,26 +113,24 @@ class ReadsModelsAndWrites(click.types.StringParamType):
         return self.writes.outputs(value[-1], option)
 
 
-WORD, MODEL, ALIGNMENT, SAMPLE_SOURCE = Word(), Reads("model"), Reads("alignment"), Reads(DATA)
-MODELS_OR_RECIPE, NAMED_ALIGNMENTS = ReadsModelsOrRecipe("model"), ReadsNamedFiles("alignment")
-
-
 def inputs_of(context: click.Context) -> list[Input]:
     """All inputs of a command."""
-    inputs = []
-    for parameter, value in _values(context):
-        if hasattr(parameter.type, "inputs"):
-            inputs += parameter.type.inputs((value,) if isinstance(value, str) else value)
-    return inputs
+    return [
+        read
+        for parameter, value in _values(context)
+        if hasattr(parameter.type, "inputs")
+        for read in parameter.type.inputs((value,) if isinstance(value, str) else value)
+    ]
 
 
 def outputs_of(context: click.Context) -> list[Output]:
     """All outputs of a command."""
-    outputs = []
-    for parameter, value in _values(context):
-        if hasattr(parameter.type, "outputs"):
-            outputs += parameter.type.outputs(value, parameter.human_readable_name)
-    return outputs
+    return [
+        written
+        for parameter, value in _values(context)
+        if hasattr(parameter.type, "outputs")
+        for written in parameter.type.outputs(value, parameter.human_readable_name)
+    ]
 
 
 def _values(context: click.Context) -> Iterator[tuple[click.Parameter, Any]]:
@@ -191,22 +169,12 @@ def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[Non
         yield
 
 
-def is_statistics(path: str) -> bool:
+def _is_statistics(path: str) -> bool:
     """Whether a file holds statistics that `measure` wrote."""
     from rotation_merge.report.files import described
 
     try:
         return described(path)["is"] == "Statistics"
-    except RotationMergeError:
-        return False
-
-
-def is_barrier(path: str) -> bool:
-    """Whether a file was written by `barrier --save`."""
-    from rotation_merge.run.curves import read_barriers
-
-    try:
-        return bool(read_barriers(path))
     except RotationMergeError:
         return False
 
@@ -230,9 +198,12 @@ def read_recipe(recipe: Path) -> str:
         raise RecipeError(f"cannot be read ({error})", where=str(recipe), remedy="it must be UTF-8 text") from error
 
 
+ADAPTER = "adapter"
+WORD, MODEL, ALIGNMENT, SAMPLE_SOURCE = Word(), Reads("model"), Reads("alignment"), Reads(DATA)
+MODELS_OR_RECIPE, NAMED_ALIGNMENTS = Reads("model", recipe=True), Reads("alignment", named=True)
 NEW_FOLDER = Writes(FOLDER)
-STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=is_statistics, beside=True)
+STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=_is_statistics, beside=True)
 NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))
 NEW_MODEL = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED))
-ADAPTERS_AND_OUT = ReadsModelsAndWrites(WritesAdapter())
+ADAPTERS_AND_OUT = ReadsModelsAndWrites(Writes(ADAPTER))
 MODELS_AND_OUT = ReadsModelsAndWrites(Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED, "-samples")))

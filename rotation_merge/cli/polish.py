@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
-from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
-from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.cli.options import config_of, config_options, data_option, device_option, usable_device
+from rotation_merge.cli.paths import MODEL, NEW_MODEL, writes
+from rotation_merge.cli.show import Answer, Progress, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import DATA, FOLDER, Input, Output, Store, check_output
-from rotation_merge.run.data import KINDS
+from rotation_merge.files import Store
 
 if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishReport
@@ -44,17 +43,14 @@ class MultiValueCommand(click.Command):
 @click.argument("merged", type=MODEL)
 @click.argument("out", type=NEW_MODEL)
 @click.option("--teachers", "-t", type=MODEL, required=True, multiple=True, metavar="MODEL...", help="The parents.")
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
+@data_option(
+    "Samples: one for each teacher in their order, or one for all. {}; self (if not given): each teacher's own text; "
+    "synthetic: images made of noise.",
     multiple=True,
     metavar="SOURCE...",
-    help=f"Samples: one for each teacher in their order, or one for all. {KINDS}; self (if not given): each teacher's "
-    "own text; synthetic: images made of noise.",
 )
 @config_options(PolishConfig)
 @device_option("")
-@json_option
 @shown
 @writes
 def command(
@@ -63,9 +59,8 @@ def command(
     teachers: tuple[str, ...],
     data: tuple[str, ...],
     device: str,
-    as_json: bool,
     **values: Any,
-) -> int:
+) -> Answer:
     """Distil the teachers into MERGED for a few steps and write OUT.
 
     The targets of each sample are the outputs of its teacher. Teachers answer first, one at a time; their answers are
@@ -77,32 +72,25 @@ def command(
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
     sources = list(data) * (len(teachers) // len(data)) if data else ["self"] * len(teachers)
-    config = config_of(PolishConfig, values)
-    report = write_polished(merged, out, teachers, sources, config, usable_device(device))
-    if as_json:
-        print_json({"out": out if report.gained else None, **report.to_dict()})
-    else:
-        text = report.verdict()
+    report = _polished(merged, out, teachers, sources, config_of(PolishConfig, values), usable_device(device))
+    text, place = report.verdict(), out if report.gained else None
+
+    def show() -> None:
         say(f"{text[:1].upper()}{text[1:]}.")
         say(f"Written to {out}." if report.gained else "Nothing was written.", "green" if report.gained else None)
-    return 0 if report.gained else 1
+
+    return Answer({"out": place, **report.to_dict()}, show, 0 if report.gained else 1)
 
 
-def write_polished(
-    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], config: PolishConfig, device: str = "cpu"
+def _polished(
+    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], config: PolishConfig, device: str
 ) -> PolishReport:
-    """Polish a merge into `out`; where nothing was gained, nothing is written.
-
-    Raises:
-        RotationMergeError: models, data or the place are of no use.
-    """
+    """Polish a merge into `out`; where nothing was gained, nothing is written."""
     from rotation_merge.averaging.polish_models import polished
     from rotation_merge.model.checkpoint import write_notes
     from rotation_merge.model.open import open_model, parse_reference
-    from rotation_merge.model.staging import staged
+    from rotation_merge.model.writing import staged
 
-    read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
-    check_output(Output(out, "OUT", FOLDER), read, force=True)
     if config.lora and not config.merge_lora and parse_reference(merged).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
@@ -110,8 +98,8 @@ def write_polished(
     progress = Progress()
     with Store(out) as work:
         work.begin("polish")
-        state = work.file("state")
-        result = polished(opened, parents, sources, config, work.path, state=state, device=device, progress=progress)
+        more: dict[str, Any] = {"state": work.file("state"), "device": device, "progress": progress}
+        result = polished(opened, parents, sources, config, work.path, **more)
         progress.close()
         if result.report.gained:
             if config.merge_lora:
@@ -128,8 +116,8 @@ def _record(
 ) -> MergeReport:
     """The report on a trained model: its start, teachers and samples."""
     from rotation_merge.matching.run import Run
+    from rotation_merge.model.card import origins
     from rotation_merge.model.open import parse_reference
-    from rotation_merge.model.origin import origins
 
     run, weights = Run(), f"a LoRA of rank {config.lora}" if config.lora else "all weights"
     run.note(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from rotation_merge.cli.paths import MODEL, WORD
-from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table, verbose
+from rotation_merge.cli.show import Answer, bytes_text, note, say, shown, table, verbose
 from rotation_merge.errors import named
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 )
 @click.option("--private", is_flag=True, help="Make a private repository.")
 @click.option("--yes", is_flag=True, help="Publish; without it, show a summary (with -v all of it) and send nothing.")
-@json_option
 @shown
 def command(
     out: str,
@@ -49,8 +47,7 @@ def command(
     include: tuple[str, ...],
     private: bool,
     yes: bool,
-    as_json: bool,
-) -> int:
+) -> Answer:
     """Publish OUT, which a merge, 'align' or 'carry' wrote, as ORG/NAME.
 
     Publishes weights, recipe, alignment files, report and card, so that 'hf download' and mergekit-yaml make the merge
@@ -65,64 +62,51 @@ def command(
     plan = draft(out, repo, names, with_data, include)
     if yes:
         commit = publish(plan, private)
-        if as_json:
-            print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
-        else:
+
+        def published() -> None:
             say(f"Published: {repo}@{commit}", "green")
             say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
-            _say_left_out(plan.kept_back)
             _say_unpublished(plan)
-        return 0
+
+        return Answer({"repository": repo, "revision": commit, "left_out": plan.kept_back}, published)
     items = [*plan.first(), *plan.items(UNKNOWN)]
     texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
-    if as_json:
-        files = {item.place: item.size for item in items}
-        facts = {"files": files, "left_out": plan.kept_back, "card": texts[CARD], "recipe": texts.get(RECIPE)}
-        print_json({"repository": repo, **facts})
-        return 0
-    say(f"Nothing was sent. --yes publishes to {repo}; -v shows every file, the card and the recipe.")
+    facts = {"repository": repo, "files": {item.place: item.size for item in items}, "left_out": plan.kept_back}
+    return Answer({**facts, "card": texts[CARD], "recipe": texts.get(RECIPE)}, lambda: _show(plan, items, texts))
+
+
+def _show(plan: Draft, items: list[Item], texts: dict[str, str]) -> None:
+    """Print what a dry run would publish."""
+    from rotation_merge.share.contents import is_weights
+    from rotation_merge.share.push import UNKNOWN
+
+    say(f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe.")
     if verbose():
         rows = [(item.place, bytes_text(item.size), "rewritten" if item.changed else "") for item in items]
         table("Files to publish:", ("file", "size", ""), rows, (1,))
-        for place in (CARD, RECIPE):
-            if place in texts:
-                say(f"\n--- {place}\n{texts[place]}")
-    else:
-        _summarise(plan, items)
-    _say_left_out(plan.kept_back)
-    _say_unpublished(plan)
-    if verbose():
+        for place, text in texts.items():
+            say(f"\n--- {place}\n{text}")
         note(f"{UNKNOWN}: the commit of the files that the recipe reads.")
-    return 0
-
-
-def _summarise(plan: Draft, items: Sequence[Item]) -> None:
-    """Print size and names of the files, and the models' names on the hub."""
-    from rotation_merge.share.contents import is_weights
-
-    weights = [item for item in items if is_weights(item.place)]
-    other_places = [item.place for item in items if item not in weights]
-    size = bytes_text(sum(item.size for item in items))
-    say(f"Files to publish: {len(items)}, {size} in all.")
-    say(f"  weights: {named(item.place for item in weights)}")
-    say(f"  others: {named(other_places)}")
-    if plan.names:
-        say("Names on the hub:")
-    for name, target in plan.names.items():
-        say(f"  {name}: {target}")
-
-
-def _say_left_out(left_out: Sequence[str]) -> None:
-    from rotation_merge.share.contents import is_statistics
-
-    statistics = [place for place in left_out if is_statistics(place)]
-    if statistics:
-        say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
-    if omitted := [place for place in left_out if place not in statistics]:
-        say(f"Left out, because they are not part of a merge: {named(omitted)}. --include PATTERN publishes them, too.")
+    else:
+        weights = [item.place for item in items if is_weights(item.place)]
+        say(f"Files to publish: {len(items)}, {bytes_text(sum(item.size for item in items))} in all.")
+        say(f"  weights: {named(weights)}")
+        say(f"  others: {named(item.place for item in items if item.place not in weights)}")
+        say("Names on the hub:" if plan.names else "No model has another name on the hub.")
+        for name, target in plan.names.items():
+            say(f"  {name}: {target}")
+    _say_unpublished(plan)
 
 
 def _say_unpublished(plan: Draft) -> None:
+    """Print what stays here."""
+    from rotation_merge.share.contents import is_statistics
+
+    statistics = [place for place in plan.kept_back if is_statistics(place)]
+    if statistics:
+        say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
+    if others := [place for place in plan.kept_back if place not in statistics]:
+        say(f"Left out, because they are not part of a merge: {named(others)}. --include PATTERN publishes them, too.")
     if plan.unpublished:
         say("The recipe reads statistics that are not published. --with-data publishes them.")
         say("Otherwise others measure them first, by the commands in the card.")

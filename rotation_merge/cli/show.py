@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -18,24 +19,39 @@ from rotation_merge.mergekit_plugin.console import BAD_INPUT, OneLineError, one_
 
 LOG = logging.getLogger(__name__)
 
-Command = Callable[..., int | None]
 
+@dataclass(frozen=True)
+class Answer:
+    """What a command found.
+
+    Attributes:
+        data: printed with --json.
+        show: prints the same for readers.
+        code: the exit code.
+    """
+
+    data: Any
+    show: Callable[[], None]
+    code: int = 0
+
+
+Command = Callable[..., Answer]
 
 BROKEN_PIPE = 141
 """Exit code of a process whose output nobody reads any more."""
 
-RESUMES = ("fit", "measure", "merge", "polish")
+RESUMES = ("align", "measure", "merge", "polish")
 """Commands that go on where they were interrupted."""
 
 
 def shown(function: Command) -> Callable[..., None]:
-    """Wrap a command: errors become one line (JSON with --json) and exit code 2.
+    """Wrap a command: its answer is printed, as JSON with --json; errors become one line (or JSON) and exit code 2.
 
-    The command's result is the exit code. Ctrl-C ends it with 130, a closed pipe with 141 and no message.
+    Ctrl-C ends it with 130, a closed pipe with 141 and no message.
     """
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args: Any, as_json: bool = False, **kwargs: Any) -> None:
         silence_libraries()
         began = time.perf_counter()
         if verbose():
@@ -43,7 +59,7 @@ def shown(function: Command) -> Callable[..., None]:
 
             LOG.info("%s", ", ".join(f"{name} {number}" for name, number in versions().items()))
         try:
-            code = _run(function, *args, **kwargs)
+            code = _run(function, as_json, *args, **kwargs)
             sys.stdout.flush()
         except KeyboardInterrupt:
             resumes = function.__module__.rpartition(".")[2] in RESUMES
@@ -53,20 +69,25 @@ def shown(function: Command) -> Callable[..., None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it closes its output
             code = BROKEN_PIPE
         except OneLineError as error:
-            if not kwargs.get("as_json"):
+            if not as_json:
                 raise
             print_json({"error": _parts(error)})
             code = BAD_INPUT
         LOG.info("done in %.1f s", time.perf_counter() - began)
-        sys.exit(code or 0)
+        sys.exit(code)
 
-    return wrapped
+    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")(wrapped)
 
 
-def _run(function: Command, *args: Any, **kwargs: Any) -> int | None:
+def _run(function: Command, as_json: bool, *args: Any, **kwargs: Any) -> int:
     with one_line():
         try:
-            return function(*args, **kwargs)
+            answer = function(*args, **kwargs)
+            if as_json:
+                print_json(answer.data)
+            else:
+                answer.show()
+            return answer.code
         except BrokenPipeError as error:
             broken = error
     raise broken
@@ -93,10 +114,6 @@ def silence_libraries() -> None:
 
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-
-
-def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")(function)
 
 
 def print_json(data: Any) -> None:
@@ -187,7 +204,7 @@ class Progress:
             return
         self._said = now
         amount = f" {done:.0f} of {total:.0f}" if total else ""
-        note(f"{activity}{amount}, {seconds_text(now - self._began)} so far")
+        note(f"{activity}{amount}, {now - self._began:.0f} s so far")
 
     def note(self, text: str) -> None:
         """A line that stays, above the bar."""
@@ -207,11 +224,3 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def seconds_text(seconds: float) -> str:
-    if seconds < 1:
-        return "under a second"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 import torch
 
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
-from rotation_merge.cli.show import json_option, print_json, say, shown
+from rotation_merge.cli.options import data_option
+from rotation_merge.cli.paths import MODEL
+from rotation_merge.cli.show import Answer, say, shown
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.functions import stored_dtype
 from rotation_merge.run.inputs import random_batch
@@ -19,18 +20,12 @@ from rotation_merge.run.proof import ROUNDINGS, largest_difference, least_precis
 @click.argument("model_b", type=MODEL)
 @click.option("--batches", default=4, show_default=True, type=click.IntRange(min=1), help="Random batches to try.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
-@click.option(
-    "--data",
-    type=SAMPLE_SOURCE,
-    metavar="DATA",
-    help="Samples to compare on, too: see 'rotation-merge barrier --help'.",
-)
+@data_option("Samples to compare on, too: see 'rotation-merge barrier --help'.", metavar="DATA")
 @click.option("--float64", "double", is_flag=True, help="Compute in double precision.")
 @click.option(
     "--tolerance", type=float, help="Largest relative difference that passes; by the model's own rounding if not given."
 )
 @click.option("--probabilities", is_flag=True, help="Compare the log-softmax of logits: see --shift-head of align.")
-@json_option
 @shown
 def command(
     model_a: str,
@@ -41,8 +36,7 @@ def command(
     double: bool,
     tolerance: float | None,
     probabilities: bool,
-    as_json: bool,
-) -> int:
+) -> Answer:
     """Check that MODEL_A and MODEL_B compute the same function.
 
     Runs both on random inputs of the right kind (token ids, pixels, audio features), and on --data if given, and
@@ -62,26 +56,27 @@ def command(
     generator = torch.Generator().manual_seed(seed)
     inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
-        from rotation_merge.run.data import read_batches
+        from rotation_merge.run.data import read_samples
         from rotation_merge.run.generated_samples import SELF
 
         if data == SELF and a.is_large:
             problem = "is too large to be held in memory, so it cannot write text"
             raise CheckpointError(problem, where=model_a, remedy="give --data a file")
-        inputs += read_batches(data, model_a, a.model, limit=32).batches
+        inputs += read_samples(model_a, data, limit=32, module=a.model).batches
     expected, actual = a.on(inputs), b.on(inputs)
     worst = largest_difference(expected, actual, (model_a, model_b), probabilities)
     coarsest = least_precise_dtype(stored_dtype(model_a), stored_dtype(model_b))
     rounding = rounding_effect(a, inputs, expected, coarsest, seed, probabilities) if tolerance is None else 0.0
     allowed = ROUNDINGS * rounding if tolerance is None else tolerance
     same = worst["relative"] <= allowed
-    if as_json:
-        print_json({"same": same, "tolerance": allowed, "batches": len(inputs), **worst})
-    else:
+
+    def show() -> None:
         size = f"{worst['absolute']:.3g}, {worst['relative']:.3g} of the outputs' size"
         named = str(coarsest).removeprefix("torch.")
         why = f" ({ROUNDINGS:g} times the effect of rounding to {named})" if tolerance is None else ""
         say("the two models compute the same" if same else "the two models differ", "green" if same else "red")
         say(f"largest difference over {len(inputs)} batches: {size}, in {worst['output']}")
         say(f"allowed: {allowed:.3g} of the outputs' size{why}")
-    return 0 if same else 1
+
+    facts = {"same": same, "tolerance": allowed, "batches": len(inputs), **worst}
+    return Answer(facts, show, 0 if same else 1)

@@ -25,6 +25,9 @@ from rotation_merge.report.memory import itemsize_of, peak_memory
 from rotation_merge.report.remote import RemoteModel
 from rotation_merge.workers import free_memory
 
+MOVED = ("finetuned_from", "alignment")
+"""Parameters of donors whose nearness to the base is not in question."""
+
 
 @dataclass(frozen=True)
 class Suggestion:
@@ -43,17 +46,15 @@ class Suggestion:
     @property
     def words(self) -> str:
         """One line."""
-        measured = f"mean cosine of its matrices to the base's: {cosine_text(self.cosine)}"
+        kinds = {"near": "a fine-tune of the same base", "far": "in other coordinates, or of another base"}
+        verdict = f"'preset: {self.suggested}' fits, it is {kinds[self.suggested]}"
         if self.preset == "auto":
-            return f"{self.donor}: 'preset: auto' chooses '{self.suggested}' ({measured})"
-        if self.preset == self.suggested:
-            return f"{self.donor}: 'preset: {self.preset}' fits ({measured})"
-        if self.preset in ("near", "far"):
-            return f"{self.donor}: 'preset: {self.suggested}' fits better than '{self.preset}' ({measured})"
-        kind = (
-            "a fine-tune of the same base" if self.suggested == "near" else "in other coordinates, or of another base"
-        )
-        return f"{self.donor}: 'preset: {self.suggested}' fits, it is {kind} ({measured})"
+            verdict = f"'preset: auto' chooses '{self.suggested}'"
+        elif self.preset == self.suggested:
+            verdict = f"'preset: {self.preset}' fits"
+        elif self.preset in kinds:
+            verdict = f"'preset: {self.suggested}' fits better than '{self.preset}'"
+        return f"{self.donor}: {verdict} (mean cosine of its matrices to the base's: {cosine_text(self.cosine)})"
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,24 @@ class Lengths:
         return f"{lengths_text}; the longest dominates with {self.delegate}: give it a lower 'weight'"
 
 
+def _recipe(path: str) -> Recipe | None:
+    """A recipe of ours without faults; None for any other."""
+    try:
+        return Recipe.of(last_recipe(path, "give a recipe of ours"))
+    except (RotationMergeError, ValueError):
+        return None
+
+
 def lengths_of_changes(path: str) -> Lengths | None:
     """Lengths of the changes that a recipe merges.
 
     None unless it merges two or more local models' changes in the base's coordinates.
     """
-    try:
-        recipe = Recipe.of(last_recipe(path, "give a recipe of ours"))
-    except (RotationMergeError, ValueError):
+    if (recipe := _recipe(path)) is None:
         return None
     config, method = recipe.config, recipe.delegate
     donors = [model for model in config.models or [] if model.model != recipe.base]
-    plain = not any({"finetuned_from", "alignment"} & set(donor.parameters or {}) for donor in donors)
+    plain = not any(set(MOVED) & set(donor.parameters or {}) for donor in donors)
     is_local = not any(absent_parts(model) for model in [recipe.base, *(donor.model for donor in donors)])
     if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and is_local):
         return None
@@ -104,9 +111,8 @@ def lengths_of_changes(path: str) -> Lengths | None:
         changes = sampled_changes(models[recipe.base], {str(donor.model): models[donor.model] for donor in donors})
     except RotationMergeError:
         return None
-    name, values = method.spec.name, config.parameters or {}
-    shortened = isinstance(method, TaskVectorMethod) and values.get("lengths", "auto") == "auto"
-    return Lengths(str(recipe.base), name, dict(changes.lengths), changes.ratio, shortened)
+    shortened = isinstance(method, TaskVectorMethod) and (config.parameters or {}).get("lengths", "auto") == "auto"
+    return Lengths(str(recipe.base), method.spec.name, dict(changes.lengths), changes.ratio, shortened)
 
 
 def suggestions(path: str) -> list[Suggestion]:
@@ -114,26 +120,21 @@ def suggestions(path: str) -> list[Suggestion]:
 
     A donor that is moved by a file, or whose task vector is carried, is not in question.
     """
-    try:
-        recipe = Recipe.of(last_recipe(path, "give a recipe of ours"))
-        config = recipe.config
-    except (RotationMergeError, ValueError):
+    if (recipe := _recipe(path)) is None:
         return []
-    models, results = Models(MergeOptions(), recipe.unsupported), []
-    preset = recipe.value("preset")
+    config, models, results = recipe.config, Models(MergeOptions(), recipe.unsupported), []
     for donor in config.models or []:
         values = {**(config.parameters or {}), **(donor.parameters or {})}
-        settled = {"finetuned_from", "alignment"} & set(values)
+        settled = set(MOVED) & set(values)
         if donor.model == recipe.base or settled or absent_parts(donor.model) or absent_parts(recipe.base):
             continue
         try:
             cosine = likeness(models[recipe.base], models[donor.model])
         except RotationMergeError:  # such as a model that another document of the recipe makes first
             continue
-        if math.isnan(cosine):
-            continue
-        preset_used = preset or ("own" if set(OPTIONS) & set(values) else None)
-        results.append(Suggestion(str(donor.model), "near" if cosine >= RELATED else "far", cosine, preset_used))
+        if not math.isnan(cosine):
+            preset = recipe.value("preset") or ("own" if set(OPTIONS) & set(values) else None)
+            results.append(Suggestion(str(donor.model), "near" if cosine >= RELATED else "far", cosine, preset))
     return results
 
 
@@ -146,28 +147,28 @@ class ResourceNeeds:
         cache: folder that they are downloaded to.
         output, memory: of the merged model, and at the peak beyond Python and its libraries; None for recipes of other
             methods.
-        free_disk, free_memory: of the cache's disk (None where the system does not say) and of the machine.
+        free_disk, free_memory: of the cache's disk and of the machine.
     """
 
     downloads: dict[str, int]
     cache: str
     output: int | None
     memory: int | None
-    free_disk: int | None
+    free_disk: int
     free_memory: int
 
     def shortages(self) -> Iterator[str]:
         """Missing resources in words."""
         needed = sum(self.downloads.values())
-        if self.free_disk is not None and needed > self.free_disk:
+        if needed > self.free_disk:
             yield f"{_gigabytes(needed)} must go to {self.cache}, which has {_gigabytes(self.free_disk)} free"
         if self.memory is not None and self.memory > self.free_memory:
             yield f"the merge takes about {_gigabytes(self.memory)} of memory, {_gigabytes(self.free_memory)} are free"
 
     @property
     def words(self) -> str:
-        parts = [f"{len(self.downloads)} models to download, {_gigabytes(sum(self.downloads.values()))}"]
-        parts += [] if self.free_disk is None else [f"{_gigabytes(self.free_disk)} free in the cache"]
+        needed, free = _gigabytes(sum(self.downloads.values())), _gigabytes(self.free_disk)
+        parts = [f"{len(self.downloads)} models to download, {needed}", f"{free} free in the cache"]
         parts += [] if self.output is None else [f"{_gigabytes(self.output)} to write"]
         parts += [] if self.memory is None else [f"about {_gigabytes(self.memory)} of memory"]
         return ", ".join(parts)
@@ -187,16 +188,10 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> ResourceNeeds:
             output = size * sum(map(math.prod, anchor.shapes.values()))
             carried = donor.origin is not None
             memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))
-    downloads, cache = {model.name: model.bytes for model in models}, models[0].cache
-    return ResourceNeeds(downloads, cache, output, memory, _free_disk(cache), free_memory())
-
-
-def _free_disk(folder: str) -> int | None:
-    place = next(place for place in (Path(folder), *Path(folder).absolute().parents) if place.exists())
-    try:
-        return shutil.disk_usage(place).free
-    except OSError:
-        return None
+    cache = Path(models[0].cache).absolute()
+    disk = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
+    downloads = {model.name: model.bytes for model in models}
+    return ResourceNeeds(downloads, models[0].cache, output, memory, disk, free_memory())
 
 
 def _gigabytes(size: int) -> str:

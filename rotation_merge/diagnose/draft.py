@@ -18,7 +18,9 @@ from rotation_merge.model.open import read_stored
 
 _LAYER = re.compile(r"^(?P<path>(?:[^.]+\.)*?)(?P<index>\d+)\.(?P<rest>.+)$")
 
-RULES: tuple[tuple[str, list[str]], ...] = (
+RULES: tuple[tuple[str, list[Any]], ...] = (
+    (r"(qkv|query_key_value|Wqkv|c_attn)[^.]*$", [{"split": ["attn.q", "attn.k", "attn.v"]}, "residual.read"]),
+    (r"gate_up_proj$", [{"split": ["ffn.gate", "ffn.in"]}, "residual.read"]),
     (r"(^|[._])(q_proj|query|q_lin|wq|to_q)$", ["attn.q", "residual.read"]),
     (r"(^|[._])(k_proj|key|k_lin|wk|to_k)$", ["attn.k", "residual.read"]),
     (r"(^|[._])(v_proj|value|v_lin|wv|to_v)$", ["attn.v", "residual.read"]),
@@ -27,12 +29,7 @@ RULES: tuple[tuple[str, list[str]], ...] = (
     (r"(^|[._])(up_proj|w3|fc1|c_fc|fc_in|lin1|dense_h_to_4h)$", ["ffn.in", "residual.read"]),
     (r"(^|[._])(down_proj|w2|fc2|fc_out|lin2|dense_4h_to_h)$", ["residual.write", "ffn.out"]),
 )
-"""Usual names of linear maps in layers, with their axes, [out, in]."""
-
-FUSED = {
-    r"(qkv|query_key_value|Wqkv|c_attn)[^.]*$": [{"split": ["attn.q", "attn.k", "attn.v"]}, "residual.read"],
-    r"gate_up_proj$": [{"split": ["ffn.gate", "ffn.in"]}, "residual.read"],
-}
+"""Usual names of linear maps in layers, with their axes, [out, in]; fused ones first."""
 
 
 def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
@@ -218,11 +215,10 @@ def _by_shape(stem: str, shape: tuple[int, ...], config: Mapping[str, Any], widt
 
 
 def _axes(stem: str) -> list[Any] | None:
-    fused = next((axes for rule, axes in FUSED.items() if re.search(rule, stem)), None)
-    matched_axes = fused or next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
-    if matched_axes is None or "experts.{e}." not in stem:
-        return matched_axes
-    return ["experts.index", *(axis.replace("ffn.", "experts.") for axis in map(str, matched_axes))]
+    axes = next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
+    if axes is None or "experts.{e}." not in stem:
+        return axes
+    return ["experts.index", *(axis.replace("ffn.", "experts.") for axis in map(str, axes))]
 
 
 def _readers(linear: Mapping[str, list[Any]]) -> list[list[str]]:

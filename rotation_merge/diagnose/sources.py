@@ -1,9 +1,13 @@
-"""Checks of a document's models: present, complete, of one architecture and size, compatible with the options."""
+"""Checks of a recipe without reading weights: all faults at once, each at its line and column.
+
+Models are present, complete, of one architecture and size, and compatible with the options.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -16,24 +20,67 @@ from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.mergekit_plugin.document import Document, Path, walk
-from rotation_merge.mergekit_plugin.donors import Donors
+from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.models import Models
-from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import Recipe, read, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import absent_parts
-from rotation_merge.model.hub import HubFile
+from rotation_merge.model.hub import HubFile, is_hub_name
 from rotation_merge.model.labels import label_rows
+from rotation_merge.model.open import parse_reference
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.report.integrity import check_folder
 
-FAULTS = ("vocabulary size", "layer count", "layer types", "head count", "wrong shape", "RoPE", "tensor twice")
+FAULTS = ("missing tensors", "layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 """Kinds of defects with which a model cannot be merged as it is meant."""
 
 HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"
+
+
+def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fault]:
+    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
+
+    Args:
+        refused: models of the hub whose headers could not be fetched, by name.
+
+    Raises:
+        RecipeError: the text is not YAML.
+    """
+    options = MergeOptions()
+    parsed = documents(text)
+    names: set[str] = set()
+    for document in parsed:
+        if not isinstance(document.value, dict):
+            continue
+        recipe = read(document)
+        if is_ours(document.value, misspelt=False):
+            check_sources(document, recipe, names, options, refused)
+        name = document.value.get("name")
+        if isinstance(name, str):
+            names.add(name)
+    faults = [fault for document in parsed for fault in document.faults]
+    return sorted(faults, key=lambda f: (f.document, f.line, f.column))
+
+
+def absent_models(text: str) -> list[str]:
+    """Names on the hub of the models and adapters of a recipe that have not been downloaded, except GGUF files.
+
+    Raises:
+        RecipeError: the text is not YAML.
+    """
+    values = [document.value for document in documents(text) if isinstance(document.value, dict)]
+    merge_names = {value.get("name") for value in values}
+    names = []
+    for name in (name for value in values for _, name in references(value) if name not in merge_names):
+        try:
+            reference = parse_reference(name)
+        except RotationMergeError:  # said where the recipe is checked
+            continue
+        names += [str(part) for part in absent_parts(reference) if is_hub_name(part.path)]
+    return list(dict.fromkeys(names))
 
 
 def check_sources(
@@ -50,16 +97,25 @@ def check_sources(
         recipe: the parsed recipe; None if it has faults already.
         made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
     """
-    session = None if recipe is None else Session.of(recipe, options, watched=False)
-    if session is None:
+    if recipe is None:
         _check_models(document, recipe, made_earlier, options, refused, Models(options))
         return
+    session = Session.of(recipe, options, watched=False)
     try:
         complete = _check_models(document, recipe, made_earlier, options, refused, session.models)
         if complete and document.first is None:
             _plan(document, session)
     finally:
         session.run.end()
+
+
+@contextmanager
+def _collected(document: Document, path: Path) -> Iterator[None]:
+    """Errors within are faults of a document, at a place in it."""
+    try:
+        yield
+    except RotationMergeError as error:
+        document.raised(path, error)
 
 
 def _check_models(
@@ -85,45 +141,37 @@ def _check_models(
         else:
             opened[name] = (path, model)
             _whole(document, path, model)
-    base = opened.get(str(document.value.get("base_model")))
-    for path, name in files(document.value):
-        hub_file = HubFile.of(name)
-        if hub_file is not None and (cached := hub_file.cached(options.transformers_cache)) is not None:
-            if base is not None and path[-1] == "alignment":
-                _read(document, path, cached, base[1])
-        elif hub_file is not None:
-            absent = True
-            remedy = "the merge downloads it; check again afterwards"
-            document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
-        elif not os.path.exists(name):
-            written = "write it with 'rotation-merge align --alignment FILE'"
-            advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
-            document.fault(path, f"{name}: no such file", advice)
-        elif base is not None and path[-1] == "alignment":
-            _read(document, path, name, base[1])
+    _, base = opened.get(str(document.value.get("base_model")), ((), None))
+    files_here = [_check_file(document, path, name, base, options) for path, name in files(document.value)]
     if base is not None:
-        _compare(document, recipe, base[1], opened, models)
+        _compare(document, recipe, base, opened, models)
     if recipe is not None:
-        _written(document, recipe, options)
-    return not absent
+        inputs = recipe_inputs(recipe.config)
+        for output in recipe_outputs(recipe.config, None):
+            with _collected(document, tuple(output.option.split("."))):
+                check_output(output, inputs, cache=options.transformers_cache)
+    return not absent and all(files_here)
 
 
-def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
-    """Check that the recipe writes neither to its inputs nor over other files."""
-    inputs = recipe_inputs(recipe.config)
-    for output in recipe_outputs(recipe.config, None):
-        try:
-            check_output(output, inputs, cache=options.transformers_cache)
-        except RotationMergeError as error:
-            document.raised(tuple(output.option.split(".")), error)
+def _check_file(document: Document, path: Path, name: str, base: View | None, options: MergeOptions) -> bool:
+    """Check that a file is here, and that an alignment fits the base's architecture; False if it must be downloaded.
 
-
-def _read(document: Document, path: Path, name: str, anchor: View) -> None:
-    """Check that an alignment file fits the anchor's architecture; its weights are not compared."""
-    try:
-        load_file(name, anchor.architecture)
-    except RotationMergeError as error:
-        document.raised(path, error)
+    The alignment's weights are not compared.
+    """
+    hub_file = HubFile.of(name)
+    place = name if hub_file is None else hub_file.cached(options.transformers_cache)
+    if place is None:
+        remedy = "the merge downloads it; check again afterwards"
+        document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
+        return False
+    if not os.path.exists(place):
+        written = "write it with 'rotation-merge align --alignment FILE'"
+        advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
+        document.fault(path, f"{name}: no such file", advice)
+    elif base is not None and path[-1] == "alignment":
+        with _collected(document, path):
+            load_file(place, base.architecture)
+    return True
 
 
 def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
@@ -151,19 +199,16 @@ def _open(document: Document, path: Path, name: str, models: Models) -> View | N
         document.fault(path, str(error), "write a directory, or org/name")
         return None
     if absent_parts(reference):
-        document.fault(
-            path,
-            f"{name}: {HUB_NOTE}",
-            f"{nearest_path(name, 'check the name')}, or download it and check again",
-            error=False,
-        )
+        remedy = f"{nearest_path(name, 'check the name')}, or download it and check again"
+        document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
         return None
-    try:
-        return models[reference]
-    except RotationMergeError as error:
-        document.raised(path, error)
-    except Exception as error:  # whatever a damaged checkpoint makes the readers raise
-        document.fault(path, f"{name}: cannot be read ({error})", "download it again")
+    with _collected(document, path):
+        try:
+            return models[reference]
+        except RotationMergeError:
+            raise
+        except Exception as error:  # whatever a damaged checkpoint makes the readers raise
+            document.fault(path, f"{name}: cannot be read ({error})", "download it again")
     return None
 
 
@@ -178,15 +223,19 @@ def _whole(document: Document, path: Path, model: View) -> None:
 def _compare(
     document: Document, recipe: Recipe | None, anchor: View, opened: dict[str, tuple[Path, View]], models: Models
 ) -> None:
+    """Compare each model with the anchor: architecture, sizes, tokens; and the anchor with the recipe's groups."""
     resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
     excluded: Callable[[str], bool] = lambda _: False  # noqa: E731
     if recipe is not None:
         recipe.settle_heads(model for _, model in opened.values())
         excluded = recipe.excluded
+    named = dict(references(document.value))
+    words = (info for info in anchor.architecture.tensors() if info.vocabulary_axis is not None)
+    averaged = any(not excluded(info.name) for info in words)
     for path, model in opened.values():
         if model is anchor:
             continue
-        carried = _carried(document, path)
+        carried = path[-1] == "finetuned_from" or (*path[:-1], "parameters", "finetuned_from") in named
         try:
             models.together(anchor.reference, [model.reference], averaged=not carried)
             if recipe is not None:
@@ -194,72 +243,40 @@ def _compare(
         except RotationMergeError as error:
             document.raised(path, error)
             continue
-        resized = bool(resizes) or carried or recipe is None
-        for fault in shape_faults(anchor, models[model.reference], excluded, resized):
+        for fault in shape_faults(
+            anchor, models[model.reference], excluded, bool(resizes) or carried or recipe is None
+        ):
             document.raised(path, fault)
-        averaged = any(
-            info.vocabulary_axis is not None and not excluded(info.name) for info in anchor.architecture.tensors()
-        )
-        if path[0] == "models" and averaged and not resizes and not carried:
-            _token_ids(document, path, anchor, model)
-    _residual(document, anchor)
-
-
-def _token_ids(document: Document, path: Path, anchor: View, model: View) -> None:
-    """Check that tokens have the anchor's ids; for slices, which may omit a vocabulary, the plan checks it."""
-    try:
-        check_token_ids(anchor, model)
-    except RotationMergeError as error:
-        document.raised(path, error)
-
-
-def _carried(document: Document, path: Path) -> bool:
-    """Whether the model is carried into the anchor's vocabulary: a fine-tune, or its base."""
-    return path[-1] == "finetuned_from" or (*path[:-1], "parameters", "finetuned_from") in dict(
-        references(document.value)
-    )
-
-
-def _residual(document: Document, anchor: View) -> None:
+        if path[0] == "models" and averaged and not resizes and not carried:  # of slices, the plan checks it
+            with _collected(document, path):
+                check_token_ids(anchor, model)
     for path, group in walk(document.value):
         if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not document.refused(path):
-            try:
+            with _collected(document, path):
                 residual_groups(anchor.architecture, group, str(anchor.reference))
-            except RotationMergeError as error:
-                document.raised(path, error)
 
 
 def _plan(document: Document, session: Session) -> None:
-    """Compile the recipe, as the merge does, without reading weights."""
+    """Compile the recipe, as the merge does, without reading weights; warn of donors whose merge is questionable."""
     from rotation_merge.mergekit_plugin.compile import compiled
 
+    named = references(document.value)
     try:
         compiled(session)
-        assert session.donors is not None
-        _warn(document, session.donors)
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
-            document.raised(_place(document, error), error)
+            places = [path for path, name in named if error.where and name in error.where]
+            document.raised((places or [("parameters",)])[0], error)
+        return
     except ValidationError as error:
         document.fault((), *explain(error.errors()[0]))
+        return
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         document.fault((), " ".join(str(error).split()), "correct the recipe")
-
-
-def _warn(document: Document, donors: Donors) -> None:
-    """Warnings about a questionable merge of the donors."""
-    warned = set[str]()
-    for model, donor in donors.by_model.items():
-        path = next((path for path, name in references(document.value) if name == str(model)), ())
+        return
+    warned: dict[str, Path] = {}
+    for model, donor in session.donors.by_model.items() if session.donors is not None else ():
         for note in (*donor.pair.warnings, *donor.pair.notes):
-            if note not in warned:
-                warned.add(note)
-                document.fault(path, note, error=False)
-
-
-def _place(document: Document, error: RotationMergeError) -> Path:
-    """The entry that an error of the planner refers to, by its words."""
-    for path, name in references(document.value):
-        if error.where and name in error.where:
-            return path
-    return ("parameters",)
+            warned.setdefault(note, next((path for path, name in named if name == str(model)), ()))
+    for note, path in warned.items():
+        document.fault(path, note, error=False)

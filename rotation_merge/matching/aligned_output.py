@@ -17,12 +17,11 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, residual_of
 from rotation_merge.matching.report_rows import file_metadata, recorded
 from rotation_merge.matching.run import Run
-from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.card import metadata, notes, origins, section, with_metadata
 from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
-from rotation_merge.model.origin import origins
 from rotation_merge.model.view import View, stored_dtype
-from rotation_merge.model.writing import StorageOptions
+from rotation_merge.model.writing import SHARD_SIZE
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.functions import load
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -91,7 +90,8 @@ def write_aligned(
     pair: Pair,
     alignment: Alignment,
     out: str,
-    storage: StorageOptions,
+    dtype: str | None = None,
+    shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> View:
@@ -99,10 +99,10 @@ def write_aligned(
 
     Nothing is left behind if writing fails.
     """
-    view = aligned_view(pair, alignment, dtype_from_name(storage.dtype))
+    view = aligned_view(pair, alignment, dtype_from_name(dtype))
     report = replace(alignment.known_report, notes=[*alignment.known_report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(view, report, text, out, storage, progress, check)
+    write_checkpoint(view, report, text, out, shard_size, progress, check)
     return view
 
 

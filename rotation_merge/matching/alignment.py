@@ -28,7 +28,7 @@ from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.model.biases import holders
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.forms import names_in, translated
+from rotation_merge.model.forms import named_as, names_in
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order
 from rotation_merge.model.language_half import within
@@ -162,7 +162,7 @@ class Alignment:
         if isinstance(donor, Movable):
             return donor.moved_by(self, dtype, strict)
         opened = self.opened_donor(donor, strict)
-        biases = translated(basis.biases, basis.architecture, opened.architecture) if basis.biases else None
+        biases = named_as(opened.architecture, basis.biases, basis.architecture) if basis.biases else None
         return self.view_of(opened, biases, dtype, basis.donor if strict else None)
 
     def check_donor(self, donor: ModelLike) -> None:

@@ -35,8 +35,8 @@ from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.run.data import SAMPLES, Data, read_batches, unpadded
-from rotation_merge.run.functions import Batch, load, local_path, unlabelled
+from rotation_merge.run.data import SAMPLES, Data, read_samples, unpadded
+from rotation_merge.run.functions import Batch, load, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
@@ -163,7 +163,7 @@ class SampleMatcher:
 
     def _batches(self, name: str, model: Any, number: int) -> list[Batch]:
         count = self.count if self.data != SELF else (self.count + 1 - number) // 2
-        data = read_batches(self.data, local_path(name), model, count, AT_ONCE, self.length, self.seed + number)
+        data = read_samples(name, self.data, count, AT_ONCE, self.length, self.seed + number, model)
         return unpadded(data.batches if self.data == SELF else self.part(data).batches, self.data)
 
     def _check_vocabularies(self) -> None:

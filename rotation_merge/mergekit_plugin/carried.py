@@ -11,7 +11,7 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.options import MergeOptions
 
-from rotation_merge.carrying.bases import Execution, Work, open_bases, transfers
+from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
@@ -21,7 +21,7 @@ from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
@@ -79,7 +79,7 @@ def carried(
         problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
         remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
         raise RecipeError(problem, where=str(model), remedy=remedy)
-    execution = Execution(str(options.device or "cpu"), "float32", near="carried")
+    execution = Execution(str(options.device or "cpu"), "float32")
     names = str(model), str(origin), str(recipe.base)
     return cache(partial(_with_samples, *names, config, execution, run, options.quiet)), 1.0
 
@@ -99,7 +99,7 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
 
     This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
     """
-    near = nearness(base.architecture, base.tensors, translated(origin, origin.architecture, base.architecture))
+    near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
     if not near.shared:
         return False, ""
     words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
@@ -117,7 +117,7 @@ def _with_samples(
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
         work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
-        (job,) = transfers([work], bases, config, execution, watch)
+        job = Transfer.of(work, bases, config, execution, watch)
         view = transferred(job, progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)

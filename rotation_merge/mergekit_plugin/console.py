@@ -73,7 +73,7 @@ def _out_of_memory(text: str, on_gpu: bool) -> RotationMergeError:
     return RotationMergeError(
         f"{'the GPU' if on_gpu else 'this machine'} ran out of memory"
         + (f" (tried to allocate {size[1]})" if size else ""),
-        remedy=f"match {less}, or run on fewer samples at once (--batch-size; fit: --checkpointing)",
+        remedy=f"match {less}, or run on fewer samples at once (--batch-size; align --learn: --checkpointing)",
     )
 
 

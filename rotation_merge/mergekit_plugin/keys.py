@@ -51,8 +51,8 @@ class RecipeConfig(Config):
     )
     alignment: Annotated[str, FILE] | None = option(
         None,
-        "alignment file to apply instead of matching, written by `rotation-merge align --alignment` or `rotation-merge "
-        "fit`: a path, or `org/repo/file@revision` on the hub",
+        "alignment file to apply instead of matching, written by `rotation-merge align --alignment`: a path, "
+        "or `org/repo/file@revision` on the hub",
         scope=DONOR_ONLY,
     )
     statistics: Annotated[str, FILE] | None = option(
@@ -135,7 +135,7 @@ OPTIONS = names(BLOCK, WHOLE)
 MATCHING = (*OPTIONS, "preset", "match_on")
 """Parameters that only say how donors are matched."""
 
-MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples", "targets", "start", "spill")
+MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples", "targets", "start")
 """Parameters of merging, as opposed to aligning."""
 
 OF_MODEL = names(EACH, DONOR_ONLY)

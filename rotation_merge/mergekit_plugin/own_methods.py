@@ -13,8 +13,8 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.delegated import Parameters
 from rotation_merge.mergekit_plugin.statistics import opened_statistics, output_statistics
 from rotation_merge.mergekit_plugin.views import RecipeViews
-from rotation_merge.run.data import read_batches, unpadded
-from rotation_merge.run.functions import Batch, load, local_path
+from rotation_merge.run.data import read_samples, unpadded
+from rotation_merge.run.functions import Batch
 from rotation_merge.run.statistics import Statistics
 
 SAMPLES = 200
@@ -103,7 +103,7 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     anchor, seed = str(views.recipe.base), views.session.options.random_seed or 0
 
     def pool() -> Sequence[Batch]:
-        batches = read_batches(str(data), local_path(anchor), load(anchor), SAMPLES, seed=seed).batches
+        batches = read_samples(anchor, str(data), SAMPLES, seed=seed).batches
         return unpadded(batches, str(data))
 
     return pool

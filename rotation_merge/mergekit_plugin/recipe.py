@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import MODEL, READ, Kind
 from rotation_merge.errors import RecipeError
-from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, ROOM, WORK, Input, Output
+from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
@@ -265,11 +265,9 @@ def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
         out: the merged model's folder; None: it is not known yet.
     """
     settings = config.parameters or {}
-    spill = settings.get("spill") or "none"
-    outputs = [] if spill == "none" else [Output(spill, "parameters.spill", ROOM, remedy="name another folder")]
     if out is None:
-        return outputs
-    outputs += [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
+        return []
+    outputs = [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
     if (name := settings.get("save_alignment")) not in (None, False, "none"):
         donors = len({model for model, _ in entries(config)} - {config.base_model})
         remedy = "name another file, or move it away"

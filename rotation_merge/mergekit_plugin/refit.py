@@ -31,7 +31,7 @@ def refitted_view(views: RecipeViews) -> tuple[View, Callable[[], View]]:
         RotationMergeError: models or data that nothing can be refitted to.
     """
     recipe, run, options, readers = views.recipe, views.session.run, views.session.options, views.donors.readers
-    values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start", "spill")}
+    values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start")}
     first = next(iter(readers.values()))
     values["ridge"] = _number("ridge", first, None, RefitConfig.ridge)
     values["lambda_"] = _number("lambda", first, None, RefitConfig.lambda_)

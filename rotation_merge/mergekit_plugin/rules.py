@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.parameters import checked as check_value
 from rotation_merge.config import DTYPES
-from rotation_merge.errors import RecipeError, nearest, nearest_path, removed, short
+from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import delegates, keys
 from rotation_merge.mergekit_plugin.document import (
@@ -248,7 +248,7 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
                 yield from _values(place, setting, specs.get(name))
             elif delegate is not None and name not in keys.LEGACY:
                 elsewhere = (spec.name for known in delegates.names() for spec in delegates.get(known).spec.parameters)
-                remedy = removed(name) or "leave it out" if name in elsewhere else nearest(name, [*specs, *allowed])
+                remedy = "leave it out" if name in elsewhere else nearest(name, [*specs, *allowed])
                 yield place, f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
 
 

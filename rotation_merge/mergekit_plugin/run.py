@@ -32,15 +32,14 @@ from rotation_merge.mergekit_plugin.recipe import Recipe, recipe_inputs, recipe_
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.saved_alignments import keep_alignments
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.card import add_section
+from rotation_merge.model.card import add_section, origins
 from rotation_merge.model.folder import fetched, folder_of
 from rotation_merge.model.headers import VOCABULARIES
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
-from rotation_merge.model.origin import origins
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import in_module, write_modules
-from rotation_merge.model.staging import staged
+from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Defect
 from rotation_merge.run.ledger import kept_beside

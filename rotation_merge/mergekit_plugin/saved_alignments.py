@@ -13,7 +13,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.report_rows import file_metadata
 from rotation_merge.mergekit_plugin.recipe import ALIGNMENT, KEPT_BY, numbered, title
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.origin import origins
+from rotation_merge.model.card import origins
 
 LOG = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from rotation_merge.model.folder import fetched
 from rotation_merge.model.headers import ADAPTER_CONFIG
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.low_rank import LowRank
-from rotation_merge.model.staging import staged, write_files
+from rotation_merge.model.writing import staged, write_files
 from rotation_merge.record import MergeReport
 
 BASE_LAYER = ".base_layer."

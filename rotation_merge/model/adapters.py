@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,14 +19,12 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.contents import Contents, tensor_files
 from rotation_merge.model.folder import ShardReader
 from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, header, read_json
-from rotation_merge.model.low_rank import LowRank, stacks, transposed
+from rotation_merge.model.low_rank import LowRank
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
@@ -59,12 +56,6 @@ BEYOND = {
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
-READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
-"""peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
-
-WHOLE = "merge the adapter into its base and carry the whole model"
-WRONG_BASE = "name the base that it was trained on"
-
 
 def is_adapter(path: str) -> bool:
     """Whether a directory holds an adapter and no model.
@@ -89,8 +80,6 @@ class Change:
         shift: vector that is added, `scale` times, to a bias.
         value: replaces the parameter before any other change.
         embedding: W is (in, out), not (out, in).
-        experts: number of experts whose factors stand in one; 0: they are of one map.
-        transposed: the adapter takes W for [in, out], where this is known; its factors are A (r, in) and B (out, r).
     """
 
     name: str
@@ -101,8 +90,6 @@ class Change:
     value: str = ""
     scale: float = 1.0
     embedding: bool = False
-    experts: int = 0
-    transposed: bool = False
 
     @property
     def module(self) -> str:
@@ -113,18 +100,6 @@ class Change:
     def bias(self) -> str:
         """peft's name for a bias of this module (`lora_bias`), which the adapter may have."""
         return self.b.removesuffix("weight") + "bias"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlacedChange(Change):
-    """A change whose place in the base is known.
-
-    Attributes:
-        spot: the tensor that is changed; expert: which one, where the base stores experts apart.
-    """
-
-    spot: PossibleTensor
-    expert: int | None = None
 
 
 class Adapter:
@@ -287,92 +262,3 @@ class Adapter:
             return dict(json.loads(stored))
         except (TypeError, ValueError) as error:
             raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping") from error
-
-
-def placed_changes(adapter: Adapter, base: Mapping[str, Any]) -> list[PlacedChange]:
-    """An adapter's changes by the tensors of the base; a bias of `lora_bias` belongs to the weight beside it.
-
-    Args:
-        base: the base's config.
-
-    Raises:
-        CheckpointError: the adapter changes something that the base has not, or confuses inputs and outputs.
-    """
-    names, result = every_name(base), []
-    for change in adapter.changes.values():
-        if not change.a and not change.value:
-            continue
-        place = placed(adapter, change, names)
-        if place is None:
-            problem = f"changes '{change.name}', which its base does not have"
-            raise CheckpointError(problem, where=adapter.path, remedy=WRONG_BASE)
-        if change.a and place.transposed != transposed(place.spot.info):
-            problem = f"swaps inputs and outputs of '{place.spot.info.name}', as peft does with this base's experts"
-            raise CheckpointError(problem, where=adapter.path, remedy=WHOLE)
-        result.append(place)
-    return result
-
-
-def placed(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> PlacedChange | None:
-    """A change with its place in the base; None if the base lacks the tensor.
-
-    Args:
-        names: all that the base's tensors may go by.
-
-    Raises:
-        CheckpointError: of fused experts it cannot be told what are inputs and what outputs.
-    """
-    plain = change.name.replace(".base_layer", "")
-    parameter = plain if plain in names else _target_parameter(adapter, change, names)
-    if parameter is None:
-        return None
-    info = names[parameter].info
-    expert = info.names.index(parameter) if info.stacked else None
-    experts = (info.axes[0].size or 1) if stacks(info) and expert is None else 0
-    known = {**vars(change), "experts": experts, "transposed": transposed(info)}
-    if change.a and expert is None and (parameter != plain or experts):
-        known["scale"] = adapter.scale(parameter, adapter.shapes[change.b][1] // max(experts, 1))
-        known["transposed"] = _reads_first(adapter, change, info)
-    return PlacedChange(**known, spot=names[parameter], expert=expert)
-
-
-def _target_parameter(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
-    """The tensor of peft's `target_parameters` inside a changed module, identified by its sizes."""
-    module = change.module.replace(".base_layer", "")
-    targets = (str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or [])
-    infos = {place: names[place].info for name in targets if change.a and (place := f"{module}.{name}") in names}
-    for turned in (False, True):  # peft takes some for [out, in] that are [in, out], or the other way round
-        matching = [
-            place
-            for place, info in infos.items()
-            if _fits(adapter, change, info, turned != bool(stacks(info) and transposed(info)))
-        ]
-        if len(matching) == 1:
-            return matching[0]
-    return None
-
-
-def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
-    """Whether factors take a parameter for [in, out]: by its sizes; of square experts by the peft that wrote them."""
-    as_stored = _fits(adapter, change, info, turned=False)
-    if not (as_stored and _fits(adapter, change, info, turned=True)):
-        return not as_stored
-    if not stacks(info) or transposed(info):
-        return bool(stacks(info))
-    written = str(adapter.config.get("peft_version") or "")
-    version = tuple(map(int, numbers.groups())) if (numbers := re.match(r"(\d+)\.(\d+)\.(\d+)", written)) else None
-    if version is None or READS_STORED_ORDER <= version < READS_BY_CLASS:
-        why = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
-        raise adapter.refusal(f"{why}, so inputs and outputs of '{info.name}', which is square, cannot be told")
-    return version < READS_STORED_ORDER
-
-
-def _fits(adapter: Adapter, change: Change, info: TensorInfo, turned: bool) -> bool:
-    """Whether outputs and inputs of a change are the sizes of a tensor's matrices, as far as these are known.
-
-    Args:
-        turned: take these for [in, out].
-    """
-    size = [adapter.shapes[change.b][0], adapter.shapes[change.a][1]]
-    known = [axis.size for axis in info.axes[stacks(info) :]]
-    return len(known) == 2 and all(k in (None, s) for k, s in zip(known[::-1] if turned else known, size, strict=True))

@@ -54,11 +54,9 @@ def block_hidden_biases(block: Block) -> tuple[HiddenBias, ...]:
 
 def _of_space(block: Block, space: Space) -> list[HiddenBias]:
     infos = [info for info in block.tensors if space in info.spaces()]
-    roles = {info.key: {p.role for axis in info.axes for p in axis.parts if p.space == space} for info in infos}
+    roles = {info.key: {name for held, name in info.roles() if held == space.name} for info in infos}
     maps = {role: [info for info in infos if len(info.axes) > 1 and role in roles[info.key]] for role in ROLES}
-    if any(tensor_roles - ROLES for tensor_roles in roles.values()) or any(
-        len(readers) != 1 for readers in maps.values()
-    ):
+    if set().union(*roles.values()) - ROLES or any(len(readers) != 1 for readers in maps.values()):
         return []
     keys, values = (_bias(infos, space, role) for role in "kv")
     output = maps["o"][0]
@@ -88,8 +86,7 @@ def holders(block: Block) -> list[TensorInfo]:
 
 def read_by(block: Block, info: TensorInfo) -> HiddenBias | None:
     """The hidden value bias that an output map reads; None for any other tensor."""
-    every = block_hidden_biases(block)
-    return next((hidden for hidden in every if hidden.output and hidden.output.key == info.key), None)
+    return next((bias for bias in block_hidden_biases(block) if bias.output and bias.output.key == info.key), None)
 
 
 def with_biases(
@@ -115,7 +112,7 @@ def with_biases(
         if hidden.output and hidden.bias and hidden.bias.key == info.key:
             shift = shifted(hidden, moved, anchor)
             if shift is not None and bool(shift.any()):
-                tensor = at_least_float32(tensor) - _through(hidden.space, hidden.output, shift, moved)
+                tensor = at_least_float32(tensor) - _through(hidden, hidden.output, shift, moved)
     return tensor
 
 
@@ -174,10 +171,8 @@ def _with_piece(tensor: Tensor, hidden: HiddenBias, replacement: Tensor) -> Tens
     return join_axis(pieces, 0, axis)
 
 
-def _through(space: Space, output: TensorInfo, shift: Tensor, moved: Get) -> Tensor:
+def _through(hidden: HiddenBias, output: TensorInfo, shift: Tensor, moved: Get) -> Tensor:
     """The output map applied to a constant that all heads of a group read, shape (out,)."""
     weight = at_least_float32(required(moved, output.key))
-    dim, axis = next((dim, axis) for dim, axis in enumerate(output.axes) if (Part(space, "o"),) in axis.pieces)
-    piece = split_axis(weight, dim, axis)[_place(axis, space, "o")]
-    heads = shift.to(weight)[:, None].expand(space.factors("o"))
-    return torch.tensordot(piece, heads, dims=([dim, dim + 1, dim + 2], [0, 1, 2]))
+    dim = next(dim for dim, axis in enumerate(output.axes) if (Part(hidden.space, "o"),) in axis.pieces)
+    return torch.tensordot(weight, along(hidden, output, dim, shift.to(weight)), dims=([dim], [0]))

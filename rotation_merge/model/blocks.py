@@ -31,11 +31,9 @@ def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = No
     sizes = tuple(axis.size for axis in info.axes)
     if sizes and (len(sizes) != len(shape) or any(w not in (None, s) for w, s in zip(sizes, shape, strict=True))):
         words = " x ".join("any" if w is None else str(w) for w in sizes)
-        raise CheckpointError(
-            f"tensor '{info.name}' has shape {list(shape)}, its config says {words}",
-            where=model,
-            remedy="config.json and weights do not belong together, or the architecture file is wrong",
-        )
+        problem = f"tensor '{info.name}' has shape {list(shape)}, its config says {words}"
+        remedy = "config.json and weights do not belong together, or the architecture file is wrong"
+        raise CheckpointError(problem, where=model, remedy=remedy)
 
 
 def check_shapes(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:

@@ -1,4 +1,4 @@
-"""The model card: metadata for the hub, and the section on the merge, which a push rewrites."""
+"""The model card: metadata for the hub, the origins of models, and the section on the merge, which a push rewrites."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
+from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.errors import RotationMergeError, printable, short
 from rotation_merge.files import write_text
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.markdown import code, encoded, plain, prose
+from rotation_merge.model.folder import place_of
+from rotation_merge.model.hub import is_hub_name
+from rotation_merge.model.markdown import code, encoded, plain, prose, table
 from rotation_merge.model.naming import Renaming, shortened
 from rotation_merge.model.verdict import markdown
 from rotation_merge.record import MergeReport
@@ -29,14 +32,41 @@ TAGS = {
 }
 """By relation to the parents."""
 
-TOLERANCE = 6e-6
-"""Difference of most weights of a merge between CPU kernels that sum in different orders. The demo's two Llamas, merged
-with the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights differ, by up to 5.8e-6."""
-
 MEASURED = "evaluation.json"
 """File that `rotation-merge evaluate --keep` writes beside a model."""
 
 _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
+
+_SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
+
+RUN = """
+### How to run it
+
+Like any {noun}: nothing beside {library} is needed.
+
+```python
+from {library} import {kind}
+
+model = {kind}.from_pretrained({name})
+```"""
+
+MAKE_AGAIN = """
+### How to make it again
+
+With {makers}:
+
+```bash
+{commands}
+```
+
+{statistics}On the same machine with the same versions and samples the bytes are the same. With other CPU kernels most \
+weights differ by up to 6e-06; {compare} tells you whether both models compute the same.
+
+{without_plugin}"""
+"""The demo's two Llamas, merged with the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights
+differ, by up to 5.8e-6."""
+
+STATISTICS = "Its statistics are not published. They are measured first, on the same samples.\n\n"
 
 
 def front_matter(text: str) -> tuple[dict[str, Any], str]:
@@ -82,10 +112,13 @@ def metadata(
         card.pop("base_model", None)
     card["base_model_relation"] = report.relation
     card["library_name"] = "peft" if report.relation == "adapter" else "transformers"
-    card |= _licence(report, card)
+    stated = _licences(report)
+    if card.get("license") in (None, "other") and any(stated):
+        common = {"license": stated[0]} if len(set(stated)) == 1 else {}
+        card |= common or {"license": "other", "license_name": "licences-of-the-parents"}
     user_tags = [tag for tag in card.get("tags") or [] if isinstance(tag, str)]
     card["tags"] = list(dict.fromkeys([*TAGS[report.relation], *user_tags]))
-    sets = [*(card.get("datasets") or []), *map(_dataset, (str(used["source"]) for used in report.data))]
+    sets = [*(card.get("datasets") or []), *(_dataset(str(used["source"])) for used in report.data)]
     if known := list(dict.fromkeys(filter(None, sets))):
         card["datasets"] = known
     if measured:
@@ -95,9 +128,8 @@ def metadata(
 
 def _parents(report: MergeReport) -> dict[str, dict[str, Any]]:
     """The origin of each parent, adapters after their bases."""
-    names = [report.base] if report.base is not None else list(report.models)
     origins = {}
-    for name in names:
+    for name in [report.base] if report.base is not None else list(report.models):
         facts = report.models.get(name, {})
         adapter = facts.get("adapter")
         origins[name if adapter is None else name.partition("+")[0]] = facts
@@ -110,17 +142,7 @@ def _hub_ids(report: MergeReport) -> list[str]:
     return list(dict.fromkeys(facts["hub"] for facts in _parents(report).values() if facts.get("hub")))
 
 
-def _licence(report: MergeReport, existing: Mapping[str, Any]) -> dict[str, str]:
-    """The parents' common licence, else `other`. An existing card's licence is kept."""
-    stated = _stated(report)
-    if existing.get("license") not in (None, "other") or not any(stated):
-        return {}
-    if len(set(stated)) == 1:
-        return {"license": str(stated[0])}
-    return {"license": "other", "license_name": "licences-of-the-parents"}
-
-
-def _stated(report: MergeReport) -> list[str | None]:
+def _licences(report: MergeReport) -> list[str | None]:
     """The licences of the parents and of fine-tunes carried onto them."""
     carried = [facts for facts in report.models.values() if facts.get("carried")]
     return [facts.get("license") for facts in (*_parents(report).values(), *carried)]
@@ -142,138 +164,6 @@ def _result(measurement: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
-    """Markdown between our marks: moved donors with distances, models and licences, data, usage.
-
-    Args:
-        name: name to load the model by.
-        model_class: of transformers.
-        first: commands that make the recipe's unpublished inputs.
-    """
-    lines = [BEGIN, "### Models"]
-    if report.relation == "merge":
-        lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
-        lines += ["", "Per space: `rotation_merge.json`."]
-    lines += [] if report.search is None else markdown(report.search)
-    lines += [*origins(report), *_data(report), *(usage_lines(report, name, model_class, first) if name else [])]
-    return "\n".join([*lines, "", END, ""])
-
-
-def notes(report: MergeReport) -> list[str]:
-    """The report's notes as Markdown."""
-    parents = _parents(report)
-    names = [report.anchor, *report.donors(), *report.models, *parents, *report.files.values()]
-    return [prose(note, [*names, *(str(used["source"]) for used in report.data)]) for note in report.notes]
-
-
-def _done(report: MergeReport) -> list[str]:
-    """Card lines on the donors: one row for each moved donor."""
-    tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
-    if not report.donors():
-        return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
-    near = f" and line up with {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
-    lines = [
-        f"Before the merge by {code(report.delegate)}, {tool} rewrote the weights of these models: they keep their "
-        f"outputs{near}.",
-        "",
-        "| model | relative distance before | after | |",
-        "|---|---|---|---|",
-    ]
-    matched = {row.donor for row in report.rows}
-    for donor in report.donors():
-        figures = report.relative_distances(donor) if donor in matched else ()
-        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
-        lines.append(f"| {plain(donor)} | {before} | {after} | {plain(report.verdict(donor))} |")
-    return lines
-
-
-def origins(report: MergeReport) -> list[str]:
-    """Origins, fingerprints and licences of the models, as Markdown lines."""
-    parts = {**{name: report.models.get(name, {}) for name in report.fingerprints}, **report.models}
-    rows = []
-    for name, facts in parts.items():
-        mark = report.fingerprints.get(name, "")
-        rows.append((_linked(name, facts), facts, f"{code(mark)}" if mark else ""))
-        if facts.get("adapter"):
-            rows.append((_linked(str(facts["adapter"].get("name")), facts["adapter"]), facts["adapter"], ""))
-    if not rows:
-        return []
-    lines = ["", "| model | revision | licence | fingerprint of config and weights |", "|---|---|---|---|"]
-    for name, facts, mark in rows:
-        known = plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")
-        lines.append(f"| {name} | {' | '.join(known)} | {mark} |")
-    if len(set(_stated(report))) > 1:
-        lines += ["", "The parents have different licences; all of them apply."]
-    return lines
-
-
-def _linked(name: str, facts: Mapping[str, Any]) -> str:
-    hub = facts.get("hub")
-    known = isinstance(hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub)
-    return f"[{hub}](https://huggingface.co/{hub})" if known else plain(hub or name)
-
-
-def _data(report: MergeReport) -> list[str]:
-    if not report.data:
-        return []
-    rows = [f"| {plain(used['of'])} | {used['samples'] or ''} | {plain(used['source'])} |" for used in report.data]
-    return ["", "### Data", "", "| used for | samples | source |", "|---|---|---|", *rows]
-
-
-def usage_lines(report: MergeReport, name: str, model_class: str | None, first: Sequence[str]) -> list[str]:
-    """Card lines: running the model, and making it again with and without the plugin."""
-    needs = "model: nothing beside transformers"
-    if report.relation == "adapter":
-        needs = "adapter: nothing beside peft"
-        base = next(iter(_hub_ids(report)), report.base or report.anchor)
-        loading = [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-            f"model = PeftModel.from_pretrained(base, {json.dumps(name)})",
-        ]
-    else:
-        kind = model_class if model_class and model_class.isidentifier() else "AutoModel"
-        loading = [f"from transformers import {kind}", "", f"model = {kind}.from_pretrained({json.dumps(name)})"]
-    lines = ["", "### How to run it", "", f"Like any {needs} is needed.", "", "```python", *loading, "```"]
-    return lines if report.relation != "merge" else [*lines, *_again(report, name, first)]
-
-
-def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
-    """Card lines: making a merge again, with and without the plugin."""
-    makers = [f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")]
-    folder = os.path.basename(name)
-    if name.count("/") == 1:
-        merge = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
-        merge, compare = [*merge, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
-    else:
-        merge = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
-        compare = shlex.join(["rotation-merge", "verify", folder, "again"])
-    lines = ["", "### How to make it again", "", f"With {', '.join(makers)}:", "", "```bash", *merge, "```", ""]
-    lines += ["Its statistics are not published. They are measured first, on the same samples.", ""] if first else []
-    lines.append(
-        "On the same machine with the same versions and samples the bytes are the same. With other CPU kernels most "
-        f"weights differ by up to {TOLERANCE:g}; {code(compare)} tells you whether both models compute the same."
-    )
-    return [*lines, "", _without_plugin(report)]
-
-
-def _without_plugin(report: MergeReport) -> str:
-    """Instructions for readers without the plugin."""
-    delegate = code(report.delegate)
-    if report.own_method:
-        return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
-    if not report.donors():
-        return f"mergekit alone makes it, too, by {delegate}."
-    if any(row.kind == "stream" and row.group == "rotation" for row in report.rows):
-        return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
-    return (
-        "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "
-        f"mergekit alone then merges them by {delegate}."
-    )
-
-
 def kept_figures(folder: str) -> list[dict[str, Any]]:
     """The figures that `evaluate --keep` wrote beside a model.
 
@@ -292,6 +182,123 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
         raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
+def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
+    """Markdown between our marks: moved donors with distances, models and licences, data, usage.
+
+    Args:
+        name: name to load the model by.
+        model_class: of transformers.
+        first: commands that make the recipe's unpublished inputs.
+    """
+    lines = [BEGIN, "### Models"]
+    if report.relation == "merge":
+        lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
+        lines += ["", "Per space: `rotation_merge.json`."]
+    lines += [] if report.search is None else markdown(report.search)
+    lines += [*_origins(report), *_data(report)]
+    if name:
+        lines.append(_usage(report, name, model_class))
+    if name and report.relation == "merge":
+        lines.append(_again(report, name, first))
+    return "\n".join([*lines, "", END, ""])
+
+
+def notes(report: MergeReport) -> list[str]:
+    """The report's notes as Markdown."""
+    names = [report.anchor, *report.donors(), *report.models, *_parents(report), *report.files.values()]
+    return [prose(note, [*names, *(str(used["source"]) for used in report.data)]) for note in report.notes]
+
+
+def _done(report: MergeReport) -> list[str]:
+    """Card lines on the donors: one row for each moved donor."""
+    tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
+    if not report.donors():
+        return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
+    near = f" and line up with {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
+    matched, rows = {row.donor for row in report.rows}, []
+    for donor in report.donors():
+        figures = report.relative_distances(donor) if donor in matched else ()
+        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
+        rows.append([plain(donor), before, after, plain(report.verdict(donor))])
+    return [
+        f"Before the merge by {code(report.delegate)}, {tool} rewrote the weights of these models: they keep their "
+        f"outputs{near}.",
+        "",
+        *table(["model", "relative distance before", "after", ""], rows),
+    ]
+
+
+def _origins(report: MergeReport) -> list[str]:
+    """Card lines on the models: where they come from, their licences and fingerprints."""
+    rows = []
+    for name, facts in {**{key: {} for key in report.fingerprints}, **report.models}.items():
+        mark, adapter = report.fingerprints.get(name, ""), facts.get("adapter")
+        rows.append([*_origin(name, facts), code(mark) if mark else ""])
+        if adapter:
+            rows.append([*_origin(str(adapter.get("name")), adapter), ""])
+    if not rows:
+        return []
+    lines = ["", *table(["model", "revision", "licence", "fingerprint of config and weights"], rows)]
+    if len(set(_licences(report))) > 1:
+        lines += ["", "The parents have different licences; all of them apply."]
+    return lines
+
+
+def _origin(name: str, facts: Mapping[str, Any]) -> list[str]:
+    """Cells: a model's name, revision and licence."""
+    hub = facts.get("hub")
+    known = isinstance(hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub)
+    link = f"[{hub}](https://huggingface.co/{hub})" if known else plain(hub or name)
+    return [link, plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")]
+
+
+def _data(report: MergeReport) -> list[str]:
+    rows = [[plain(used["of"]), str(used["samples"] or ""), plain(used["source"])] for used in report.data]
+    return ["", "### Data", "", *table(["used for", "samples", "source"], rows)] if rows else []
+
+
+def _usage(report: MergeReport, name: str, model_class: str | None) -> str:
+    """Running the model."""
+    noun, library, kind = "model", "transformers", model_class or ""
+    if report.relation == "adapter":
+        noun, library, kind = "adapter", "peft", "AutoPeftModelForCausalLM"
+    kind = kind if kind.isidentifier() else "AutoModel"
+    return RUN.format(noun=noun, library=library, kind=kind, name=json.dumps(name))
+
+
+def _again(report: MergeReport, name: str, first: Sequence[str]) -> str:
+    """Making a merge again, with and without the plugin; a `name` with a slash is one of the hub."""
+    folder = os.path.basename(name)
+    merge = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
+    compare = shlex.join(["rotation-merge", "verify", folder, "again"])
+    if name.count("/") == 1:
+        merge = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
+        merge, compare = [*merge, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
+    makers = (f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch"))
+    return MAKE_AGAIN.format(
+        makers=", ".join(makers),
+        commands="\n".join(merge),
+        statistics=STATISTICS if first else "",
+        compare=code(compare),
+        without_plugin=_without_plugin(report),
+    )
+
+
+def _without_plugin(report: MergeReport) -> str:
+    """Instructions for readers without the plugin."""
+    delegate = code(report.delegate)
+    if report.own_method:
+        return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
+    if not report.donors():
+        return f"mergekit alone makes it, too, by {delegate}."
+    if any(row.kind == "stream" and row.group == "rotation" for row in report.rows):
+        return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
+    return (
+        "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "
+        f"mergekit alone then merges them by {delegate}."
+    )
+
+
 def class_of(folder: str) -> str | None:
     """The class of transformers that a checkpoint's config names."""
     classes = Contents(folder).config.get("architectures")
@@ -305,8 +312,7 @@ def add_section(path: str, report: MergeReport) -> None:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     folder = os.path.dirname(os.path.abspath(path))
-    name = os.path.basename(folder)
-    write_text(path, updated_card(text, report, name, class_of(folder)))
+    write_text(path, updated_card(text, report, os.path.basename(folder), class_of(folder)))
 
 
 def updated_card(
@@ -315,39 +321,31 @@ def updated_card(
     name: str,
     model_class: str | None,
     measured: Sequence[Mapping[str, Any]] = (),
-    written: MergeReport | None = None,
     first: Sequence[str] = (),
 ) -> str:
     """A card with the report's metadata and section; everything else unchanged.
 
     The card of a merge names no path of this machine that the report knows.
-
-    Args:
-        written: the report that the card was written from, where models had other names; None: mergekit wrote it just
-            now, or they had the same.
-        first: see `section`.
     """
     existing, body = front_matter(text)
-    our_section = section(report, name, model_class, first)
     before, begin_mark, after = body.partition(BEGIN)
     if begin_mark:
-        body = f"{before}{our_section}{after.partition(END)[2].removeprefix(chr(10))}"
+        after = after.partition(END)[2].removeprefix("\n")
     else:
         before, marker, after = body.partition("### Configuration")
-        body = f"{before}{our_section}\n{marker}{after}" if marker else f"{before.rstrip()}\n\n{our_section}"
-    if report.relation == "merge":
-        body = _without_paths(report)(body) if written is None else _with_new_names(body, written, report)
+        before, after = (before, f"\n{marker}{after}") if marker else (f"{before.rstrip()}\n\n", "")
+    body = f"{before}{section(report, name, model_class, first)}{after}"
+    body = Renaming(shown_names(report)).text(body)
     return with_metadata(metadata(report, existing, measured, name), body)
 
 
-def _without_paths(report: MergeReport) -> Callable[[str], str]:
-    """A function that replaces this machine's paths that the report knows: models, samples, files."""
-    known = {*_model_names(report), *_files(report)}
+def shown_names(report: MergeReport) -> dict[str, str]:
+    """The names in a merge's card of what lies on this machine: models, samples, files, by the report's names."""
+    known = {*_model_names(report), *_files(report)} if report.relation == "merge" else set()
     paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
-    words = {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
-    return Renaming(words).text
+    return {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
 
 
 def _model_names(report: MergeReport) -> list[str]:
@@ -368,18 +366,32 @@ def _files(report: MergeReport) -> Iterator[str]:
         return
 
 
-def _with_new_names(body: str, written: MergeReport, report: MergeReport) -> str:
-    """A card written by mergekit with models renamed: in the base, the list and the recipe."""
-    old, new = _without_paths(written), _without_paths(report)
-    names = {old(a): new(b) for a, b in zip(_model_names(written), _model_names(report), strict=True)}
-    names = {plain(before): plain(after) for before, after in names.items()}
+def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[str, dict[str, Any]]:
+    """Origin of each model and its adapter, by the model's name in a report.
 
-    def replaced(match: re.Match[str]) -> str:
-        return match[1] + " + ".join(names.get(part, part) for part in match[2].split(" + ")) + match[3]
+    Its entries are `hub` (org/name), `revision` (the commit that was read) and `license`. Unknown values are None;
+    nothing is fetched.
+    """
+    facts_by_name = {}
+    for reference in models:
+        facts = _facts(reference.model, cache)
+        if reference.lora is not None:
+            facts["adapter"] = {"name": str(reference.lora), **_facts(reference.lora, cache)}
+        facts_by_name[str(reference)] = facts
+    return facts_by_name
 
-    head, marker, remainder = body.partition("### Models Merged")
-    models, following, remainder = remainder.partition("\n### ")
-    head = re.sub(r"( merge method using )(.+)( as a base\.)", replaced, head)
-    models = re.sub(r"(?m)^(\* )(.+)()$", replaced, models)
-    recipe = f"```yaml\n{old(written.recipe)}\n```"
-    return f"{head}{marker}{models}{following}{remainder}".replace(recipe, f"```yaml\n{new(report.recipe)}\n```")
+
+def _facts(part: ModelPath, cache: str | None) -> dict[str, Any]:
+    place = os.path.abspath(place_of(part, cache) or os.devnull)
+    folder = place if os.path.isdir(place) else os.path.dirname(place)
+    snapshot, repo = _SNAPSHOT.search(folder), part.path.partition(":")[0]
+    if snapshot is not None:
+        return {"hub": f"{snapshot[1]}/{snapshot[2]}", "revision": snapshot[3], "license": licence(folder)}
+    hub = repo if is_hub_name(repo) and not os.path.exists(part.path) else None
+    return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder)}
+
+
+def licence(folder: str) -> str | None:
+    """The licence in the card beside a model; None if it states none."""
+    stated = metadata_in(folder).get("license")
+    return stated if isinstance(stated, str) and stated.strip() else None

@@ -16,11 +16,6 @@ from rotation_merge.model.tensors import TensorSource
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
 
-def compared_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config entries that distinguish models."""
-    return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
-
-
 def checksum(tensor: Tensor) -> str:
     """Dtype, shape and CRC-32 of a tensor's bytes, in words."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -49,7 +44,8 @@ class Fingerprint(dict[str, str]):
     def hexdigest(self, config: Mapping[str, Any]) -> str:
         """The digest of the config and the tensors so far, 40 characters."""
         digest = hashlib.blake2b(digest_size=20)
-        digest.update(json.dumps(compared_config(config), sort_keys=True, default=str).encode())
+        compared = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+        digest.update(json.dumps(compared, sort_keys=True, default=str).encode())
         for name in sorted(self):
             digest.update(f"\n{name} {self[name]}".encode())
         return digest.hexdigest()

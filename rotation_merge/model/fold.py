@@ -8,7 +8,7 @@ norm removes the mean of its output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -79,10 +79,6 @@ class Fold:
             tensor = at_least_float32(tensor)
             tensor = tensor - tensor.mean(dim, keepdim=True)
         return tensor
-
-    def block(self, block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All tensors of a block, folded."""
-        return {i.key: self.tensor(block, i, tensors.get) for i in block.tensors if i.key in tensors}
 
     def unfold_change(
         self, block: Block, info: TensorInfo, change: Tensor, get: Get, weight: Tensor | None = None
@@ -224,11 +220,7 @@ def _absorbs_shift(block: Block, norm: Norm) -> bool:
 
 
 def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get, ndim: int) -> Tensor | None:
-    """W b, of a bias's `ndim` dimensions: what it takes over from the norm's shift b; None if it does not.
-
-    Args:
-        weights: gives the weight W beside the bias.
-    """
+    """W b, of a bias's `ndim` dimensions: what it takes over from the norm's shift b; None if it does not."""
     shift, info = _shift(norm, get), block.tensor(weight_key(bias.key))
     if shift is None or info is None or not _absorbs_shift(block, norm):
         return None
@@ -238,11 +230,7 @@ def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get
 
 
 def _reciprocal(block: Block, key: str, gain: Tensor, shift: Tensor | None = None) -> Tensor:
-    """One over a gain.
-
-    Raises:
-        AlignmentError: an entry is too near zero, itself or beside the norm's shift.
-    """
+    """One over a gain; refused where an entry is too near zero, itself or beside the norm's shift."""
     wrong = gain.abs() < LEAST_GAIN
     if shift is not None:
         error = shift.abs().to(gain.dtype) / gain.abs().clamp_min(LEAST_GAIN) * torch.finfo(torch.float32).eps
@@ -254,25 +242,17 @@ def _reciprocal(block: Block, key: str, gain: Tensor, shift: Tensor | None = Non
 
 
 def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None) -> Tensor:
-    """The shift divided by the gain, for readers without a bias.
-
-    Beside normalised activations, whose root mean square is one, it is stored in its type: once a rotation has mixed
-    the coordinates, the largest of its entries sets the rounding error of all.
-
-    Raises:
-        AlignmentError: that error would be more than a few roundings.
-    """
+    """The shift divided by the gain, for readers without a bias; refused if rounding it cost too much."""
+    # It stands beside normalised activations, whose root mean square is one, and once a rotation has mixed the
+    # coordinates, the largest of its entries sets the rounding error of all.
     gain = _gain(norm, get).to(at_least_float32(shift))
     divided = torch.where((gain == 0) & (shift == 0), torch.zeros_like(gain), at_least_float32(shift) / gain)
     size = float(divided.double().square().mean().sqrt())
     stored = max((shift.dtype, dtype or shift.dtype), key=lambda kind: torch.finfo(kind).eps)
     rounding = torch.finfo(stored).eps
     if size * rounding > max(ROUNDINGS * rounding, LEAST_ERROR):
-        raise AlignmentError(
-            f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): in "
-            f"{str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g} of the "
-            "norm's output",
-            where=block.name,
-            remedy=f"{UNROTATED}, or a dtype of more digits",
-        )
+        off = f"in {str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g}"
+        problem = f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): {off}"
+        remedy = f"{UNROTATED}, or a dtype of more digits"
+        raise AlignmentError(f"{problem} of the norm's output", where=block.name, remedy=remedy)
     return divided

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -50,7 +51,7 @@ def folder_of(part: ModelPath, cache: str | None = None) -> str | None:
         CheckpointError: it is a GGUF that is damaged.
     """
     place = place_of(part, cache)
-    return None if place is None else _as_folder(place)
+    return None if place is None else gguf.decoded(place)
 
 
 def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] = SMALL) -> str:
@@ -65,7 +66,7 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
     path = part.path
     if os.path.isfile(path) and not gguf.is_gguf(path):
         raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
-    return _as_folder(path if os.path.exists(path) else _downloaded(part, cache, patterns))
+    return gguf.decoded(path if os.path.exists(path) else _downloaded(part, cache, patterns))
 
 
 def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> str:
@@ -81,9 +82,7 @@ def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> 
         return cached
     wanted = gguf.split_files(file) if file else list(patterns)
 
-    def download() -> str:
-        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=wanted)
-
+    download = partial(snapshot_download, repo, revision=revision, cache_dir=cache, allow_patterns=wanted)
     folder = sent(path, cached, "file" if file else "folder", "check the name", download)
     place = os.path.join(folder, file) if file else folder
     if not os.path.exists(place) or (not file and not os.listdir(place)):  # nothing is in transformers' format
@@ -108,11 +107,6 @@ def absent_parts(reference: ModelReference) -> list[ModelPath]:
         if on_hub and not os.path.exists(part.path) and not weights:
             absent.append(part)
     return absent
-
-
-def _as_folder(place: str) -> str:
-    """A folder, or the one that is made from a GGUF."""
-    return gguf.decoded(place) if gguf.is_gguf(place) else place
 
 
 class ShardReader:

@@ -40,15 +40,10 @@ def same_form(stored: Architecture, named: Architecture) -> bool:
     return not composed and all(name == stored_name for name, stored_name in names_in(stored, named).items())
 
 
-def translated(source: TensorSource, stored: Architecture, named: Architecture) -> Tensors:
-    """A model's tensors also under the names of another model of the same family."""
-    tensors = as_tensors(source)
-    return tensors if stored is named else tensors.renamed(names_in(stored, named))
-
-
 def named_as(named: Architecture, source: TensorSource, stored: Architecture) -> Tensors:
     """A model's tensors by the names of another model of its family, a tied one under both of its names."""
-    return with_tied(named, translated(source, stored, named))
+    tensors = as_tensors(source)
+    return with_tied(named, tensors if stored is named else tensors.renamed(names_in(stored, named)))
 
 
 def restructured(source: TensorSource, stored: Architecture, named: Architecture) -> Tensors:
@@ -72,7 +67,7 @@ def restructured(source: TensorSource, stored: Architecture, named: Architecture
     def compute(_: Block, info: TensorInfo) -> Tensor | None:
         return forms[info.name].read(tensors) if info.name in forms else None
 
-    return blockwise(named, translated(tensors, stored, named).replaced(described), compute)
+    return blockwise(named, named_as(named, tensors, stored).replaced(described), compute)
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]

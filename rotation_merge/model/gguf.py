@@ -11,15 +11,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, no_space, short
 from rotation_merge.files import locked, write_json
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.headers import AGAIN
+from rotation_merge.model.headers import AGAIN, reason
 from rotation_merge.model.hub import is_gguf_file, reachable
-from rotation_merge.model.staging import staged
+from rotation_merge.model.writing import staged
 
 LOG = logging.getLogger(__name__)
 
@@ -56,56 +57,38 @@ def on_hub(path: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (path, "")
 
 
-def in_repository(repo: str, revision: str | None) -> list[str]:
-    """The GGUF files of a repository of the hub, of split ones the first; empty if the hub cannot tell."""
-    from huggingface_hub import HfApi
-
-    try:
-        names = HfApi().list_repo_files(repo, revision=revision) if reachable() else []
-    except Exception:  # of the client of HTTP below, which is another each year
-        return []
-    return sorted({split_files(name)[0] for name in names if is_gguf_file(name)})
-
-
-def refuse_absent(path: str, revision: str | None) -> None:
+def refuse_absent(path: str, revision: str | None = None, names: Iterable[str] | None = None) -> None:
     """Refuse a GGUF that its repository does not have, or a repository that has nothing but GGUF files.
+
+    Args:
+        names: of the files that it has; None: the hub is asked.
 
     Raises:
         CheckpointError: names those that it has.
     """
+    from huggingface_hub import HfApi
+
     repo, file = on_hub(path)
-    known = in_repository(repo, revision)
+    with suppress(Exception):  # of the client of HTTP below, which is another each year
+        names = HfApi().list_repo_files(repo, revision=revision) if names is None and reachable() else names
+    known = sorted({split_files(name)[0] for name in names or () if is_gguf_file(name)})
     if file:
         remedy = nearest(file, known) if known else "check the name"
         raise CheckpointError("is not in the repository", where=path, remedy=remedy)
-    refuse_bare_repository(repo, known)
-
-
-def refuse_bare_repository(repo: str, files: Sequence[str]) -> None:
-    """Refuse a repository as a model if it holds GGUF files, which are named one by one.
-
-    Raises:
-        CheckpointError: names them.
-    """
-    if files:
-        remedy = f"name one of its files, as {repo}:{files[0]}"
-        raise CheckpointError(f"holds models in GGUF: {named(files)}", where=repo, remedy=remedy)
+    if known:
+        remedy = f"name one of its files, as {repo}:{known[0]}"
+        raise CheckpointError(f"holds models in GGUF: {named(known)}", where=repo, remedy=remedy)
 
 
 def _model_in(folder: str) -> str:
-    """The only GGUF model in a folder.
-
-    Raises:
-        CheckpointError: there are several.
-    """
+    """The only GGUF model in a folder."""
     names = sorted(filter(is_gguf_file, os.listdir(folder)))
     models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
-    if not models:
-        raise CheckpointError(f"holds no language model in GGUF, only {named(names)}", where=folder, remedy="name one")
     if len(models) != 1:
         problem = f"holds {len(models)} models in GGUF: {', '.join(sorted(models))}"
+        problem = problem if models else f"holds no language model in GGUF, only {named(names)}"
         raise CheckpointError(problem, where=folder, remedy="name one of the files")
-    return os.path.join(folder, next(iter(models.values())))
+    return os.path.join(folder, *models.values())
 
 
 def quantised(folder: str) -> str:
@@ -114,7 +97,7 @@ def quantised(folder: str) -> str:
 
 
 def decoded(path: str) -> str:
-    """The folder that a GGUF is decoded into; written on first use, by one process.
+    """The folder that a GGUF is decoded into; written on first use, by one process. Of any other model its own folder.
 
     Args:
         path: any one of its files, or the folder that holds no other model.
@@ -124,6 +107,8 @@ def decoded(path: str) -> str:
     """
     from huggingface_hub import constants
 
+    if not is_gguf(path):
+        return path
     path = _model_in(path) if os.path.isdir(path) else path
     paths = split_files(path)
     if missing := next((file for file in paths if not os.path.isfile(file)), None):
@@ -131,21 +116,18 @@ def decoded(path: str) -> str:
         raise CheckpointError(problem, where=path, remedy="download it, too")
     name = f"{Path(paths[0]).stem[:80]}-{_mark(paths)}"
     folder = os.path.join(constants.HF_HOME, "rotation_merge", "gguf", name)
-    if not os.path.isdir(folder):
-        try:
-            with locked(folder, wait=FOREVER):
-                if not os.path.isdir(folder):
-                    _decode(paths, folder)
-        except CheckpointError:
-            raise
-        except Exception as error:  # numpy, torch, safetensors and tokenizers raise errors of many classes
-            if isinstance(error, OSError | NotImplementedError | RotationMergeError) or no_space(error):
-                reason = short(getattr(error, "strerror", None) or error)
-                problem = f"the weights of {path} cannot be written ({reason})"
-                remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
-                raise CheckpointError(problem, where=folder, remedy=remedy) from error
-            problem = f"its metadata are damaged ({short(error)})"
-            raise CheckpointError(problem, where=path, remedy=AGAIN) from error
+    try:
+        with locked(folder, wait=FOREVER) if not os.path.isdir(folder) else nullcontext():
+            if not os.path.isdir(folder):
+                _decode(paths, folder)
+    except CheckpointError:
+        raise
+    except Exception as error:  # numpy, torch, safetensors and tokenizers raise errors of many classes
+        if isinstance(error, OSError | NotImplementedError | RotationMergeError) or no_space(error):
+            problem = f"the weights of {path} cannot be written ({short(reason(error))})"
+            remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
+            raise CheckpointError(problem, where=folder, remedy=remedy) from error
+        raise CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy=AGAIN) from error
     return folder
 
 
@@ -158,14 +140,14 @@ def _mark(paths: Sequence[str]) -> str:
 
 
 def _decode(paths: Sequence[str], folder: str) -> None:
-    """Write the folder under another name; remove what killed runs and earlier states of the files have left."""
+    """Write the folder under another name; remove those of earlier states of the files."""
     from rotation_merge.model.gguf_checkpoint import write_checkpoint
 
-    files = [os.path.abspath(path) for path in paths]
-    beside = [entry.path for entry in os.scandir(os.path.dirname(folder)) if entry.is_dir()]
     LOG.info("%s is decoded into %s", paths[0], folder)
-    for former in (place for place in beside if Contents(place).mapping(ORIGIN).get("files") == files):
-        shutil.rmtree(former, ignore_errors=True)
+    files = [os.path.abspath(path) for path in paths]
+    for entry in os.scandir(os.path.dirname(folder)):
+        if entry.is_dir() and Contents(entry.path).mapping(ORIGIN).get("files") == files:
+            shutil.rmtree(entry.path, ignore_errors=True)
     with staged(folder) as staging:
         note = write_checkpoint(paths, staging)
         write_json(os.path.join(staging, ORIGIN), {"files": files, "note": note})

@@ -341,11 +341,7 @@ def _write_tokenizer(model: GgufFile, folder: str) -> None:
 
 
 def _check_vocabulary(path: str, tokens: Sequence[str], file: str) -> None:
-    """Check that a tokenizer.json beside a file has its tokens.
-
-    Raises:
-        CheckpointError: it has others at some ids, or is no tokenizer.
-    """
+    """Refuse a tokenizer.json beside a file that has other tokens at some ids, or is none."""
     from tokenizers import Tokenizer
 
     try:
@@ -390,11 +386,7 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
 
 
 def _splitting(model: GgufFile) -> Any:
-    """The rule for splitting text that a file names, where transformers' reader took GPT-2's.
-
-    Raises:
-        CheckpointError: it names none, or one that is not known.
-    """
+    """The rule for splitting text that a file names, where transformers' reader took GPT-2's."""
     from tokenizers import Regex, pre_tokenizers
 
     name = model.metadata("tokenizer.ggml.pre") or UNNAMED_SPLITS.get(model.architecture)

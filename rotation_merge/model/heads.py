@@ -17,8 +17,8 @@ from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
 from rotation_merge.model.open import ModelLike, open_model
-from rotation_merge.model.staging import HEADS, free_name
 from rotation_merge.model.view import View
+from rotation_merge.model.writing import HEADS, free_name
 from rotation_merge.record import MergeReport
 from rotation_merge.symmetry import Transform
 
@@ -116,7 +116,7 @@ def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_
     for name, view in under_heads(open_model(merged, unsupported="merge"), donors).items():
         body = f"The merged body with the head of {code(view.reference)}."
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\n{body}\n"
-        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), view.storage(shard_size))
+        write_checkpoint(view, report, text, os.path.join(merged, HEADS, name), shard_size)
 
 
 def heads_of_teachers(merged: View, teachers: Sequence[View]) -> list[View | None]:

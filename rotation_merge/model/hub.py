@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rotation_merge.errors import CheckpointError, nearest_path, short
 
@@ -112,9 +113,8 @@ class HubFile:
         """Its path in the cache; None if it was not downloaded."""
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(
-            self.repo, self.name, cache_dir=cache, revision=self.revision, repo_type=self.kind
-        )
+        place = {"revision": self.revision, "repo_type": self.kind}
+        cached = try_to_load_from_cache(self.repo, self.name, cache_dir=cache, **place)
         return cached if isinstance(cached, str) else None
 
     def fetched(self, cache: str | None = None) -> str:
@@ -129,9 +129,8 @@ class HubFile:
         if cached is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
             return cached
 
-        def download() -> str:
-            return hf_hub_download(self.repo, self.name, repo_type=self.kind, revision=self.revision, cache_dir=cache)
-
+        place = {"revision": self.revision, "repo_type": self.kind, "cache_dir": cache}
+        download = partial(hf_hub_download, self.repo, self.name, **place)
         return sent(str(self), cached, "file", "check the path; of the hub: org/repo/file@revision", download)
 
 

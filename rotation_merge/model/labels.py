@@ -71,12 +71,8 @@ def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lamb
 
 def rows_note(anchor: str, donor: str, rows: LabelRows) -> list[str]:
     """A note on rows that were reordered."""
-    if not rows:
-        return []
-    return [
-        f"`{donor}` has the classes of `{anchor}` in another order. The rows of its head ({', '.join(rows)}) are put "
-        "into the anchor's order."
-    ]
+    put = f"The rows of its head ({', '.join(rows)}) are put into the anchor's order."
+    return [f"`{donor}` has the classes of `{anchor}` in another order. {put}"] if rows else []
 
 
 def in_class_order(view: View, rows: LabelRows) -> View:

@@ -10,18 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rotation_merge.architecture import resolve
-from rotation_merge.architecture.model import Architecture
+from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find
 from rotation_merge.model.view import View
 
 
 def _language_part(wrapper: View, text_model: View) -> tuple[str, str, dict[str, str]] | None:
-    """The module of a multimodal model that a text-only one matches.
-
-    Returns:
-        Its entry in the wrapper's config, its name, and by the wrapper's names of its tensors the text-only model's;
-        None if there is none.
-    """
+    """The module that a text-only model matches: its entry in the config, its name, and the names of its tensors."""
     spec, anchor, donor = find(wrapper.config), wrapper.architecture, text_model.architecture
     if spec is None or anchor.family == donor.family or len(donor.layers_key) != 1:
         return None
@@ -34,22 +29,23 @@ def _language_part(wrapper: View, text_model: View) -> tuple[str, str, dict[str,
 def _names(anchor: Architecture, module: str, donor: Architecture) -> dict[str, str] | None:
     """The anchor's names of a module's tensors, and another model's names; None if the modules differ."""
     blocks = {(block.place, block.index): block for block in anchor.blocks if block.module == module}
-    if len(donor.blocks) != len(blocks):
-        return None
     names: dict[str, str] = {}
     for block in donor.blocks:
-        anchor_block = blocks.get((block.place, block.index))
-        keys = {info.key for info in block.tensors}
-        if anchor_block is None or any(info.key not in keys and not info.optional for info in anchor_block.tensors):
+        anchor_block = blocks.pop((block.place, block.index), None)
+        if anchor_block is None or not _alike(anchor_block, block):
             return None
         for info in block.tensors:
-            anchor_info = anchor_block.tensor(info.key)
-            if anchor_info is not None and [axis.label for axis in anchor_info.axes] != [
-                axis.label for axis in info.axes
-            ]:
-                return None
             names.update(zip(anchor.names(info, block.index), info.names, strict=True))
-    return names
+    return None if blocks else names
+
+
+def _alike(block: Block, other: Block) -> bool:
+    """Whether a block has the tensors of another, along the same axes, but for optional ones."""
+    labels = {info.key: [axis.label for axis in info.axes] for info in other.tensors}
+    return all(
+        labels[info.key] == [axis.label for axis in info.axes] if info.key in labels else info.optional
+        for info in block.tensors
+    )
 
 
 def within(view: View, anchor: View, complete: bool = False) -> View | None:

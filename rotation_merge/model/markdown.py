@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rotation_merge.errors import printable
 
 
 def plain(text: object) -> str:
     """A text outside of code, in one line; in tables, too."""
-    line = " ".join(printable(str(text)).split())
-    escaped = re.sub(r"[\\`*\[\]|]", r"\\\g<0>", line.replace("&", "&amp;"))
+    escaped = re.sub(r"[\\`*\[\]|]", r"\\\g<0>", _line(text).replace("&", "&amp;"))
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 
 def code(text: object) -> str:
     """A text as code, in one line; in tables, too."""
-    line = " ".join(printable(str(text)).split())
+    line = _line(text)
     return f"<code>{encoded(text)}</code>" if not line or re.search(r"[`|]", line) else f"`{line}`"
 
 
 def encoded(text: object) -> str:
     """A text as HTML that no Markdown around it can change."""
-    line = " ".join(printable(str(text)).split())
-    return re.sub(r"[^\w ./-]", lambda match: f"&#{ord(match[0])};", line)
+    return re.sub(r"[^\w ./-]", lambda match: f"&#{ord(match[0])};", _line(text))
+
+
+def _line(text: object) -> str:
+    return " ".join(printable(str(text)).split())
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table; cells are Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (headers, ["---"] * len(headers), *rows)]
 
 
 def prose(text: str, names: Iterable[str]) -> str:
@@ -45,6 +52,5 @@ def _name(text: str) -> str:
 def _words(text: str) -> str:
     """Our own Markdown, without tags and links outside of code."""
     parts = re.split(r"(`[^`]*`)", printable(text))
-    return "".join(
-        part if number % 2 else part.replace("<", "&lt;").replace("](", "]\\(") for number, part in enumerate(parts)
-    )
+    parts[::2] = (part.replace("<", "&lt;").replace("](", "]\\(") for part in parts[::2])
+    return "".join(parts)

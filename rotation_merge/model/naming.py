@@ -48,7 +48,10 @@ class Renaming:
         self.names = {name: target for name, target in names.items() if name != target}
         paths, words = _alternatives(self.names, words=False), _alternatives(self.names, words=True)
         before, after = r"(?<![\w./~@-])", r"(?![\w/@-])(?!\.\w)"
-        apart = r"(?:(?<=[`'\"])|(?<=[|:*-] )|(?<= of )|(?<= to ))", r"(?=\s*(?:[`'\"|,}\]#]|$))"
+        apart = (
+            r"(?:(?<=[`'\"])|(?<=[|:*-] )|(?<= of )|(?<= to )|(?<= using ))",
+            r"(?=\s*(?:[`'\"|,}\]#]|$| as a base))",
+        )
         known = [f"{before}(?:{paths}){after}"] if paths else []
         known += [f"{apart[0]}(?:{words}){apart[1]}"] if words else []
         self._pattern = re.compile("|".join(known), re.MULTILINE) if known else None

@@ -36,10 +36,6 @@ ModelLike = Any
 """A folder, a name of the hub (also with a revision or an adapter, as in recipes), a GGUF, a module, a pair of a state
 dict and its config (a transformers config, or the dictionary in config.json), or a view."""
 
-NO_BASE = "the adapter does not say which base it was trained on"
-
-WITHOUT_CONFIG = "give a folder, a name of the hub, a module, or a pair (state dict, config)"
-
 
 def open_model(
     model: ModelLike,
@@ -74,18 +70,17 @@ def open_model(
         return _open_files(model, options or MergeOptions(), untie, unsupported, any_base)
     if isinstance(model, nn.Module):
         if hasattr(model, "merge_and_unload"):
+            problem = "is a model of peft, with an adapter beside its weights"
             remedy = "give model.merge_and_unload(), or the folders as 'base+adapter'"
-            raise CheckpointError(
-                "is a model of peft, with an adapter beside its weights", where=name or None, remedy=remedy
-            )
+            raise CheckpointError(problem, where=name or None, remedy=remedy)
         values = {**_values(getattr(model, "config", None), name), "architectures": [type(model).__name__]}
         return _in_memory(name or type(model).__name__, model.state_dict(), values, untie, model)
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
         return _in_memory(name or "the state dict", model[0], _with_class(_values(model[1], name), model[0]), untie)
-    problem = (
-        "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
-    )
-    raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=WITHOUT_CONFIG)
+    is_state = isinstance(model, Mapping)
+    problem = "is a state dict without its config" if is_state else f"is of type {type(model).__name__}"
+    remedy = "give a folder, a name of the hub, a module, or a pair (state dict, config)"
+    raise CheckpointError(f"{problem}, which is not a model", where=name or None, remedy=remedy)
 
 
 def _in_memory(
@@ -104,11 +99,7 @@ def _in_memory(
 
 
 def _values(config: Any, name: str) -> dict[str, Any]:
-    """A config as the dictionary that config.json would hold.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """A config as the dictionary that config.json would hold."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         remedy = "give a transformers config, or the dictionary in config.json"
         raise CheckpointError(f"its config is of type {type(config).__name__}", where=name or None, remedy=remedy)
@@ -200,12 +191,7 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
 
 
 def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool, unsupported: str) -> Architecture:
-    """The architecture of a stored model, its shapes compared with the config's.
-
-    Raises:
-        ArchitectureError: no architecture file describes it.
-        CheckpointError: a tensor has another shape.
-    """
+    """The architecture of a model, its shapes compared with the config's."""
     merge_anyway = unsupported == "merge"
     if merge_anyway and find(config) is None:
         return unaligned(list(shapes), config)
@@ -227,7 +213,7 @@ def _remarks(name: str, folder: str, adapter: Adapter | None) -> tuple[str, ...]
     codes_read = quantised(folder)
     remarks = [f"`{name}` {codes_read}."] if codes_read else []
     if adapter is not None and not adapter.config.get("base_model_name_or_path"):
-        remarks.append(f"`{name}`: {NO_BASE}.")
+        remarks.append(f"`{name}`: the adapter does not say which base it was trained on.")
     return tuple(remarks)
 
 
@@ -291,11 +277,8 @@ def as_reference(model: ModelLike) -> ModelLike:
 
 def whole_path(name: str) -> str:
     """A model's name with absolute local paths, for a process in another folder."""
-    reference = parse_reference(name)
-    parts = {"model": reference.model} if reference.lora is None else {"model": reference.model, "lora": reference.lora}
-    local_parts = {key: part for key, part in parts.items() if os.path.exists(part.path)}
-    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in local_parts.items()}
-    return str(reference.model_copy(update=whole))
+    parts = [name] if os.path.exists(name) else name.split("+")
+    return "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in parts)
 
 
 def weights_of(path: str) -> int:

@@ -34,11 +34,9 @@ def with_rows(source: TensorSource, axes: Mapping[str, int], rows: Tensor | slic
             return tensor.narrow(axes[name], rows.start, count)
         return tensor.index_select(axes[name], rows.to(tensor.device))
 
-    shapes = {
-        name: shape if name not in axes else (*shape[: axes[name]], count, *shape[axes[name] + 1 :])
-        for name, shape in tensors.shapes.items()
-    }
-    return tensors.map(select, shapes)
+    known = {name: tensors.shapes[name] for name in axes if name in tensors}
+    changed = {name: (*shape[: axes[name]], count, *shape[axes[name] + 1 :]) for name, shape in known.items()}
+    return tensors.map(select, {**tensors.shapes, **changed})
 
 
 def vocabulary_axes(infos: Iterable[TensorInfo]) -> dict[str, int]:

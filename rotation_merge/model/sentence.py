@@ -135,11 +135,9 @@ def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
         if modules and os.path.isfile(os.path.join(source, name)):
             shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
     for path in dict.fromkeys(module["path"] for module in modules):
-        target, origin = Path(out) / path, Path(source) / path
-        target.mkdir(parents=True, exist_ok=True)
         weights = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
-        for file in sorted(origin.iterdir()) if origin.is_dir() else []:
-            if file.is_file() and not (weights and file.name in WEIGHT_FILES):
-                shutil.copyfile(file, target / file.name)
+        replaced = shutil.ignore_patterns(*(WEIGHT_FILES if weights else ()))
+        if os.path.isdir(origin := os.path.join(source, path)):
+            shutil.copytree(origin, Path(out, path), ignore=replaced, copy_function=shutil.copyfile, dirs_exist_ok=True)
         if weights:
-            save_file(weights, target / "model.safetensors", {"format": "pt"})
+            save_file(weights, Path(out, path, WEIGHT_FILES[0]), {"format": "pt"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rotation_merge.model.markdown import table
 from rotation_merge.record import Score, Verdict
 
 CORRELATIONS = ("Pearson", "Spearman")
@@ -73,8 +74,6 @@ def markdown(verdict: Verdict) -> list[str]:
     lines = ["", "### How this merge was chosen", "", " ".join(sentences(verdict))]
     tables = {f"On {verdict.samples}, less is better:": results(verdict, {}), TRIED: attempts(verdict)}
     for caption, (headers, *rows) in tables.items():
-        if rows:
-            table = (headers, ["---"] * len(headers), *rows)
-            lines += ["", caption, "", *(f"| {' | '.join(row)} |" for row in table)]
+        lines += ["", caption, "", *table(headers, rows)] if rows else []
     left_out = "; ".join(f"{name} ({why})" for name, why in verdict.left_out.items())
     return [*lines, *(["", f"Not tried: {left_out}."] if left_out else [])]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
@@ -25,10 +25,12 @@ from rotation_merge.files import FOLDER, Output, check_output, write_json
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.staging import HEADS, staged, write_files
+from rotation_merge.model.headers import read_json
+from rotation_merge.model.sentence import in_module, write_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
-from rotation_merge.model.writing import StorageOptions, parse_size, small_files, untied, write_weights
+from rotation_merge.model.writing import HEADS, SHARD_SIZE, parse_size, small_files, staged, untied, write_files
 from rotation_merge.record import MergeReport
+from rotation_merge.workers import Progress
 
 TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
 """Computes one tensor of an architecture (stacked, if it is stored in pieces), rounded to a dtype (None: that which it
@@ -337,32 +339,36 @@ class View(Tensors):
         out, size = os.fspath(folder), parse_size(max_shard_size)
         check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
         with staged(out) as staging:
-            places = {"": self} | {os.path.join(HEADS, name): view for name, view in self.heads.items()}
-            for place, view in places.items():
-                view.write(os.path.join(staging, place), view.blocks(), view.storage(size))
+            self.write(staging, size)
+            for name, view in self.heads.items():
+                view.write(os.path.join(staging, HEADS, name), size)
 
-    def storage(self, shard_size: int) -> StorageOptions:
-        """How its files are written: in its dtype, of which a file has so many bytes at most."""
-        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return StorageOptions(shard_size, dtype, self.untie)
-
-    def write(self, folder: str, tensors: Iterable[tuple[str, Tensor]], storage: StorageOptions) -> None:
-        """Write weights, small files and config into a folder.
+    def write(self, folder: str, shard_size: int = SHARD_SIZE, progress: Progress | None = None) -> None:
+        """Write weights, each in the view's dtype or that of its files, small files and config into a folder.
 
         Args:
-            tensors: by name, as they are stored.
+            shard_size: bytes of a weight file at most.
         """
         os.makedirs(folder, exist_ok=True)
         source = None if self.files is None else self.files.template or self.files.folder
-        write_weights(folder, tensors, storage.shard_size, self.modules, source)
-        text = (
-            json.dumps(self.config, default=str) if source is None else Path(source, "config.json").read_text("utf-8")
-        )
-        config = {**json.loads(text), **self.changed}
-        if storage.dtype is not None:
-            config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
+        writer, of_modules = TensorWriter(folder, max_shard_size=shard_size), dict[str, Tensor]()
+        for number, (name, tensor) in enumerate(self.blocks()):
+            if progress is not None:
+                progress("writing", number, len(self))
+            tensor = tensor.detach().to("cpu", stored_dtype(tensor, self.dtype or self.stored_dtypes.get(name)))
+            if in_module(name, self.modules):
+                of_modules[name] = tensor.clone()
+            else:
+                writer.save_tensor(name, tensor, clone=True)
+        writer.finalize()
+        if source is not None:
+            write_modules(source, folder, of_modules)
+        stored = dict(self.config) if source is None else read_json(os.path.join(source, "config.json"))
+        config = {**json.loads(json.dumps(stored, default=str)), **self.changed}
+        if self.dtype is not None:
+            config["dtype" if "dtype" in config else "torch_dtype"] = str(self.dtype).removeprefix("torch.")
         write_files(folder, self.beside if source is None or self.beside else small_files(source))
-        write_json(os.path.join(folder, "config.json"), untied(config) if storage.untie else config)
+        write_json(os.path.join(folder, "config.json"), untied(config) if self.untie else config)
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(folder)
@@ -376,13 +382,11 @@ def as_stored(view: View) -> View:
 
 def stored_once(architecture: Architecture, tensors: Tensors, left_out: Collection[str]) -> Tensors:
     """Tensors of a model in the order of its architecture, a tied one once, under its first name."""
-    known: dict[str, None] = {}
-    for info in architecture.tensors():
-        if any(name in tensors for name in (info.names[0], *info.tied)):
-            known.update(dict.fromkeys(info.names))
-    tied = {name for info in architecture.tensors() for name in info.tied}
-    known.update((name, None) for name in tensors if name not in known and name not in tied)
-    return with_tied(architecture, tensors).only(name for name in known if name not in left_out)
+    infos = [info for info in architecture.tensors() if any(name in tensors for name in (info.names[0], *info.tied))]
+    known = dict.fromkeys(name for info in infos for name in info.names)
+    tied = {name for info in infos for name in info.tied}
+    names = [*known, *(name for name in tensors if name not in known and name not in tied)]
+    return with_tied(architecture, tensors).only(name for name in names if name not in left_out)
 
 
 def described(name: str, config: Mapping[str, Any], architecture: Architecture, shapes: Shapes) -> View:

@@ -43,25 +43,20 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
     tokens = [tokens for tokens in known if tokens is not None]
     if len(tokens) < len(models):
         lacking = known.index(None)
-        for model, size in zip(models, sizes, strict=True):
-            if size != sizes[lacking]:
-                problem = f"has {sizes[lacking]} tokens, {model.name} has {size}"
-                raise CheckpointError(
-                    f"{problem}, and no tokenizer says which tokens are the same",
-                    where=str(models[lacking].reference),
-                    remedy="put both models' tokenizers beside their weights",
-                )
-        return None
+        other = next((number for number, size in enumerate(sizes) if size != sizes[lacking]), None)
+        if other is None:
+            return None
+        problem = f"has {sizes[lacking]} tokens, {models[other].name} has {sizes[other]}, and no tokenizer says which"
+        remedy = "put both models' tokenizers beside their weights"
+        raise CheckpointError(f"{problem} tokens are the same", where=str(models[lacking].reference), remedy=remedy)
     if all(t == tokens[0] for t in tokens) and len(set(sizes)) == 1:
         return None
     numbered = list(zip(tokens, sizes, strict=True))
     common = [token for token in tokens[0] if all(t.get(token, size) < size for t, size in numbered)]
     if len(common) < LEAST_SHARED:
-        raise CheckpointError(
-            f"shares {len(common)} tokens with {models[0].reference}",
-            where=str(models[-1].reference),
-            remedy=f"at least {LEAST_SHARED} are needed; use models with related tokenizers",
-        )
+        problem = f"shares {len(common)} tokens with {models[0].reference}"
+        remedy = f"at least {LEAST_SHARED} are needed; use models with related tokenizers"
+        raise CheckpointError(problem, where=str(models[-1].reference), remedy=remedy)
     common.sort(key=tokens[0].__getitem__)
     return [torch.tensor([t[token] for token in common]) for t in tokens]
 
@@ -118,11 +113,8 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
     Args:
         both: count only tokens that both know, whatever the sizes.
     """
-    if anchor is donor or anchor.files is None or donor.files is None:
-        return 0, 0
-    if not both and vocabulary_size(anchor) != vocabulary_size(donor):
-        return 0, 0
-    if _same_files([anchor, donor]):
+    other_sizes = not both and vocabulary_size(anchor) != vocabulary_size(donor)
+    if anchor is donor or other_sizes or _same_files([anchor, donor]):
         return 0, 0
     known, ids = tokens_of(anchor), tokens_of(donor)
     if known is None or ids is None:

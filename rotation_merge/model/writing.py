@@ -1,19 +1,29 @@
-"""What a model's folder holds beside its config: weight files, tokenizer and other small files; sizes and dtypes."""
+"""How a model is written: its small files and sizes, and its folder, moved to its place when it is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mergekit.common import parse_kmb
-from mergekit.io.tensor_writer import TensorWriter
-from torch import Tensor
 
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.model.sentence import in_module, write_modules
+from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.files import PARTIAL, companion, locked, sync, sync_tree
+from rotation_merge.record import REPORT_FILE
+
+WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+CONFIGS = ("config.json", "adapter_config.json")
+"""Without one of these nothing in a directory loads; with both it loads as an adapter."""
+
+HEADS = "heads"
+"""Folder of checkpoints of one merged body under the head of each donor."""
 
 KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 """Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
@@ -23,14 +33,8 @@ TEMPLATES = "additional_chat_templates"
 
 OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
 
-
-@dataclass(frozen=True)
-class StorageOptions:
-    """Options of writing a model: the largest weight file, the dtype (None: unchanged), an untied head."""
-
-    shard_size: int = 5_000_000_000
-    dtype: str | None = None
-    untie: bool = False
+SHARD_SIZE = 5_000_000_000
+"""Bytes of a weight file at most."""
 
 
 def parse_size(text: str) -> int:
@@ -43,31 +47,6 @@ def parse_size(text: str) -> int:
         if (size := parse_kmb(text)) > 0:
             return size
     raise RotationMergeError(f"'{text}' is not a size", remedy="write a number of bytes above 0, or 500M, or 5B")
-
-
-def write_weights(
-    folder: str,
-    tensors: Iterable[tuple[str, Tensor]],
-    shard_size: int,
-    modules: list[dict[str, Any]],
-    source: str | None,
-) -> None:
-    """Write tensors to weight files; modules of sentence-transformers have folders of their own.
-
-    Args:
-        shard_size: bytes of a file at most.
-        modules: after the transformer.
-        source: folder with the settings of the modules; None: there are none.
-    """
-    writer, of_modules = TensorWriter(folder, max_shard_size=shard_size), {}
-    for name, tensor in tensors:
-        if in_module(name, modules):
-            of_modules[name] = tensor.detach().cpu().clone()
-        else:
-            writer.save_tensor(name, tensor.detach().cpu(), clone=True)
-    writer.finalize()
-    if source is not None:
-        write_modules(source, folder, of_modules)
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,3 +64,94 @@ def small_files(folder: str) -> dict[str, bytes]:
     paths = sorted(Path(folder).iterdir()) + sorted(Path(folder, TEMPLATES).glob("*"))
     small = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in small if path.is_file()}
+
+
+@contextmanager
+def staged(out: str) -> Iterator[str]:
+    """A folder beside `out` that becomes its content when the block ends without an error, and is removed otherwise.
+
+    Everything in it is on disk before it moves, and nobody else writes `out` meanwhile. An existing folder keeps its
+    files, except those of the model that lies there: its config goes first, and the new one comes last, so that what a
+    killed process leaves never loads as a model that it is not. The next run removes what is left of the staging.
+
+    Raises:
+        RotationMergeError: another run writes there, or the staged files cannot be moved; they are then kept.
+    """
+    target = os.path.realpath(out)
+    with locked(target):
+        holder = companion(target, PARTIAL)
+        shutil.rmtree(holder, ignore_errors=True)
+        staging = os.path.join(holder, os.path.basename(os.path.abspath(out)))
+        try:
+            os.makedirs(staging)
+            yield staging
+            sync_tree(staging)
+        except BaseException:
+            shutil.rmtree(holder, ignore_errors=True)
+            raise
+        try:
+            _move(Path(staging), Path(target))
+        except OSError as error:
+            remedy = f"until the next run the new files are kept in {staging}"
+            raise RotationMergeError(f"cannot be written ({short(error)})", where=out, remedy=remedy) from error
+        shutil.rmtree(holder, ignore_errors=True)
+        sync(os.path.dirname(target))
+
+
+def _move(staging: Path, target: Path) -> None:
+    """Move staged files to their place."""
+    if not target.exists() or not os.listdir(target):
+        os.replace(staging, target)
+        return
+    incoming, outgoing = _moves(staging, target, Path())
+    for number, path in enumerate(sorted(outgoing, key=lambda path: path.name not in CONFIGS)):
+        os.replace(target / path, f"{staging}.{number}")
+    sync(str(target))
+    for path in sorted(incoming, key=lambda path: (path.name in CONFIGS, -len(path.parts))):
+        os.replace(staging / path, target / path)
+    sync(str(target))
+
+
+def _moves(staging: Path, target: Path, folder: Path) -> tuple[list[Path], list[Path]]:
+    """What to move into a folder that both have, and what to remove from it before, by relative paths."""
+    names, present = os.listdir(staging / folder), os.listdir(target / folder)
+    incoming: list[Path] = []
+    outgoing: list[Path] = []
+    for path in (folder / name for name in sorted(names)):
+        if not (target / path).is_dir() or (target / path).is_symlink():
+            incoming.append(path)
+            if (staging / path).is_dir() and os.path.lexists(target / path):
+                outgoing.append(path)
+        elif (staging / path).is_dir():
+            further = _moves(staging, target, path)
+            incoming += further[0]
+            outgoing += further[1]
+        else:
+            raise IsADirectoryError(f"{target / path} is a folder, where a file is to be written")
+    if any(map(is_of_a_model, names)):
+        old = (folder / name for name in present if is_of_a_model(name))
+        outgoing += [path for path in old if not (target / path).is_dir()]
+    if folder == Path(HEADS):  # what an earlier merge wrote there is a model that nobody merged this time
+        stale = (folder / name for name in present if name not in names)
+        outgoing += [path for path in stale if (target / path / REPORT_FILE).is_file()]
+    return incoming, outgoing
+
+
+def is_of_a_model(name: str) -> bool:
+    """Whether a file of this name is a config or weights of the model in its folder."""
+    return name in CONFIGS or WEIGHTS.fullmatch(name) is not None
+
+
+def free_name(name: str, taken: Callable[[str], bool] = os.path.lexists) -> str:
+    """A name that is not taken (a path where nothing is): this one, or this one with a number."""
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not taken(name))
+
+
+def write_files(folder: str, files: Mapping[str, bytes]) -> None:
+    """Write files by name into a folder, some of them into folders in it."""
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)

@@ -13,7 +13,7 @@ from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.matching.report_rows import figures_in
 from rotation_merge.record import MergeReport, gained, relative_distance
 
-NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align', 'fit' or 'measure' wrote"
+NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align' or 'measure' wrote"
 ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
 ENDINGS = (".json", ".safetensors")
 

@@ -18,9 +18,9 @@ from typing import Any
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.gguf import refuse_bare_repository
+from rotation_merge.model.gguf import refuse_absent
 from rotation_merge.model.headers import INDEX, WEIGHT_FILES
-from rotation_merge.model.hub import is_gguf_file, reachable
+from rotation_merge.model.hub import reachable
 
 SHARDS = WEIGHT_FILES[0] + INDEX
 SMALL = ("config.json", "generation_config.json", "adapter_config.json", SHARDS)
@@ -111,7 +111,7 @@ def _fetched(name: str, cache: str) -> RemoteModel:
     shards = set(Contents(snapshot).weight_map.values()) or SINGLE
     files = [file for file in shards if file in sizes]
     if not files:
-        refuse_bare_repository(name, sorted(filter(is_gguf_file, sizes)))
+        refuse_absent(name, names=sizes)
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
 

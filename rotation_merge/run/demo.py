@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,10 +26,9 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     except ImportError as error:
         raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from error
     bunch = load_digits()
-    train, test, train_labels, test_labels = train_test_split(
-        bunch.images, bunch.target, test_size=0.3, stratify=bunch.target, random_state=0
-    )
-    return _pixels(train), torch.as_tensor(train_labels).long(), _pixels(test), torch.as_tensor(test_labels).long()
+    pixels, labels = torch.as_tensor(bunch.images).float()[:, None] / 16 - 0.5, torch.as_tensor(bunch.target).long()
+    train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=bunch.target, random_state=0)
+    return pixels[train], labels[train], pixels[test], labels[test]
 
 
 def text(name: str) -> Tensor:
@@ -43,7 +41,3 @@ def text(name: str) -> Tensor:
         Token ids (token id = byte), int64, shape (length,).
     """
     return torch.frombuffer(bytearray((TEXTS / f"{name}.txt").read_bytes()), dtype=torch.uint8).long()
-
-
-def _pixels(images: np.ndarray) -> Tensor:
-    return torch.as_tensor(images).float().div(16).sub(0.5).unsqueeze(1)

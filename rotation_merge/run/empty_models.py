@@ -10,7 +10,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, disable_extra_outputs, model_class
-from rotation_merge.run.sentence import with_empty_modules
+from rotation_merge.run.sentence import with_modules
 
 
 def empty_model(config: Any, untie: bool = False) -> Any:
@@ -32,7 +32,7 @@ def empty_model(config: Any, untie: bool = False) -> Any:
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = kind(config_copy)
         if modules := getattr(config_copy, MODULES, None):
-            model = with_empty_modules(model, modules)
+            model = with_modules(model, modules)
     model.tie_weights()
     return model.eval()
 

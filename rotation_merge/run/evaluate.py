@@ -28,7 +28,6 @@ from rotation_merge.run.data_checks import check_labels
 from rotation_merge.run.functions import Batch, inputs_for
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.sample_kinds import ReadingConfig
-from rotation_merge.run.tables import PAIRS
 
 LOG = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def score(model: Any, data: Data) -> Scores:
         DataError: the data have no labels for this model.
     """
     if data.task in UNLABELLED:
-        scored = f"give pairs of texts: columns {PAIRS[0][0]}, {PAIRS[0][1]} and score"
+        scored = "give pairs of texts: columns sentence1, sentence2 and score"
         raise DataError(
             f"{type(model).__name__} has no loss on data without labels for every example",
             where=data.source or None,

@@ -1,11 +1,13 @@
-"""Examples from files: text, records (tables, JSON lines, dataset directories), arrays, image folders, demo data."""
+"""Examples from files: text, rows of named columns, arrays, images, demo data; each is a batch of one."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,20 @@ from torch import Tensor
 from rotation_merge.errors import DataError, nearest, nearest_path, short
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
-from rotation_merge.model.vocabulary import has_only_special_tokens
-from rotation_merge.run.arrays import ExampleBatches, by_example
-from rotation_merge.run.functions import Batch, local_path, predicts_next, read_config
-from rotation_merge.run.images import preparer, read_images
-from rotation_merge.run.sample_kinds import KINDS as KINDS
+from rotation_merge.model.vocabulary import tokenizer_in
+from rotation_merge.run import demo
+from rotation_merge.run.arrays import joined, split_arrays
+from rotation_merge.run.data_checks import check_inputs
+from rotation_merge.run.functions import Batch, local_path, predicts_next
+from rotation_merge.run.images import image_rows, pixel_reader
+from rotation_merge.run.sample_kinds import KINDS, columns
 from rotation_merge.run.sentence import is_sentence_model
-from rotation_merge.run.tables import ENDINGS, read_table, roles
 
-ARRAYS = (".npz", ".safetensors")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
-def read_examples(
-    source: str, model_path: str, model: Any, length: int
-) -> dict[str, Tensor] | list[Batch] | ExampleBatches:
-    """All examples of a source: one tensor for each input of the model, or one for each example.
+def read_examples(source: str, model: Any, model_path: str, length: int) -> list[Batch]:
+    """All examples of a source.
 
     Raises:
         DataError: names the file and the expected content.
@@ -40,197 +41,197 @@ def read_examples(
     if not path.exists():
         raise DataError("no such file", where=source, remedy=nearest_path(source, f"give {KINDS}", os.path.exists))
     try:
-        if path.is_dir() and not any((path / mark).exists() for mark in DATASET):
-            return read_images(path, local_path(model_path), model.config)
-        if path.suffix in ARRAYS:
-            return by_example(_arrays(path), model, source)
-        records = _records(path)
-        text = path.read_text(encoding="utf-8") if records is None else ""
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise DataError(f"cannot be read ({error})", where=source, remedy=f"give {KINDS}") from error
-    if records is None and is_sentence_model(model):
-        records = [{"text": line} for line in text.splitlines() if line.strip()]
-    if records is not None:
-        return _of_records(records, source, model_path, model, length)
-    return _windows(tokenizer_of(model_path)(text, return_tensors="pt", verbose=False)["input_ids"][0], length, source)
-
-
-DATASET = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""Files that tell a directory of `datasets` from a folder of images."""
-
-
-def _records(path: Path) -> list[Any] | None:
-    """The records of a table, of JSON, or of a dataset's directory; None for other files.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    if path.is_dir():
-        return [*_dataset(path)]
-    if path.suffix.lower() in ENDINGS:
-        return read_table(path)
-    if path.suffix not in (".jsonl", ".json"):
-        return None
-    text = path.read_text(encoding="utf-8")
-    try:
-        if text.lstrip().startswith("["):
-            return list(json.loads(text))
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise DataError(f"is not JSON ({error})", where=str(path), remedy="one object a line") from error
-
-
-def _dataset(path: Path) -> Iterable[dict[str, Any]]:
-    """The rows of a dataset; of a dictionary of splits, of its first."""
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        rows = load_from_disk(str(path))
-    except Exception as error:  # of many classes
-        raise ValueError(str(error)) from error
-    return next(iter(rows.values())) if isinstance(rows, DatasetDict) else rows
-
-
-def _of_records(
-    records: Sequence[Any], source: str, model_path: str, model: Any, length: int
-) -> dict[str, Tensor] | list[Batch]:
-    """Images of all records, or the tokens of each."""
-    columns = roles(name for record in records if isinstance(record, dict) for name in record)
-    if "image" not in columns:
-        return _encoded(records, columns, source, model_path, length, model)
-    prepare, label = preparer(local_path(model_path), model.config), columns.get("label")
-    examples = {"pixel_values": torch.stack([prepare(record[columns["image"]]) for record in records])}
-    return examples if label is None else {**examples, "labels": torch.tensor([record[label] for record in records])}
-
-
-def _demo(source: str, length: int) -> dict[str, Tensor]:
-    from rotation_merge.run import demo as data
-
-    name = source.removeprefix("demo:")
-    if name == "digits":
-        _, _, pixels, labels = data.digits()
-        return {"pixel_values": pixels, "labels": labels}
-    if name not in data.NAMES:
-        known = ", ".join(f"demo:{known}" for known in ("digits", *data.NAMES))
-        raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
-    return _windows(data.text(name), length, source)
+        content = _content(path, model.config)
+    except Exception as error:  # each library refuses in its own way
+        raise DataError(f"cannot be read ({short(error)})", where=source, remedy=f"give {KINDS}") from error
+    if isinstance(content, dict):
+        return split_arrays(content, model, source)
+    if isinstance(content, list):
+        return _examples(content, source, model, model_path, length)
+    if is_sentence_model(model):
+        lines = [{"text": line} for line in content.splitlines() if line.strip()]
+        return _examples(lines, source, model, model_path, length)
+    check_inputs(["input_ids"], model, source)
+    tokens = tokenizer_of(model_path)(content, return_tensors="pt", verbose=False)["input_ids"][0]
+    return _windows(tokens, length, source)
 
 
 def tokenizer_of(model_path: str) -> Any:
     """The tokenizer beside a model.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none that can be loaded.
     """
-    from transformers import AutoTokenizer
-
-    folder = local_path(model_path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        problem, remedy = f"no tokenizer can be loaded ({short(error)})", "add its files"
-        if not any(name.startswith(("tokenizer", "vocab")) for name in os.listdir(folder)):
-            config, problem, remedy = read_config(folder), "no tokenizer is there", "add tokenizer.json"
-            if "image_size" in config and "vocab_size" not in config:
-                problem, remedy = "takes images, no text", "give a folder of images, or 'synthetic'"
-        raise DataError(problem, where=model_path, remedy=remedy) from error
-    if has_only_special_tokens(tokenizer):
-        raise DataError("no tokenizer can be loaded (there is none)", where=model_path, remedy="add its files")
+    tokenizer = tokenizer_in(local_path(model_path)) if model_path else None
+    if tokenizer is None:
+        remedy = "add tokenizer.json, or give batches of input_ids"
+        raise DataError("no tokenizer can be loaded for its texts", where=model_path or "the model", remedy=remedy)
     return tokenizer
 
 
-def _windows(tokens: Tensor, length: int, source: str) -> dict[str, Tensor]:
-    count = len(tokens) // length
-    if count == 0:
-        raise DataError(f"holds {len(tokens)} tokens, a window takes {length}", where=source, remedy="give more text")
-    return {"input_ids": tokens[: count * length].view(count, length)}
+def _content(path: Path, config: Any) -> dict[str, Tensor] | list[Any] | str:
+    """Named arrays, rows, or running text."""
+    kind = path.suffix.lower()
+    if path.is_dir() or kind == ".parquet":
+        return image_rows(path, config) or _dataset(path)
+    if kind in (".npz", ".safetensors"):
+        return _arrays(path)
+    if kind in DELIMITERS:
+        return _table(path)
+    text = path.read_text(encoding="utf-8")
+    if kind in (".json", ".jsonl"):
+        return _json(text)
+    return text
+
+
+def _dataset(path: Path) -> list[Any]:
+    """The rows of a dataset, in a file of Parquet or a folder; of a dictionary of splits, of its first."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+    from pyarrow.parquet import read_table
+
+    rows = load_from_disk(str(path)) if path.is_dir() else Dataset(read_table(path))
+    return [*(next(iter(rows.values())) if isinstance(rows, DatasetDict) else rows)]
+
+
+def _table(path: Path) -> list[Any]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=DELIMITERS[path.suffix.lower()])
+        rows = [{name and name.strip(): value for name, value in row.items()} for row in reader]
+    odd = next((number for number, row in enumerate(rows, 2) if None in row or None in row.values()), None)
+    if odd is not None:
+        raise ValueError(f"row {odd} has other columns than the header; put texts that hold commas into quotes")
+    return rows
+
+
+def _json(text: str) -> list[Any]:
+    """The objects of a list, or of one line each."""
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from error
+    return rows
 
 
 def _arrays(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
-            arrays = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
+        arrays = load_file(path)
     else:
         import numpy as np
 
         if not zipfile.is_zipfile(path):
-            raise ValueError("is not an archive of arrays")
+            raise ValueError("it is not an archive of arrays")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: torch.as_tensor(file[name]) for name in file.files}
     return {name: array.float() if array.is_floating_point() else array.long() for name, array in arrays.items()}
 
 
-def _encoded(
-    records: Sequence[Any], columns: Mapping[str, str], source: str, model_path: str, length: int, model: Any
-) -> list[Batch]:
-    """Records with a text (or two) or `input_ids`, and a label where there is one, as one batch each.
+def _demo(source: str, length: int) -> list[Batch]:
+    name = source.removeprefix("demo:")
+    if name == "digits":
+        _, _, pixels, labels = demo.digits()
+        return [{"pixel_values": pixels[i : i + 1], "labels": labels[i : i + 1]} for i in range(len(labels))]
+    if name not in demo.NAMES:
+        known = ", ".join(f"demo:{known}" for known in ("digits", *demo.NAMES))
+        raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
+    return _windows(demo.text(name), length, source)
 
-    Two texts are read as one input, divided; by a model that gives embeddings, as two inputs (2, tokens), each with its
-    default prompt before it.
 
-    Args:
-        columns: see `roles`.
+def _windows(tokens: Tensor, length: int, source: str) -> list[Batch]:
+    count = len(tokens) // length
+    if count == 0:
+        raise DataError(f"holds {len(tokens)} tokens, a window takes {length}", where=source, remedy="give more text")
+    return [{"input_ids": window[None]} for window in tokens[: count * length].view(count, length)]
+
+
+def _examples(rows: Sequence[Any], source: str, model: Any, model_path: str, length: int) -> list[Batch]:
+    """Rows with an image, a text (or two) or `input_ids`, and a label where there is one.
+
+    Raises:
+        DataError: names the row.
     """
-    tokenizer, result, embeds = None, [], is_sentence_model(model)
-    text, second, label = (columns.get(role, "") for role in ("text", "text_pair", "label"))
-    prompt, most = reading(local_path(model_path)) if embeds else ("", None)
-    length = min(length, most or length)
-    pairs = embeds and any(isinstance(record, dict) and record.get(second) is not None for record in records)
-    for number, record in enumerate(records, 1):
-        place = f"{source}, record {number}"
-        if not isinstance(record, dict) or not ({text, "input_ids"} & set(record)):
-            names = ", ".join(map(str, record)) if isinstance(record, dict) else short(record)
+    names = columns(name for row in rows if isinstance(row, dict) for name in row)
+    column = names.get("image", names.get("text", "input_ids"))
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.get(column) is None:
+            words = ", ".join(map(str, row)) if isinstance(row, dict) else short(row)
+            problem, where = f"columns are {words}; none holds texts or 'input_ids'", f"{source}, record {number}"
             remedy = 'write {"text": ..., "label": ...} or {"input_ids": [...], "labels": ...}'
-            raise DataError(f"columns are {names}; none holds texts or 'input_ids'", where=place, remedy=remedy)
-        if text in record:
-            tokenizer = tokenizer or tokenizer_of(model_path)
-            both = [str(record[name]) for name in (text, second) if record.get(name) is not None]
-            if pairs and len(both) < 2:
-                raise DataError("holds one text, other records hold two", where=place, remedy="give pairs, or texts")
-            inputs = [[prompt + part] for part in both] if embeds else [both]
-            ids: Any = [tokenizer(*texts, truncation=True, max_length=length)["input_ids"] for texts in inputs]
-            longest = max(map(len, ids))
-            ids = [row + [-1] * (longest - len(row)) for row in ids] if pairs else ids[0]
-        else:
-            ids = record["input_ids"]
-            pairs = pairs or (embeds and isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
-        example = {"input_ids": _tokens(ids, 1 + pairs, place)}
-        if record.get(label) is not None and not (text in record and predicts_next(model)):
-            example["labels"] = _label(record[label], model.config, embeds, place)
-        result.append(example)
-    return result
+            raise DataError(problem, where=where, remedy=remedy)
+    if "image" in names:
+        check_inputs(["pixel_values"], model, source)
+        pixels = pixel_reader(model_path, model.config)
+        examples = [{"pixel_values": pixels(row[column])[None]} for row in rows]
+    else:
+        examples = _tokens(_token_ids(rows, names, model, model_path, length), source)
+    for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):
+        label = row.get(names.get("label"))
+        if label is not None and not ("text" in names and predicts_next(model)):
+            example["labels"] = _label(label, model, f"{source}, record {number}")[None]
+    return examples
 
 
-def _label(label: Any, config: Any, is_float: bool, place: str) -> Tensor:
-    """A record's label, or row of labels: a class by its number or name, or numbers."""
+def _token_ids(
+    rows: Sequence[Any], names: Mapping[str, str], model: Any, model_path: str, length: int
+) -> list[list[Any]]:
+    """For each row the token ids of its inputs.
+
+    Two texts are one input, divided; of a model that gives embeddings two, each with the default prompt before it.
+    """
+    if "text" not in names:
+        return [[row["input_ids"]] for row in rows]
+    used = [names[role] for role in ("text", "text_pair") if role in names]
+    texts = [[str(row[name]) for name in used if row.get(name) is not None] for row in rows]
+    embeds, prompt, longest = is_sentence_model(model), "", None
+    if embeds:
+        prompt, longest = reading(local_path(model_path))
+    encode = partial(tokenizer_of(model_path), truncation=True, max_length=min(length, longest or length))
+    inputs = [[(prompt + text,) for text in row] if embeds else [tuple(row)] for row in texts]
+    return [[encode(*part)["input_ids"] for part in row] for row in inputs]
+
+
+def _tokens(rows: Sequence[Sequence[Any]], source: str) -> list[Batch]:
+    """Token ids, int64, with their mask; of two inputs (1, 2, tokens).
+
+    Raises:
+        DataError: a row holds none, or something else.
+    """
+    examples, count = [], max(map(len, rows), default=1)
+    for number, inputs in enumerate(rows, 1):
+        where, parts = f"{source}, record {number}", []
+        if len(inputs) != count:
+            raise DataError("holds one text, other records hold two", where=where, remedy="give pairs, or texts")
+        for ids in inputs:
+            tokens = _tensor(ids)
+            if tokens is not None and not tokens.numel():
+                raise DataError("holds no tokens", where=where, remedy="leave it out")
+            if tokens is None or tokens.dtype != torch.long or tokens.ndim != 1:
+                remedy = "give a row of token ids: [3, 14, 15]"
+                raise DataError(f"its 'input_ids' are {short(ids)}", where=where, remedy=remedy)
+            parts.append({"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None]})
+        example = joined(parts)
+        examples.append({name: x[None] for name, x in example.items()} if count == 2 else example)
+    return examples
+
+
+def _label(label: Any, model: Any, place: str) -> Tensor:
+    """A row's label, or row of labels: a class by its number or name, or numbers."""
     if isinstance(label, str):
-        classes = {str(name).lower(): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
-        if label.lower() not in classes:
-            raise DataError(f"the model has no class '{label}'", where=place, remedy=nearest(label.lower(), classes))
-        label = classes[label.lower()]
+        classes = {str(name).lower(): int(i) for name, i in (getattr(model.config, "label2id", None) or {}).items()}
+        try:
+            label = classes[label.lower()] if label.lower() in classes else json.loads(label)
+        except ValueError as error:
+            remedy = nearest(label.lower(), classes)
+            raise DataError(f"the model has no class '{label}'", where=place, remedy=remedy) from error
     value = _tensor(label)
     if value is None:
         raise DataError(f"its label is {short(label)}", where=place, remedy="give a number, a class, or a row")
-    return value.float() if value.is_floating_point() or is_float else value.long()
-
-
-def _tokens(ids: Any, dims: int, place: str) -> Tensor:
-    """A record's token ids, int64, one row (of two texts, two).
-
-    Raises:
-        DataError: it holds none, or something else.
-    """
-    tokens = _tensor(ids)
-    if tokens is not None and not tokens.numel():
-        raise DataError("holds no tokens", where=place, remedy="leave it out")
-    if tokens is None or tokens.dtype != torch.long or tokens.ndim != dims:
-        raise DataError(f"its 'input_ids' are {short(ids)}", where=place, remedy="give a row of token ids: [3, 14, 15]")
-    return tokens
+    return value.float() if value.is_floating_point() or is_sentence_model(model) else value.long()
 
 
 def _tensor(values: Any) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from rotation_merge.errors import DataError
 from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
-from rotation_merge.run.functions import Batch, check_answers, device_of, fused_attention, local_path, outputs
+from rotation_merge.run.functions import check_answers, device_of, fused_attention, outputs
 from rotation_merge.run.images import image_shape, normalisation
 from rotation_merge.workers import listener
 
@@ -20,21 +19,6 @@ SOURCES = SELF, SYNTHETIC = sample_kinds.SOURCES
 
 AT_ONCE = 64
 """Sequences that are written together."""
-
-
-def write_samples(source: str, model: Any, model_path: str, count: int, length: int, seed: int) -> Batch:
-    """Samples of the model's own kind: `self` for language models, `synthetic` for image models.
-
-    Args:
-        count: number of samples.
-        length: tokens in each text.
-
-    Raises:
-        DataError: the model takes something else.
-    """
-    if source == SELF:
-        return {"input_ids": self_written(model, model_path, count, length, seed)}
-    return {"pixel_values": synthetic_images(model, model_path, count, seed)}
 
 
 def writes_text(model: Any) -> bool:
@@ -56,30 +40,20 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
     text = model.config.get_text_config()
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
-    draw = torch.Generator().manual_seed(seed)
-    first = _begin(model_path)
+    draw, first = torch.Generator().manual_seed(seed), _first_token(model_path)
     if first is None or first >= text.vocab_size:
         begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
     else:
         begins = torch.full((count, 1), first)
     prompt = torch.arange(min(length, 32))[None] % text.vocab_size
     check_answers(model, outputs(model, {"input_ids": prompt}).values(), model_path)
-    parts, written = begins.split(AT_ONCE), []
-    tell = listener()
+    parts = begins.split(AT_ONCE)
     with fused_attention(model, {"input_ids": prompt}):
-        for number, part in enumerate(parts):
-            first_token = number * length
-
-            def tick(tokens: int, first_token: int = first_token) -> None:
-                tell("writing samples, tokens", first_token + tokens, len(parts) * length)
-
-            written.append(_continued(model, part, length, draw, tick))
-    return torch.cat(written)
+        return torch.cat([_continued(model, part, length, draw, (i, len(parts))) for i, part in enumerate(parts)])
 
 
-def _begin(model_path: str) -> int | None:
-    if not model_path:  # of a model in memory
-        return None
+def _first_token(model_path: str) -> int | None:
+    """The tokenizer's BOS; None where there is none."""
     try:
         token: int | None = tokenizer_of(model_path).bos_token_id
     except DataError:
@@ -87,16 +61,15 @@ def _begin(model_path: str) -> int | None:
     return token
 
 
-def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, tick: Callable[[int], None]) -> Tensor:
-    """Sequences (count, length) that begin with these ids; `tick` is called with the number of tokens so far."""
-    device = device_of(model)
-    step, past = ids, None
+def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, part: tuple[int, int]) -> Tensor:
+    """Sequences (count, length) that begin with these ids; `part` is their number, and how many parts there are."""
+    step, past, tell = ids, None, listener()
     while ids.shape[1] < length:
-        result = model(input_ids=step.to(device), past_key_values=past, use_cache=True)
+        result = model(input_ids=step.to(device_of(model)), past_key_values=past, use_cache=True)
         past = getattr(result, "past_key_values", None)
         token = torch.multinomial(result.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
         ids = torch.cat([ids, token], 1)
-        tick(ids.shape[1])
+        tell("writing samples, tokens", part[0] * length + ids.shape[1], part[1] * length)
         step = ids if past is None else token
     return ids
 
@@ -115,21 +88,17 @@ def synthetic_images(model: Any, model_path: str, count: int, seed: int) -> Tens
         DataError: the model does not take images.
     """
     if not hasattr(getattr(model.config, "vision_config", model.config), "image_size"):
-        raise DataError(
-            f"{type(model).__name__} does not take images",
-            remedy="'synthetic' is for image models; give a file",
-        )
+        remedy = "'synthetic' is for image models; give a file"
+        raise DataError(f"{type(model).__name__} does not take images", remedy=remedy)
     channels, height, width = image_shape(model.config)
     draw = torch.Generator().manual_seed(seed)
     scales = [scale for scale in SCALES if scale < min(height, width)] + [min(height, width)]
     images = []
-    for number in range(count):
-        cells = scales[number % len(scales)]
+    for cells in (scales[number % len(scales)] for number in range(count)):
         noise = torch.randn(1, channels, cells, cells, generator=draw)
-        shape = (height, width)
-        image = torch.nn.functional.interpolate(noise, size=shape, mode="bicubic" if cells > 1 else "nearest")
+        mode = "bicubic" if cells > 1 else "nearest"
+        image = torch.nn.functional.interpolate(noise, size=(height, width), mode=mode)
         contrast, brightness = 0.5 + 2.5 * torch.rand(1, generator=draw), torch.randn(1, generator=draw)
         images.append(torch.sigmoid(contrast * image + brightness))
-    factor, mean, deviation = normalisation(local_path(model_path) if model_path else "", channels)
-    white = 255.0 if factor == 1.0 else 1.0
+    white, mean, deviation = normalisation(model_path, channels)
     return (torch.cat(images) * white - mean) / deviation

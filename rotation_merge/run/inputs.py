@@ -48,10 +48,8 @@ def random_batch(model: Any, generator: torch.Generator) -> Batch:
         shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (8000,)
         batch["input_values"] = torch.randn(SIZE, *shape, generator=generator)
     if not batch:
-        raise CheckpointError(
-            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that",
-            remedy="give inputs as 'data'",
-        )
+        problem = f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that"
+        raise CheckpointError(problem, remedy="give inputs as 'data'")
     return batch
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import StatisticsError
+from rotation_merge.model.card import origins
 from rotation_merge.model.forms import names_in, restructured
-from rotation_merge.model.origin import origins
 from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import versions

@@ -1,7 +1,8 @@
-"""Kinds of samples in words, and the options of reading them."""
+"""Kinds of samples in words, the names of columns, and the options of reading them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
@@ -9,11 +10,11 @@ from pydantic.dataclasses import dataclass
 from rotation_merge.config import Config, Count, Length, option
 
 KINDS = (
-    "text (.txt, .md, .py ...), a table (.csv, .tsv) with a header, .jsonl or .json, .npz, .safetensors, a folder of "
-    "images, a directory written by datasets' save_to_disk, or demo:NAME"
+    "text (.txt, .md, .py ...), a table (.csv, .tsv, .parquet) with a header, .jsonl or .json, .npz, .safetensors, "
+    "a folder of images, a directory written by datasets' save_to_disk, or demo:NAME"
 )
 
-SOURCES = ("self", "synthetic")
+SOURCES = SELF, SYNTHETIC = "self", "synthetic"
 """Samples that need no file: text that a language model writes, and images made of noise."""
 
 Statistic = Literal["gram", "fisher"]
@@ -22,6 +23,25 @@ STATISTICS = get_args(Statistic)
 
 SAMPLES = 64
 """Samples that are made where no number is given."""
+
+TEXTS = (
+    ("text", "text_pair"), ("text",), ("sentence1", "sentence2"), ("text1", "text2"), ("text_a", "text_b"),
+    ("a", "b"), ("premise", "hypothesis"), ("query", "passage"), ("question", "answer"), ("question1", "question2"),
+    ("sentence",), ("content",), ("review",), ("question",), ("document",), ("tweet",), ("comment",),
+)  # fmt: skip
+"""Names of a column of texts, or of two; the first that are all there count."""
+
+IMAGES = ("image", "img")
+LABELS = ("labels", "label", "score", "class")
+
+
+def columns(names: Iterable[str]) -> dict[str, str]:
+    """The columns that are `text` and `text_pair`, or `image`, and `label`, by their names."""
+    known = {name.strip().lower(): name for name in names}
+    texts = next((texts for texts in TEXTS if known.keys() >= set(texts)), ())
+    image, label = (next((name for name in kind if name in known), "") for kind in (IMAGES, LABELS))
+    roles = {**dict(zip(("text", "text_pair"), texts, strict=False)), "image": "" if texts else image, "label": label}
+    return {role: known[name] for role, name in roles.items() if name}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,55 +12,44 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from rotation_merge.architecture.sentence import KEY, dense, modes
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, short
 
 
-class DenseMap(nn.Module):
-    """A dense module: a linear map and an activation; its tensors are named as its file names them."""
-
-    def __init__(self, linear: nn.Linear, activation: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.activation = linear, activation
-
-    def forward(self, states: Tensor) -> Tensor:
-        activated: Tensor = self.activation(self.linear(states))
-        return activated
-
-
-def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], label: str) -> Any:
-    """A loaded transformer with its sentence-transformers modules, whose `forward` gives embeddings.
+def with_modules(
+    model: nn.Module,
+    modules: list[dict[str, Any]],
+    tensors: Mapping[str, Tensor] | None = None,
+    label: str | None = None,
+) -> Any:
+    """A transformer with its sentence-transformers modules, whose `forward` gives embeddings.
 
     Tokens (n, length) become `text_embeds` (n, size); pairs of texts (n, 2, length) the cosine of their embeddings as
     `logits` (n, 1). Dense modules are submodules under their folders' names, so that the state dict names them as
-    `checkpoints.sentence` does.
+    `model.sentence` does.
 
     Args:
-        tensors: of the dense modules.
+        tensors: of the dense modules; None: of a model without weights.
 
     Raises:
         CheckpointError: an activation or a shape that does not fit.
     """
     like = next(model.parameters())
-    model = with_empty_modules(model, modules, label)
     for module in dense(modules):
-        _fill(model.get_submodule(module["path"]), module, tensors, label)
-        model.get_submodule(module["path"]).to(like)
-    return model
-
-
-def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], label: str | None = None) -> Any:
-    """Add modules as `with_modules` does, without setting the weights of dense maps.
-
-    Raises:
-        CheckpointError: an activation that is not known.
-    """
-    for module in dense(modules):
-        kind = getattr(nn, module["activation"], None)
-        if kind is None:
-            problem = f"the activation {module['activation']} of its module {module['path']} is not known"
+        path, activation = module["path"], getattr(nn, module["activation"], None)
+        if activation is None:
+            problem = f"the activation {module['activation']} of its module {path} is not known"
             raise CheckpointError(problem, where=label, remedy="use one of torch.nn")
         linear = nn.Linear(module["in"], module["out"], bias=module["bias"])
-        model.add_module(module["path"], DenseMap(linear, kind()))
+        dense_map = nn.Sequential(OrderedDict({"linear": linear, "activation": activation()}))
+        model.add_module(path, dense_map)
+        if tensors is None:
+            continue
+        try:
+            names = {name.removeprefix(f"{path}."): name for name in tensors if name.startswith(f"{path}.")}
+            dense_map.to(like).load_state_dict({name: tensors[full] for name, full in names.items()})
+        except RuntimeError as error:
+            problem = f"its module {path} is not as its config says ({short(error)})"
+            raise CheckpointError(problem, where=label, remedy="download it again") from error
     setattr(cast(Any, model).config, KEY, modules)
     model.__class__ = _embedding_class(cast(Any, type(model)))
     return model
@@ -70,12 +60,16 @@ def _embedding_class(kind: type) -> type:
     return type(kind.__name__, (kind,), {"forward": _forward, "sentence_encoder": kind})
 
 
+def is_sentence_model(model: Any) -> bool:
+    return type(model).__dict__.get("forward") is _forward
+
+
 def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **extra: Any) -> ModelOutput:
     shape, modules = input_ids.shape, getattr(self.config, KEY)
     ids = input_ids.reshape(-1, shape[-1])
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, shape[-1])
     states = self.sentence_encoder.forward(self, input_ids=ids, attention_mask=mask).last_hidden_state
-    embeddings = pool(states, mask, modes(modules))
+    embeddings = torch.cat([_pooled(states, mask, mode) for mode in modes(modules)], -1)
     for module in modules:
         if module["type"] == "Dense":
             embeddings = self.get_submodule(module["path"])(embeddings)
@@ -87,50 +81,20 @@ def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
     return ModelOutput(logits=nn.functional.cosine_similarity(first, second, dim=-1)[:, None])
 
 
-@torch.no_grad()
-def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str, Tensor], label: str) -> None:
-    """Give a dense map its weights."""
-    path = f"{module['path']}.linear"
-    weight, bias = tensors.get(f"{path}.weight"), tensors.get(f"{path}.bias")
-    if weight is None or tuple(weight.shape) != (module["out"], module["in"]):
-        shape = "missing" if weight is None else str(list(weight.shape))
-        problem = (
-            f"the weight of its module {module['path']} is {shape}, its config says {module['out']} x {module['in']}"
-        )
-        raise CheckpointError(problem, where=label, remedy="download it again")
-    linear = cast(nn.Linear, dense_map.get_submodule("linear"))
-    if (linear.bias is None) != (bias is None):
-        problem = f"the bias of its module {module['path']} is {'missing' if bias is None else 'not in its config'}"
-        raise CheckpointError(problem, where=label, remedy="download it again")
-    linear.weight.copy_(weight)
-    if bias is not None:
-        linear.bias.copy_(bias)
-
-
-def is_sentence_model(model: Any) -> bool:
-    return type(model).__dict__.get("forward") is _forward
-
-
-def pool(states: Tensor, mask: Tensor, chosen: list[str]) -> Tensor:
-    """One vector a text, of several ways of pooling side by side.
+def _pooled(states: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """One vector a text.
 
     Args:
         states: (n, length, size); mask: (n, length), 1 for tokens.
     """
-    wide = mask[..., None].to(states.dtype)
+    rows, wide = torch.arange(len(states)), mask[..., None].to(states.dtype)
+    if mode == "cls":
+        return states[rows, mask.argmax(1)]
+    if mode == "lasttoken":
+        return states[rows, mask.shape[1] - 1 - mask.flip(1).argmax(1)]
+    if mode == "max":
+        return states.masked_fill(wide == 0, -1e9).amax(1)
+    if mode == "weightedmean":
+        wide = wide * torch.arange(1, mask.shape[1] + 1, dtype=states.dtype, device=states.device)[:, None]
     count = wide.sum(1).clamp(min=1e-9)
-    pooled = []
-    for mode in chosen:
-        if mode == "cls":
-            pooled.append(states[torch.arange(len(states)), mask.argmax(1)])
-        elif mode == "max":
-            pooled.append(states.masked_fill(wide == 0, -1e9).amax(1))
-        elif mode == "lasttoken":
-            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-            pooled.append(states[torch.arange(len(states)), last])
-        elif mode == "weightedmean":
-            place = torch.arange(1, mask.shape[1] + 1, dtype=states.dtype)[None, :, None].to(states.device) * wide
-            pooled.append((states * place).sum(1) / place.sum(1).clamp(min=1e-9))
-        else:
-            pooled.append((states * wide).sum(1) / (count if mode == "mean" else count.sqrt()))
-    return torch.cat(pooled, -1)
+    return (states * wide).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)

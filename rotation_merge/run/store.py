@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from rotation_merge.errors import RotationMergeError, SpaceError, short
 from rotation_merge.files import TemporaryFolder
 
-SPILL = "name a folder for 'spill' that has more space, or give fewer samples"
+SPILL = "free some space, or name a folder that has more in TMPDIR"
 """Remedy in a recipe if hidden states do not fit."""
 
 Device = torch.device | str
@@ -91,7 +91,7 @@ def _scratch(parent: str) -> TemporaryFolder:
         return TemporaryFolder(parent)
     except OSError as error:
         raise RotationMergeError(
-            f"cannot be written to ({short(error)})", where=parent, remedy="name another folder for 'spill'"
+            f"cannot be written to ({short(error)})", where=parent, remedy="name another folder in TMPDIR"
         ) from error
 
 

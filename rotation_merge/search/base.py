@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
@@ -55,10 +56,8 @@ def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVector
     opened = {name: open_model(name, any_base=True) for name in models}
     if base_name is not None:
         return _opened(base_name, "as given", opened)
-    for name, why in _named(models, opened):
-        if (base := _tried(name, why, opened)) is not None:
-            return base
-    return _nearest(models, opened)
+    stated = (_tried(name, why, opened) for name, why in _named(opened))
+    return next((base for base in stated if base is not None), None) or _nearest(models, opened)
 
 
 def _opened(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase:
@@ -88,15 +87,18 @@ def _tried(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase | 
         return None
 
 
-def _named(models: Sequence[str], opened: Mapping[str, View]) -> Iterator[tuple[str, str]]:
+def _named(models: Mapping[str, View]) -> Iterator[tuple[str, str]]:
     """The base that adapters and cards name, if it is stored locally."""
     for name in models:
         reference = parse_reference(name)
         if reference.lora is not None:
             yield str(reference.model), f"base of the adapter ({os.path.basename(str(reference.lora))})"
-    for name in models:
-        for place in _places(_stated(opened[name].folder), opened[name].folder):
-            yield place, f"the card of {os.path.basename(name)} names it"
+    for name, model in models.items():
+        stated = metadata_in(model.folder).get("base_model")
+        names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
+        if len(names) == 1:  # a merge has several
+            for place in _places(str(names[0]), model.folder):
+                yield place, f"the card of {os.path.basename(name)} names it"
 
 
 def _places(stated: str, folder: str) -> Iterator[str]:
@@ -106,13 +108,6 @@ def _places(stated: str, folder: str) -> Iterator[str]:
             yield os.path.abspath(place)
     if is_hub_name(stated) and not os.path.exists(stated) and not absent_parts(parse_reference(stated)):
         yield stated
-
-
-def _stated(folder: str) -> str:
-    """The base in a model's card; empty for a merge, which has several."""
-    stated = metadata_in(folder).get("base_model")
-    names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
-    return str(names[0]) if len(names) == 1 else ""
 
 
 def _nearest(models: Sequence[str], opened: Mapping[str, View]) -> TaskVectorBase | None:
@@ -128,15 +123,12 @@ def _nearest(models: Sequence[str], opened: Mapping[str, View]) -> TaskVectorBas
 def _beside(models: Sequence[str]) -> list[str]:
     """Folders with a model beside the models, without merges."""
     parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.exists(name)}
-    places = [os.path.join(parent, name) for parent in sorted(parents) for name in sorted(os.listdir(parent))]
     named = {os.path.realpath(name) for name in models}
-    return [place for place in places if _holds_model(place) and os.path.realpath(place) not in named][:MOST_BESIDE]
-
-
-def _holds_model(place: str) -> bool:
-    """Whether a folder holds a model, and no merge."""
-    merged = any(os.path.exists(os.path.join(place, file)) for file in MERGED)
-    return os.path.isfile(os.path.join(place, "config.json")) and not merged
+    places = [place for parent in sorted(parents) for place in sorted(Path(parent).iterdir())]
+    bases = (
+        str(p) for p in places if (p / "config.json").is_file() and not any((p / file).exists() for file in MERGED)
+    )
+    return [place for place in bases if os.path.realpath(place) not in named][:MOST_BESIDE]
 
 
 def _began_as(models: Iterable[View]) -> list[str]:

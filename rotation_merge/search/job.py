@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pydantic.dataclasses import dataclass
@@ -40,6 +41,11 @@ class SearchConfig(MergeConfig):
         """Load a model on the device, with its classes in the first model's order."""
         return load(model, like=self.models[0]).to(self.device)
 
+    @property
+    def reading(self) -> tuple[int, int, int]:
+        """Batch size, length and seed of reading samples."""
+        return self.batch_size, self.length, self.seed
+
     def key(self) -> str:
         """Stable key of the models, the samples and the options, and of the state of their files."""
         options = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
@@ -68,7 +74,5 @@ def _weights(model: str) -> list[str]:
     """The weight files of a model that is here, and of its adapter."""
     reference = parse_reference(model)
     folders = [folder_of(part) for part in (reference.model, reference.lora) if part is not None]
-    ends = (".safetensors", ".bin")
-    return [
-        os.path.join(f, name) for f in filter(None, folders) for name in sorted(os.listdir(f)) if name.endswith(ends)
-    ]
+    files = [file for folder in folders if folder for file in sorted(Path(folder).iterdir())]
+    return [str(file) for file in files if file.suffix in (".safetensors", ".bin")]

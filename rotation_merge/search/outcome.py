@@ -10,7 +10,7 @@ from rotation_merge.record import Score, Verdict
 from rotation_merge.search.judge import Figures
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trial:
     """A candidate and its figures on the selection samples.
 
@@ -27,9 +27,12 @@ class Trial:
     @property
     def attempt(self) -> Score:
         """The candidate as a row of report and card."""
-        f = self.figures
         name = self.name if self.scale is None else f"{self.name}, lambda {self.scale:g}"
-        return Score(name, f.score, f.accuracy, f.on_base, self.seconds, f.unfinished)
+        return _score(name, self.figures, self.seconds)
+
+
+def _score(name: str, figures: Figures, seconds: float = 0.0) -> Score:
+    return Score(name, figures.score, figures.accuracy, figures.on_base, seconds)
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Outcome:
     """The outcome of a search.
 
     Attributes:
-        tried: by score, the best first; then those that forget too much, and those that were stopped early.
+        tried: by score, the best first; then those that forget too much.
         parents, ensemble, best: on the samples that only report, as is `plain`.
         left_out: candidates that the budget had no room for, or that could not be made, and why.
         relations: of every other model: mean cosine of its matrices to the first one's.
@@ -67,31 +70,25 @@ class Outcome:
     @property
     def verdict(self) -> Verdict:
         """The verdict for report and card."""
-
-        def score(name: str, figures: Figures | None) -> Score | None:
-            return None if figures is None else Score(name, figures.score, figures.accuracy, figures.on_base)
-
-        best = self.tried[0].name
         return Verdict(
             self.unit,
             self.figure,
             self.samples,
-            [Score(name, f.score, f.accuracy, f.on_base) for name, f in self.parents.items()],
-            Score(best, self.best.score, self.best.accuracy, self.best.on_base),
-            score("plain", self.plain),
-            score("ensemble", self.ensemble),
-            [t.attempt for t in self.tried],
+            [_score(name, figures) for name, figures in self.parents.items()],
+            _score(self.tried[0].name, self.best),
+            None if self.plain is None else _score("plain", self.plain),
+            _score("ensemble", self.ensemble),
+            [trial.attempt for trial in self.tried],
             dict(self.left_out),
             list(self.notes),
             None if self.base is None else self.base.on_base,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts as a dictionary for JSON, without the losses of single examples."""
+        """Return the facts as a dictionary for JSON, without the losses of single texts."""
         facts = asdict(self)
-        single = [facts["ensemble"], facts["best"], facts["plain"], *facts["parents"].values(), facts["base"]]
-        for figures in [*single, *(tried["figures"] for tried in facts["tried"])]:
-            if figures is not None:
-                del figures["examples"], figures["base_texts"]
+        models = [facts["ensemble"], facts["best"], facts["plain"], *facts["parents"].values(), facts["base"]]
+        for figures in filter(None, [*models, *(trial["figures"] for trial in facts["tried"])]):
+            del figures["base_texts"]
         verdict = self.verdict
         return {**facts, "best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}

@@ -38,24 +38,15 @@ MERGE = (
 DATA = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".npz", ".safetensors")
 """Endings of samples; any other text is published as `.txt`."""
 
-HEADS = re.compile(r"heads/[^/]+/")
-"""Where models with heads of their own lie inside a merge."""
-
 PART = re.compile(r"\w[\w.@+ -]*")
 """A name in a path: not hidden, no option of a command, nothing that a shell or a terminal reads otherwise."""
 
 
-def well_formed(place: str) -> bool:
-    """Whether a path names a file inside its folder, no part of it hidden."""
-    return all(PART.fullmatch(part) for part in place.split("/"))
-
-
 def belongs(place: str) -> bool:
-    """Whether a file of this place is one of a model or of the merge that made it."""
+    """Whether a file of this place is one of a model (also of one under `heads/`), or of the merge that made it."""
     if place.startswith("data/"):
         return place.count("/") == 1 and place.endswith(DATA)
-    within = HEADS.match(place)
-    return _matches(place[within.end() :] if within else place, (*WEIGHTS, *MODEL, *MERGE))
+    return _matches(re.sub(r"^heads/[^/]+/", "", place), (*WEIGHTS, *MODEL, *MERGE))
 
 
 def is_weights(place: str) -> bool:
@@ -74,12 +65,7 @@ def included(place: str, patterns: Iterable[str]) -> bool:
 
 
 def _matches(place: str, patterns: Iterable[str]) -> bool:
-    steps = place.split("/")
-    for pattern in patterns:
-        steps_in_pattern = pattern.split("/")
-        if len(steps_in_pattern) == len(steps) and all(map(fnmatchcase, steps, steps_in_pattern)):
-            return True
-    return False
+    return any(pattern.count("/") == place.count("/") and fnmatchcase(place, pattern) for pattern in patterns)
 
 
 def published_name(kind: str, number: int, name: str) -> str:
@@ -98,20 +84,16 @@ def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], l
     Raises:
         RotationMergeError: a link leads out of the folder, a pattern names no file, there are no weights.
     """
-    files = dict(_walk(folder))
-    root = os.path.realpath(folder) + os.sep
+    files, root = dict(_walk(folder)), os.path.realpath(folder) + os.sep
     if outside := [place for place, path in files.items() if not f"{os.path.realpath(path)}{os.sep}".startswith(root)]:
         problem = f"links that lead out of the folder are not published: {named(outside)}"
         raise RotationMergeError(problem, where=folder, remedy="put the file itself there, or remove the link")
+    usable = [place for place in files if all(map(PART.fullmatch, place.split("/"))) and os.path.isfile(files[place])]
     for pattern in include:
-        if not any(included(place, [pattern]) and well_formed(place) for place in files):
+        if not any(included(place, [pattern]) for place in usable):
             problem = f"--include {pattern} names no file that can be published"
             raise RotationMergeError(problem, where=folder, remedy="write the path within the folder, as 'plots/*'")
-    published = {
-        place: path
-        for place, path in files.items()
-        if os.path.isfile(path) and well_formed(place) and (belongs(place) or included(place, include))
-    }
+    published = {place: files[place] for place in usable if belongs(place) or included(place, include)}
     if not any(map(is_weights, published)) and not include:
         remedy = "write them again as safetensors (a merge without --no-safe-serialization)"
         raise RotationMergeError("has no weights in safetensors", where=folder, remedy=remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,9 @@ from rotation_merge.model.hub import HubFile, is_hub_name
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
 """Forms of a name on the hub: org/name@revision, a file there, or one of a dataset."""
 
+STATISTICS = "statistics of "
+"""Prefix of a report's entries on the data of statistics."""
+
 
 def check_repository(name: str) -> None:
     """Refuse an invalid repository name, before the hub is asked.
@@ -29,82 +31,81 @@ def check_repository(name: str) -> None:
         raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
 
 
-def given_names(texts: Iterable[str]) -> dict[str, str]:
+def given_names(texts: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
     """Names from `--as LOCAL=org/name@revision`.
+
+    Args:
+        known: names of models and files, which another spelling of the same path stands for, too.
 
     Raises:
         RotationMergeError: one is no such thing.
     """
     targets = {}
     for text in texts:
-        local, sign, target = text.rpartition("=")
-        if not sign or not local or not TARGET.fullmatch(target):
+        local, _, target = text.rpartition("=")
+        if not local or not TARGET.fullmatch(target):
             raise RotationMergeError(f"--as {text} is incomplete", remedy="write --as LOCAL=org/name@revision")
         targets[local.rstrip("/") or local] = target
-    return targets
-
-
-def same_places(targets: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Names from `--as`, also for other spellings of a path: `./donor` for `donor`."""
     places = {os.path.realpath(name): target for name, target in targets.items() if os.path.exists(name)}
-    places_of_known = {name: os.path.realpath(name) for name in known if os.path.exists(name)}
-    return {**{name: places[place] for name, place in places_of_known.items() if place in places}, **targets}
+    spelled = {name: places.get(os.path.realpath(name)) for name in known if os.path.exists(name)}
+    return {**{name: target for name, target in spelled.items() if target}, **targets}
 
 
-def models_in(recipe: str, report: Mapping[str, Any]) -> list[str]:
+def parts_of(models: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A report's models, each adapter by itself, with what is known of their origins."""
+    for name, origin in models.items():
+        adapter = origin.get("adapter")
+        yield _bare(name.partition("+")[0] if adapter else name), origin
+        if adapter:
+            yield _bare(str(adapter.get("name"))), adapter
+
+
+def _bare(name: str) -> str:
+    """A name without a revision."""
+    return name if os.path.exists(name) else name.partition("@")[0]
+
+
+def models_in(recipe: str, models: Mapping[str, dict[str, Any]]) -> list[str]:
     """Every model that a recipe or a report names, each adapter by itself; without revisions."""
-    names = [name for document in _documents(recipe) for _, name in references(document)]
-    names += [str(source) for document in _documents(recipe) if (source := _tokenizer(document))]
-    names += [name for name, facts in report.get("models", {}).items() for name in (name, _adapter(facts)) if name]
-    parts = [part for name in names for part in (name.split("+") if not os.path.exists(name) else [name])]
-    return list(dict.fromkeys(part if os.path.exists(part) else part.partition("@")[0] for part in parts))
-
-
-def _adapter(facts: Mapping[str, Any]) -> str | None:
-    return (facts.get("adapter") or {}).get("name")
-
-
-def _tokenizer(document: Mapping[str, Any]) -> str | None:
-    """A model that a tokenizer is taken from."""
-    tokenizer = document.get("tokenizer_source") or at(document, ("tokenizer", "source"))
-    return tokenizer if isinstance(tokenizer, str) and tokenizer not in ("base", "union") else None
+    names = [name for document in recipe_documents(recipe) for _, name in references(document)]
+    for document in recipe_documents(recipe):
+        tokenizer = document.get("tokenizer_source") or at(document, ("tokenizer", "source"))
+        names += [tokenizer] if isinstance(tokenizer, str) and tokenizer not in ("base", "union") else []
+    parts = [part for name in names for part in ([name] if os.path.exists(name) else name.split("+"))]
+    return list(dict.fromkeys([*map(_bare, parts), *(name for name, _ in parts_of(models))]))
 
 
 def files_in(recipe: str) -> dict[str, str]:
     """Files that a recipe reads and that are here, by name: alignment, statistics or data."""
-    names = {}
-    for document in _documents(recipe):
-        for path, name in files(document):
-            if HubFile.of(name) is None and not name.startswith("datasets/"):
-                names[name] = str(path[-1])
-    return names
+    named = [(name, str(path[-1])) for document in recipe_documents(recipe) for path, name in files(document)]
+    return {name: kind for name, kind in named if HubFile.of(name) is None and not name.startswith("datasets/")}
 
 
 def written_in(recipe: str) -> list[str]:
     """Files and folders that a recipe writes: they travel as files, or not at all."""
-    outputs = [at(d, ("parameters", name)) for d in _documents(recipe) for name in ("save_alignment", "spill")]
+    outputs = [at(d, ("parameters", "save_alignment")) for d in recipe_documents(recipe)]
     return [name for name in outputs if isinstance(name, str)]
 
 
-def _documents(recipe: str) -> list[Mapping[str, Any]]:
+def recipe_documents(recipe: str) -> list[Mapping[str, Any]]:
+    """The documents of a recipe.
+
+    Raises:
+        RecipeError: it is no YAML.
+    """
     try:
         return [d.value for d in documents(recipe) if isinstance(d.value, Mapping)] if recipe.strip() else []
     except RecipeError as error:
         raise RecipeError(error.what, where="the recipe of this merge", remedy=error.remedy) from error
 
 
-def known_names(report: Mapping[str, Any]) -> dict[str, str]:
+def known_names(models: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Models with a known place on the hub, because they were read from its cache."""
-    places = {}
-    for name, facts in report.get("models", {}).items():
-        adapter = facts.get("adapter")
-        parts = [(name if adapter is None else name.partition("+")[0], facts)]
-        parts += [] if adapter is None else [(str(adapter.get("name")), adapter)]
-        for part, origin in parts:
-            if origin.get("hub") and origin.get("revision"):
-                local = part if os.path.exists(part) else part.partition("@")[0]
-                places[local] = f"{origin['hub']}@{origin['revision']}"
-    return places
+    return {
+        name: f"{origin['hub']}@{origin['revision']}"
+        for name, origin in parts_of(models)
+        if origin.get("hub") and origin.get("revision")
+    }
 
 
 def is_local(name: str) -> bool:
@@ -123,15 +124,8 @@ def remaining_local_path(text: str, local: Iterable[str]) -> str | None:
     return None
 
 
-STATISTICS = "statistics of "
-"""Prefix of a report's entries on the data of statistics."""
-
-Edit = tuple[int, int, str]
-"""Start and end in the text, and the replacement."""
-
-
 def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
-    """The recipe with `statistics: FILE` under each model with statistics beside it.
+    """The recipe with `statistics: FILE` under each model with statistics beside it; comments go where one is added.
 
     Args:
         used: the report's entries on data; with `file` if the recipe did not name it.
@@ -139,54 +133,22 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         RotationMergeError: the recipe has no place for one.
     """
-    files = {str(x["of"]).removeprefix(STATISTICS): str(x["file"]) for x in used if x.get("file")}
-    if not files:
+    beside = {str(x["of"]).removeprefix(STATISTICS): str(x["file"]) for x in used if x.get("file")}
+    if not beside:
         return recipe
-    edits: dict[int, Edit] = {}
-    placed = set()
-    for root in yaml.compose_all(recipe, Loader=yaml.SafeLoader):
-        for name, entry in _entries(root):
-            if name not in files:
-                continue
-            edit = _edit(recipe, entry, files[name])
-            if edits.setdefault(edit[0], edit) == edit:  # an alias stands for the parameters of two models
-                placed.add(name)
-    for name in files:
-        if name not in placed:
-            problem = f"the recipe has no entry that could name its statistics '{files[name]}'"
-            raise RotationMergeError(problem, where=name, remedy="write 'statistics: FILE' under its own parameters")
-    for start, end, text in sorted(edits.values(), reverse=True):
-        recipe = f"{recipe[:start]}{text}{recipe[end:]}"
-    return recipe
+    contents, placed = list(yaml.safe_load_all(recipe)), set()
+    for entry in (entry for content in contents for entry in _entries(content) if entry["model"] in beside):
+        entry["parameters"] = {**(entry.get("parameters") or {}), "statistics": beside[entry["model"]]}
+        placed.add(entry["model"])
+    if missing := [name for name in beside if name not in placed]:
+        problem = f"the recipe has no entry that could name its statistics '{beside[missing[0]]}'"
+        raise RotationMergeError(problem, where=missing[0], remedy="write 'statistics: FILE' under its own parameters")
+    return yaml.safe_dump_all(contents, sort_keys=False, width=1 << 20, allow_unicode=True)
 
 
-def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
-    """The keys that name a model next to its parameters, if written as one word."""
-    if isinstance(node, yaml.MappingNode):
-        model_node = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
-        if model_node is not None:
-            yield model_node.value, node
-        for _, value in node.value:
-            yield from _entries(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _entries(item)
-
-
-def _edit(text: str, entry: yaml.MappingNode, file: str) -> Edit:
-    """The edit that adds a file to an entry's parameters."""
-    line = f"statistics: {json.dumps(file, ensure_ascii=False)}"
-    parameters = next((value for key, value in entry.value if key.value == "parameters"), None)
-    if parameters is None:
-        return _before(entry, f"parameters: {{{line}}}")
-    if isinstance(parameters, yaml.MappingNode) and parameters.value:
-        return _before(parameters, line)
-    start, end = parameters.start_mark.index, parameters.end_mark.index  # nothing, or an empty mapping
-    return start, end, f"{'' if text[start - 1 : start].isspace() else ' '}{{{line}}}"
-
-
-def _before(node: yaml.MappingNode, line: str) -> Edit:
-    """A line before the first key of a mapping."""
-    first = node.value[0][0].start_mark
-    end = ", " if node.flow_style else "\n" + " " * first.column
-    return first.index, first.index, f"{line}{end}"
+def _entries(value: Any) -> Iterator[dict[str, Any]]:
+    """The mappings that name a model, if written as one word."""
+    if isinstance(value, dict) and isinstance(value.get("model"), str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _entries(item)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import shutil
+import shlex
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from glob import escape, glob
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
-from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.card import class_of, kept_figures, updated_card
+from rotation_merge.model.card import class_of, kept_figures, shown_names, updated_card
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.folder import folder_of
-from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.hub import no_answer, reachable
+from rotation_merge.model.hub import HubFile, no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.naming import Renaming
-from rotation_merge.model.open import open_model, parse_reference
-from rotation_merge.model.origin import licence
+from rotation_merge.model.open import open_model
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
+from rotation_merge.run.sample_kinds import SOURCES
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
+from rotation_merge.share.contents import PART, chosen_files, included, is_statistics, published_name
 from rotation_merge.share.names import STATISTICS as MEASURED
 from rotation_merge.share.names import (
     completed,
@@ -37,22 +33,21 @@ from rotation_merge.share.names import (
     is_local,
     known_names,
     models_in,
+    parts_of,
     remaining_local_path,
-    same_places,
     written_in,
 )
-from rotation_merge.share.remeasure import Measurement, base_name, is_source
 
 CARD, RECIPE, CONFIG = "README.md", "recipe.yml", "mergekit_config.yml"
 STATISTICS = "statistics"
-WORDS = (".json", ".yml", ".yaml", ".md", ".txt", ".html", ".svg", ".jinja", ".csv")
+TEXTS = (".json", ".yml", ".yaml", ".md", ".txt", ".html", ".svg", ".jinja", ".csv")
 """Endings of files that are looked through for local names."""
 UNKNOWN = "REVISION"
 """Stands in a dry run for the commit that the first upload will make."""
-
-
 NAMED = 4
 """So many names that have to be mapped are written out."""
+OPTIONS = ("samples", "seed", "length", "batch_size", "labels")
+"""What the head of a file of statistics says of its measurement, by the options of `measure`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class Item:
 
     @property
     def size(self) -> int:
-        return len(self.source) if isinstance(self.source, bytes) else os.path.getsize(self.source)
+        return len(self.source) if self.changed else os.path.getsize(self.source)
 
     @property
     def changed(self) -> bool:
@@ -72,8 +67,15 @@ class Item:
 
     @property
     def text(self) -> str:
-        assert isinstance(self.source, bytes)
-        return self.source.decode("utf-8")
+        """The text in it that may name local files; of safetensors the head, of other binary files nothing."""
+        if isinstance(self.source, bytes):
+            return self.source.decode("utf-8", errors="surrogateescape")
+        if self.place.endswith(".safetensors"):
+            return json.dumps(_head(self.source)[0].get("__metadata__", {}))
+        if not self.place.endswith(TEXTS):
+            return ""
+        with open(self.source, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,6 @@ class Draft:
         unpublished: statistics that the recipe reads, and samples that they were measured on, which are not published,
             with their published names.
         recipe: as it was run.
-        work: where files whose head had to change are put together.
     """
 
     folder: str
@@ -100,7 +101,6 @@ class Draft:
     beside: Mapping[str, str]
     unpublished: Mapping[str, str]
     recipe: str
-    work: TemporaryFolder = field(default_factory=TemporaryFolder, repr=False)
 
     def _renaming(self, commit: str) -> Renaming:
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
@@ -113,112 +113,125 @@ class Draft:
     def first(self) -> list[Item]:
         """Files named by the recipe, which are published first: the recipe names their commit."""
         renaming = self._renaming("main")
-        return [self._item(place, name, renaming) for name, place in self.beside.items()]
+        return [_item(place, name, renaming) for name, place in self.beside.items()]
 
     def items(self, commit: str) -> list[Item]:
-        """Everything else, recipe and card last."""
-        renaming, early = self._renaming(commit), self.first()
-        placed = {item.place for item in early} | {CARD, RECIPE}
-        items = [self._item(place, path, renaming) for place, path in self.files.items() if place not in placed]
-        if self.recipe and self.report.relation == "merge":
-            items.append(Item(RECIPE, renaming.text(self.recipe).encode()))
-        items.append(Item(CARD, self.card(renaming, self.statistics(renaming)).encode()))
-        self._check([*early, *items])
-        return items
-
-    def statistics(self, renaming: Renaming) -> list[Measurement]:
-        """Commands that measure unpublished statistics of the recipe.
+        """Everything else, recipe and card last.
 
         Raises:
-            RotationMergeError: a file of them does not say it.
+            RotationMergeError: a file still names a path of this machine.
         """
-        models = {mark: name for name, mark in self.report.fingerprints.items()}
-        entries = []
-        for path in files_in(self.recipe):
-            if path not in self.unpublished:
-                continue
-            metadata = Statistics.open(path).metadata
-            model = renaming.text(models.get(str(metadata.get("fingerprint")), str(metadata.get("model"))))
-            data = renaming.value(str(metadata.get("data")))
-            try:
-                entries.append(Measurement.of(metadata, self.unpublished[path], model, data))
-            except (KeyError, TypeError) as error:
-                problem = f"its header does not say how it was measured ({short(error)})"
-                raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data") from error
-        return entries
+        renaming, early = self._renaming(commit), self.first()
+        written_anew = {item.place for item in early} | {CARD, RECIPE, REPORT_FILE}
+        items = [_item(place, path, renaming) for place, path in self.files.items() if place not in written_anew]
+        items.append(Item(REPORT_FILE, f"{json.dumps(renaming.value(self._facts()), indent=1)}\n".encode()))
+        if self.recipe and self.report.relation == "merge":
+            items.append(Item(RECIPE, renaming.text(self.recipe).encode()))
+        items.append(Item(CARD, self._card(renaming).encode()))
+        local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
+        for item in (*early, *items):
+            if path := remaining_local_path(item.text, local):
+                problem, remedy = f"names '{path}', a path on this machine", "or remove the path"
+                raise RotationMergeError(
+                    problem, where=item.place, remedy=f"add --as {path}=org/name@revision, {remedy}"
+                )
+        return items
 
-    def card(self, renaming: Renaming, statistics: Sequence[Measurement] = ()) -> str:
-        """The card, its metadata and our section written anew, with figures that are of these very weights."""
-        try:
-            with open(os.path.join(self.folder, CARD), encoding="utf-8") as file:
-                text = file.read()
-        except FileNotFoundError:
-            text = f"# {self.repo.partition('/')[2]}\n"
-        report = MergeReport.from_dict(renaming.value(self._facts()))
+    def _card(self, renaming: Renaming) -> str:
+        """The card, its metadata and our section written anew, with figures that are of these very weights.
+
+        Raises:
+            RotationMergeError: the hub refuses its metadata.
+        """
+        path, name = os.path.join(self.folder, CARD), self.repo.partition("/")[2]
+        text = f"# {name}\n"
+        if os.path.exists(path):
+            old = re.escape(os.path.basename(os.path.abspath(self.folder)))
+            text = re.sub(rf"(?m)^# {old}$", f"# {name}", Item(CARD, path).text, count=1)
         figures = kept_figures(self.folder)
         if figures:
             mark = open_model(self.folder, any_base=True).fingerprint
             figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
-        old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
-        text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
-        first = [measurement.command for measurement in statistics]
-        card = updated_card(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
-        check_card(card)
+        report, first = MergeReport.from_dict(renaming.value(self._facts())), list(self.measurements(renaming))
+        shown = {short: renaming.names.get(path, short) for path, short in shown_names(self.report).items()}
+        text = Renaming(renaming.names | shown).text(text)
+        card = updated_card(text, report, self.repo, class_of(self.folder), figures, first)
+        _check_card(card)
         return card
 
     def _facts(self) -> dict[str, Any]:
-        """The report, models known by their new names too."""
+        """The report, with the names on the hub of models that were read from folders."""
         content = self.report.to_dict()
-        models = {name: dict(facts) for name, facts in self.report.models.items()}
-        for name, facts in models.items():
-            parts = [(name.partition("+")[0] if facts.get("adapter") else name, facts)]
-            if facts.get("adapter"):
-                facts["adapter"] = dict(facts["adapter"])
-                parts.append((str(facts["adapter"].get("name")), facts["adapter"]))
-            for part, origin in parts:
-                target = self.names.get(part)
-                if target and not origin.get("hub"):
-                    hub, _, revision = target.partition("@")
-                    origin.update(hub=hub, revision=revision or None)
-                    origin["license"] = origin.get("license") or _licence(hub, revision or None)
-        return {**content, "models": models}
+        for name, origin in parts_of(content["models"]):
+            if name in self.names and not origin.get("hub"):
+                hub, _, revision = self.names[name].partition("@")
+                origin.update(hub=hub, revision=revision or None)
+        return content
 
-    def _item(self, place: str, path: str, renaming: Renaming) -> Item:
-        if place == REPORT_FILE:
-            content = json.dumps(renaming.value(self._facts()), indent=1) + "\n"
-            return Item(place, content.encode())
-        if place.endswith(".safetensors"):
-            return Item(place, _with_header(path, renaming, self.work.path) or path)
-        if not place.endswith(WORDS):
-            return Item(place, path)
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            text = file.read()
-        adapter = os.path.basename(place) == "adapter_config.json"
-        changed = _adapter_config(text, renaming) if adapter else renaming.text(text)
-        return Item(place, path if changed == text else changed.encode("utf-8", errors="surrogateescape"))
+    def measurements(self, renaming: Renaming) -> Iterator[str]:
+        """Commands that measure unpublished statistics of the recipe.
 
-    def _check(self, items: Sequence[Item]) -> None:
-        """
         Raises:
-            RotationMergeError: a file still names a path of this machine.
+            RotationMergeError: a file of them does not say how.
         """
-        local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
-        for item in items:
-            if isinstance(item.source, bytes):
-                text = item.source.decode("utf-8", errors="replace")
-            elif item.place.endswith(".safetensors"):
-                text = json.dumps(_head(item.source).get("__metadata__", {}))
-            elif item.place.endswith(WORDS):
-                with open(item.source, encoding="utf-8", errors="replace") as file:
-                    text = file.read()
-            else:
+        models = {mark: name for name, mark in self.report.fingerprints.items()}
+        for path in files_in(self.recipe):
+            if path not in self.unpublished:
                 continue
-            if local_path := remaining_local_path(text, local):
-                raise RotationMergeError(
-                    f"names '{local_path}', a path on this machine",
-                    where=item.place,
-                    remedy=f"add --as {local_path}=org/name@revision, or remove the path",
-                )
+            head = Statistics.open(path).metadata
+            if absent := [name for name in ("kinds", "samples", "seed") if not isinstance(head.get(name), int | list)]:
+                problem = f"its header does not say how it was measured ('{absent[0]}')"
+                raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data")
+            model = renaming.text(models.get(str(head.get("fingerprint")), str(head.get("model"))))
+            words = ["rotation-merge", "measure", model, "--data", renaming.value(str(head.get("data")))]
+            given = {name: head[name] for name in OPTIONS if head.get(name) is not None}
+            options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+            yield shlex.join([*words, "--kinds", ",".join(head["kinds"]), *options, "--out", self.unpublished[path]])
+
+
+def _item(place: str, path: str, renaming: Renaming) -> Item:
+    """A file with local names in it replaced."""
+    if place.endswith(".safetensors"):
+        return Item(place, _with_names(path, renaming) or path)
+    text = Item(place, path).text
+    changed = renaming.text(text)
+    if changed != text and os.path.basename(place) == "adapter_config.json":  # peft keeps base and revision apart
+        content = renaming.value(json.loads(text))
+        hub, _, revision = str(content["base_model_name_or_path"]).partition("@")
+        pinned = {"revision": revision} if revision else {}
+        changed = json.dumps({**content, "base_model_name_or_path": hub, **pinned}, indent=2) + "\n"
+    return Item(place, path if changed == text else changed.encode("utf-8", errors="surrogateescape"))
+
+
+def _head(path: str) -> tuple[dict[str, Any], int]:
+    """The head of a safetensors file, and where the tensors begin."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return dict(json.loads(file.read(length))), 8 + length
+
+
+def _with_names(path: str, renaming: Renaming) -> bytes | None:
+    """One of our files with local names in its head replaced; None if there are none."""
+    head, begin = _head(path)
+    entries = head.get("__metadata__", {})
+    changed = {name: _entry(text, renaming) for name, text in entries.items()} if "made" in entries else entries
+    if changed == entries:
+        return None
+    text = json.dumps({**head, "__metadata__": changed}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return struct.pack("<Q", len(text)) + text + file.read()
+
+
+def _entry(text: str, renaming: Renaming) -> str:
+    """An entry of a file's head, local names in it replaced: JSON, or a word."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return renaming.text(text)
+    renamed = renaming.value(value)
+    return text if renamed == value else json.dumps(renamed)
 
 
 def draft(
@@ -234,112 +247,31 @@ def draft(
     Raises:
         RotationMergeError: there is no report; a local name is left that nothing is known of; a link leads out.
     """
-    published, kept_back = (
-        chosen_files(folder, include) if os.path.exists(os.path.join(folder, REPORT_FILE)) else ({}, [])
-    )
     report = _report(folder)
+    published, kept_back = chosen_files(folder, include)
     recipe = completed(_recipe(folder, report), report.data)
-    facts = report.to_dict()
-    used = [str(data_used["source"]) for data_used in report.data]
-    models = models_in(recipe, facts)
-    read = {name: "data" for name in used if os.path.exists(name)} | files_in(recipe)
-    names = {**known_names(facts), **same_places(given_names(targets), [*models, *read])}
-    unpublished = {} if with_data else _unpublished(report, files_in(recipe), names)
+    models, files = models_in(recipe, report.models), files_in(recipe)
+    read = {str(used["source"]): "data" for used in report.data if os.path.exists(str(used["source"]))} | files
+    names = {**known_names(report.models), **given_names(targets, [*models, *read])}
+    unpublished: dict[str, str] = {}
     if not with_data:
+        unpublished = _unpublished(report, files, names)
         kept_back += [place for place in published if is_statistics(place) and not included(place, include)]
         published = {place: path for place, path in published.items() if place not in kept_back}
+    read = {name: kind for name, kind in read.items() if name not in names and name not in unpublished}
     beside: dict[str, str] = {}
-    missing: list[str] = []
     for name, kind in read.items():
-        if name in names or name in unpublished:
-            continue
-        if not os.path.isfile(name) or (kind == "data" and not with_data):
-            missing.append(name)
-        else:
-            inside = os.path.relpath(name, folder)
-            is_published = inside in published
-            beside[name] = inside if is_published else published_name(kind, len(beside), os.path.basename(name))
-    local_models = {name for name, origin in report.models.items() if not origin.get("hub")}
-    missing += [name for name in models if (is_local(name) or name in local_models) and name not in names]
-    if missing:
-        raise _unknown(folder, missing, [n for n in missing if read.get(n) == "data" and os.path.isfile(n)])
+        inside = os.path.relpath(name, folder)
+        beside[name] = inside if inside in published else published_name(kind, len(beside), os.path.basename(name))
+    samples = [name for name, kind in read.items() if kind == "data" and os.path.isfile(name) and not with_data]
+    hubless = {name for name, origin in report.models.items() if not origin.get("hub")}
+    missing = [name for name in read if not os.path.isfile(name)]
+    missing += [name for name in models if (is_local(name) or name in hubless) and name not in names]
+    if missing or samples:
+        raise _unknown(folder, list(dict.fromkeys(missing)), samples)
     pinned = {name: _pinned(target) for name, target in names.items()}
-    check_whole(folder, report)
+    _check_whole(folder, report)
     return Draft(folder, repo, published, kept_back, report, pinned, beside, unpublished, recipe)
-
-
-def check_whole(folder: str, report: MergeReport) -> None:
-    """Refuse a folder that programs would refuse, or load as another model than was merged.
-
-    Raises:
-        RotationMergeError: names the first defect.
-    """
-    if Contents(folder).opened is None:
-        return
-    models = report.models.items()
-    places = [_parent(name, facts) for name, facts in models]
-    fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
-    if fatal:
-        more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
-        problem = f"is damaged: {fatal[0].kind}: {fatal[0].what}{more}"
-        raise RotationMergeError(
-            problem, where=folder, remedy=f"run 'rotation-merge doctor {folder}'; --mend corrects some defects"
-        )
-
-
-def _parent(name: str, facts: Mapping[str, Any]) -> str | None:
-    """The folder of a merged model, if it is here."""
-    hub = f"{facts.get('hub')}@{facts.get('revision')}" if facts.get("revision") else str(facts.get("hub"))
-    return folder_of(parse_reference(name if os.path.exists(name) or is_gguf(name) else hub).model)
-
-
-def check_card(text: str) -> None:
-    """Refuse a card with metadata that the hub's class refuses.
-
-    Raises:
-        RotationMergeError: with the hub class's message.
-    """
-    from huggingface_hub import ModelCard
-
-    try:
-        ModelCard(text, ignore_metadata_errors=False)
-    except Exception as error:  # of its parser, of YAML's, and of the hub's class
-        problem = f"its metadata are refused ({short(error)})"
-        raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
-
-
-def _unpublished(report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Unpublished statistics that a recipe reads, and their samples, by their published names.
-
-    Args:
-        read: files that the recipe reads, with the key that each stands under.
-        names: names on the hub.
-    """
-    files = [name for name, kind in read.items() if kind == STATISTICS and name not in names]
-    unpublished = {}
-    for number, name in enumerate(files):
-        if os.path.isfile(name):
-            unpublished[name] = published_name(STATISTICS, number, os.path.basename(name)).partition("/")[2]
-    other_sources = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
-    for used in report.data:
-        source = str(used["source"])
-        elsewhere = source in names or source in read or source in other_sources or is_source(source)
-        if not elsewhere and unpublished:
-            unpublished[source] = base_name(source)
-    return unpublished
-
-
-def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> RotationMergeError:
-    """Local names without a name on the hub, and the remedy for each; `data`: the samples among them."""
-    names = list(dict.fromkeys(missing))
-    model_names = [name for name in names if name not in data]
-    words = " ".join(f"--as {name}=org/name@revision" for name in model_names[:NAMED])
-    upload = f" (not on the hub yet: 'hf upload org/name {model_names[-1]}')" if model_names else ""
-    samples = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if data else ""
-    remedy = f"add {' and '.join(filter(None, (f'{words}{upload}', samples)))}"
-    others = [name for name in names if name not in model_names[:NAMED]]
-    problem = "local paths need a name on the hub" + (f": {named(others)}" if others else "")
-    return RotationMergeError(problem, where=folder, remedy=remedy)
 
 
 def _report(folder: str) -> MergeReport:
@@ -358,9 +290,37 @@ def _recipe(folder: str, report: MergeReport) -> str:
     for name in (RECIPE, CONFIG):
         path = os.path.join(folder, name)
         if os.path.isfile(path):
-            with open(path, encoding="utf-8") as file:
-                return file.read()
+            return Item(name, path).text
     return report.recipe if report.relation == "merge" else ""
+
+
+def _unpublished(report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Unpublished statistics that a recipe reads, and their samples, by their published names.
+
+    Args:
+        read: files that the recipe reads, with the key that each stands under.
+        names: names on the hub.
+    """
+    files = [name for name, kind in read.items() if kind == STATISTICS and name not in names and os.path.isfile(name)]
+    published = [published_name(STATISTICS, i, os.path.basename(name)) for i, name in enumerate(files)]
+    unpublished = {name: place.partition("/")[2] for name, place in zip(files, published, strict=True)}
+    of_others = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
+    for source in (str(used["source"]) for used in report.data if files):
+        anywhere = source in SOURCES or source.startswith("demo:") or HubFile.of(source) is not None
+        if not anywhere and source not in {*names, *read, *of_others}:
+            name = re.sub(r"[^\w.@+ -]", "-", re.split(r"[/\\]", source.rstrip("/\\"))[-1])
+            unpublished[source] = name if PART.fullmatch(name) else f"file{name}"
+    return unpublished
+
+
+def _unknown(folder: str, missing: Sequence[str], samples: Sequence[str]) -> RotationMergeError:
+    """Local names without a name on the hub, and the remedy for each."""
+    words = " ".join(f"--as {name}=org/name@revision" for name in missing[:NAMED])
+    upload = f"{words} (not on the hub yet: 'hf upload org/name {missing[-1]}')" if missing else ""
+    data = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if samples else ""
+    others = [*missing[NAMED:], *samples]
+    problem = "local paths need a name on the hub" + (f": {named(others)}" if others else "")
+    return RotationMergeError(problem, where=folder, remedy=f"add {' and '.join(filter(None, (upload, data)))}")
 
 
 def _pinned(target: str) -> str:
@@ -373,78 +333,45 @@ def _pinned(target: str) -> str:
         return target
     from huggingface_hub import HfApi
 
-    remedy = f"write {target}@REVISION"
-    if not reachable():
-        raise RotationMergeError(f"its revision is unknown ({no_answer()[0]})", where=target, remedy=remedy)
     try:
+        if not reachable():
+            raise OSError(no_answer()[0])
         return f"{target}@{HfApi().model_info(target).sha}"
     except Exception as error:  # of the client of HTTP below, which is another each year
         problem = f"its revision is unknown ({short(error)})"
-        raise RotationMergeError(problem, where=target, remedy=remedy) from error
+        raise RotationMergeError(problem, where=target, remedy=f"write {target}@REVISION") from error
 
 
-def _licence(hub: str, revision: str | None) -> str | None:
-    """The licence on a repository's card, if it can be fetched."""
-    from huggingface_hub import hf_hub_download
+def _check_whole(folder: str, report: MergeReport) -> None:
+    """Refuse a folder that programs would refuse, or load as another model than was merged.
 
-    if not reachable():
-        return None
-    try:
-        return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
-    except Exception:  # of the client of HTTP below, which is another each year
-        return None
-
-
-def _head(path: str) -> dict[str, Any]:
-    """The head of a safetensors file."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        return dict(json.loads(file.read(length)))
-
-
-def _with_header(path: str, renaming: Renaming, work: str) -> str | None:
-    """A copy of one of our files with local names in its header replaced; None if there are none.
-
-    Tensors are not changed.
+    Raises:
+        RotationMergeError: names the first defect.
     """
-    head = _head(path)
-    entries = head.get("__metadata__", {})
-    changed = {name: _entry(text, renaming) for name, text in entries.items()} if "made" in entries else entries
-    if changed == entries:
-        return None
-    head["__metadata__"] = changed
-    text = json.dumps(head, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    copy = os.path.join(work, hashlib.sha256(f"{path} {changed}".encode()).hexdigest())
-    if not os.path.exists(copy):
-        with open(path, "rb") as file, open(copy, "wb") as out:
-            (length,) = struct.unpack("<Q", file.read(8))
-            file.seek(8 + length)
-            out.write(struct.pack("<Q", len(text)) + text)
-            shutil.copyfileobj(file, out, 1 << 22)
-    return copy
+    if Contents(folder).opened is None:
+        return
+    fatal = [defect for defect in check_folder(folder, list(filter(os.path.isdir, report.models))) if defect.fatal]
+    if fatal:
+        more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
+        problem = f"is damaged: {fatal[0].kind}: {fatal[0].what}{more}"
+        raise RotationMergeError(
+            problem, where=folder, remedy=f"run 'rotation-merge doctor {folder}'; --mend corrects some defects"
+        )
 
 
-def _entry(text: str, renaming: Renaming) -> str:
-    """An entry of a file's head, local names in it replaced: JSON, or a word."""
+def _check_card(text: str) -> None:
+    """Refuse a card with metadata that the hub's class refuses.
+
+    Raises:
+        RotationMergeError: with the hub class's message.
+    """
+    from huggingface_hub import ModelCard
+
     try:
-        value = json.loads(text)
-    except ValueError:
-        return renaming.text(text)
-    renamed = renaming.value(value)
-    return text if renamed == value else json.dumps(renamed)
-
-
-def _adapter_config(text: str, renaming: Renaming) -> str:
-    """peft keeps a base and its revision apart."""
-    content = json.loads(text)
-    base = renaming.text(str(content.get("base_model_name_or_path")))
-    hub, _, revision = base.partition("@")
-    if renaming.text(text) == text or not revision:
-        return text
-    return (
-        json.dumps({**renaming.value(content), "base_model_name_or_path": hub, "revision": revision}, indent=2) + "\n"
-    )
+        ModelCard(text, ignore_metadata_errors=False)
+    except Exception as error:  # of its parser, of YAML's, and of the hub's class
+        problem = f"its metadata are refused ({short(error)})"
+        raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
 
 
 def publish(plan: Draft, private: bool) -> str:
@@ -464,9 +391,8 @@ def publish(plan: Draft, private: bool) -> str:
     early = plan.first()
     plan.items(UNKNOWN)  # what it refuses is refused before anything is sent
     if not reachable():
-        raise RotationMergeError(
-            f"cannot be published: {no_answer()[0]}", where=plan.repo, remedy="check the connection"
-        )
+        problem = f"cannot be published: {no_answer()[0]}"
+        raise RotationMergeError(problem, where=plan.repo, remedy="check the connection")
     _asked(plan.repo, api.create_repo, plan.repo, private=private, exist_ok=True)
     if early:
         commit = send(early, "What the recipe reads")

@@ -82,16 +82,6 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_twins_give_the_anchor(family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
-    anchor, moved, other = twins[family]
-    plain = state(anchor)
-    for models in ((moved,), (moved, other)):
-        result = merged(_weighted("regmean", anchor, *models), tmp_path / str(len(models)))
-        assert worst(result, plain) < TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
 def test_twins_give_the_anchor_by_fisher(family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
     anchor, moved, monomial = twins[family]
     result = merged(_weighted("fisher", anchor, monomial, attention="none"), tmp_path / "out")
@@ -106,27 +96,20 @@ CLASSIFIERS = ("bert", "deberta_v2", "distilbert", "eurobert", "modernbert", "mp
 """Families whose first tiny model predicts masked words, for which measuring asks a tokenizer."""
 
 
+LISTED = {case.family for case in ALL} - {"nomic_bert"}  # see below
+EVERY = [(family, "classifier" if family in CLASSIFIERS else "") for family in sorted(LISTED)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted({case.family for case in ALL} - {"nomic_bert"}))  # see below
-def test_twins_give_the_anchor_in_every_family(family: str, tmp_path: Path):
-    """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_carry.py."""
-    if family in CLASSIFIERS:
-        model = checkpoint(family, "classifier", tmp_path / "anchor")
-    else:
-        model = _first(family, tmp_path / "anchor")
+@pytest.mark.parametrize(("family", "name"), [*EVERY, ("nemotron_h", "latent experts")], ids=str)
+def test_twins_give_the_anchor_in_every_family(family: str, name: str, tmp_path: Path):
+    """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_carry.py.
+
+    Nemotron-H's latent experts write into coordinates that nothing moves: stacked where they run, apart in files.
+    """
+    model = checkpoint(family, name, tmp_path / "anchor") if name else _first(family, tmp_path / "anchor")
     anchor, data = model.path, data_for(model, tmp_path / "data.npz", rows=2)
     moved = twin(anchor, tmp_path / "twin")
-    for path in (anchor, moved):
-        parsed("measure", path, "--data", data)
-    assert worst(merged(_weighted("regmean", anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
-
-
-@pytest.mark.slow
-def test_experts_that_write_into_coordinates_that_nothing_moves(tmp_path: Path):
-    """Nemotron-H's latent experts: stacked where they run, apart in files."""
-    anchor = checkpoint("nemotron_h", "latent experts", tmp_path / "anchor").path
-    moved = twin(anchor, tmp_path / "twin")
-    data = data_for(anchor, tmp_path / "data.npz", rows=2)
     for path in (anchor, moved):
         parsed("measure", path, "--data", data)
     assert worst(merged(_weighted("regmean", anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
@@ -277,6 +260,23 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
     assert not (tmp_path / "model" / f"{NAME}.unfinished").exists()
 
 
+DONORS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "out of range": ({"shrink": 2.0}, ["shrink"]),
+    "a weight below 0": ({"weight": -0.5}, ["{donor}: its weight is -0.5"]),
+    "other weights": (
+        {"statistics": "{anchor}/{name}"},
+        ["was measured on other weights", "name the file that it writes"],
+    ),
+    "nothing there": ({"statistics": "none.safetensors"}, ["--data DATA --out none.safetensors'"]),
+    "no statistics": ({"statistics": "{donor}/model.safetensors"}, ["is not a statistics file"]),
+    "a change that samples carry": (
+        {"finetuned_from": "{donor}", "carry": "refit"},
+        ["needs statistics of the carried model", "and measure and merge the output"],
+    ),
+}
+"""Parameters under a donor that has statistics, and what is said of them."""
+
+
 class TestBadInput:
     """One line each, nothing half written."""
 
@@ -306,22 +306,6 @@ class TestBadInput:
         made["models"][0]["parameters"]["weight"] = 0.0
         merged(made, tmp_path / "out")
 
-    def test_of_a_donor_whose_change_samples_carry(self, pair: tuple[Path, Path], tmp_path: Path):
-        made = _weighted("regmean", *pair)
-        made["models"][1]["parameters"] |= {"finetuned_from": str(pair[1]), "carry": "refit"}
-        said = self.refused(made, tmp_path)
-        assert "needs statistics of the carried model" in said
-        assert "and measure and merge the output" in said
-
-    def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):
-        made = _weighted("regmean", *pair)
-        made["models"][1]["parameters"]["statistics"] = str(pair[0] / NAME)
-        said = self.refused(made, tmp_path)
-        assert "was measured on other weights" in said
-        assert "name the file that it writes" in said
-        made["models"][1]["parameters"]["statistics"] = "none.safetensors"
-        assert "--data DATA --out none.safetensors'" in self.refused(made, tmp_path)
-
     def test_of_another_kind(self, pair: tuple[Path, Path], tmp_path: Path):
         file = tmp_path / "gram.safetensors"
         run("measure", pair[1], "--data", "self", "--samples", 2, "--length", 8, "--out", file)
@@ -329,21 +313,24 @@ class TestBadInput:
         made["models"][1]["parameters"]["statistics"] = str(file)
         assert "needs fisher" in self.refused(made, tmp_path)
 
-    @pytest.mark.parametrize("harm", ["truncated", "no statistics", "NaN"])
+    @pytest.mark.parametrize("harm", ["truncated", "NaN"])
     def test_damaged(self, harm: str, pair: tuple[Path, Path], tmp_path: Path):
-        file = tmp_path / "damaged.safetensors"
-        whole = (pair[1] / NAME).read_bytes()
-        if harm == "truncated":
-            file.write_bytes(whole[: len(whole) // 2])
-        elif harm == "no statistics":
-            file = pair[1] / "model.safetensors"
-        else:
-            place = whole.index(b"{") + int.from_bytes(whole[:8], "little")
-            file.write_bytes(whole[:place] + b"\xff" * (len(whole) - place))
+        file, whole = tmp_path / "damaged.safetensors", (pair[1] / NAME).read_bytes()
+        place = whole.index(b"{") + int.from_bytes(whole[:8], "little")
+        spoilt = {"truncated": whole[: len(whole) // 2], "NaN": whole[:place] + b"\xff" * (len(whole) - place)}
+        file.write_bytes(spoilt[harm])
         made = _weighted("regmean", *pair)
         made["models"][1]["parameters"]["statistics"] = str(file)
-        words = {"truncated": "cannot be read", "no statistics": "is not a statistics file", "NaN": "NaN"}
-        assert words[harm] in self.refused(made, tmp_path)
+        assert {"truncated": "cannot be read", "NaN": "NaN"}[harm] in self.refused(made, tmp_path)
+
+    @pytest.mark.parametrize("bad", DONORS)
+    def test_parameters_of_a_donor(self, bad: str, pair: tuple[Path, Path], tmp_path: Path):
+        parameters, words = DONORS[bad]
+        made, names = _weighted("regmean", *pair), {"anchor": pair[0], "donor": pair[1], "name": NAME}
+        for name, value in parameters.items():
+            made["models"][1]["parameters"][name] = value.format(**names) if isinstance(value, str) else value
+        said = self.refused(made, tmp_path)
+        assert all(word.format(**names) in said for word in words)
 
     @pytest.mark.slow
     def test_too_few_samples(self, tmp_path: Path):
@@ -354,13 +341,6 @@ class TestBadInput:
         made = _weighted("regmean", *paths)
         made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
         assert "set 'ridge'" in self.refused(made, tmp_path)
-
-    def test_parameters(self, pair: tuple[Path, Path], tmp_path: Path):
-        made = _weighted("regmean", *pair, shrink=2.0)
-        assert "shrink" in self.refused(made, tmp_path)
-        made = _weighted("regmean", *pair)
-        made["models"][1]["parameters"]["weight"] = -0.5
-        assert f"{pair[1]}: its weight is -0.5" in self.refused(made, tmp_path)
 
     def test_data(self, pair: tuple[Path, Path], tmp_path: Path):
         model = pair[0]

@@ -1,14 +1,12 @@
-"""Changes of low rank are merged alike however they are given: in single or double precision, or as factors."""
+"""Changes of low rank are merged alike in single and double precision; as factors: test_adapter_merge.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from plugin_support import build, write_adapter
-from safetensors.torch import load_file
+from plugin_support import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,23 +57,3 @@ def test_precision_does_not_matter(method: str, kind: Callable[[int], dict[str, 
     single, double = (merged(method, dtype, kind) for dtype in (torch.float32, torch.float64))
     for name, change in double.items():
         assert (single[name] - change).norm() <= 1e-4 * change.norm(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", RULES)
-def test_factors_are_merged_as_their_products(method: str, tmp_path: Path) -> None:
-    for seed in range(1, MODELS + 1):
-        parts = factors(build("llama"), seed)
-        tensors = {
-            f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight": tensor.contiguous()
-            for name, (b, a) in parts.items()
-            for part, tensor in (("A", a), ("B", b))
-        }
-        settings = {"r": RANK, "lora_alpha": RANK, "base_model_name_or_path": "org/base"}
-        write_adapter({"peft_type": "LORA", **settings}, tensors, tmp_path / str(seed))
-    paths = [str(tmp_path / str(seed)) for seed in range(1, MODELS + 1)]
-    rm.merge_adapters(paths, method).save(str(tmp_path / "out"))
-    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    for name, change in merged(method, torch.float32, low_rank).items():
-        b, a = (found[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"] for part in "BA")
-        assert (b.double() @ a.double() - change).norm() <= 1e-4 * change.norm(), name

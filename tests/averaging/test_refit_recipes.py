@@ -37,14 +37,13 @@ def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_more_models_weights_bf16_and_spill(llama: Checkpoint, tmp_path: Path) -> None:
+def test_more_models_weights_and_bf16(llama: Checkpoint, tmp_path: Path) -> None:
     others = [twin(llama, tmp_path / str(seed), "none", seed=seed, noise=0.05) for seed in (1, 2)]
-    made = refit_recipe(llama, *others, targets="mean", ridge=0.1, spill=str(tmp_path / "spill"))
+    made = refit_recipe(llama, *others, targets="mean", ridge=0.1)
     for share, entry in zip((0.0, 0.75, 0.25), made["models"], strict=True):
         entry["parameters"]["weight"] = share
     found = merged({**made, "dtype": "bfloat16"}, tmp_path / "out")
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    assert list((tmp_path / "spill").iterdir()) == []
     notes = "\n".join(report(tmp_path / "out")["notes"])
     assert "mean of all models' answers" in notes
     assert f"`{llama.path}` self" not in notes
@@ -123,7 +122,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ridge": ({"ridge": -1.0}, "'ridge' is -1"),
     "samples": ({"samples": 0}, "'samples' is 0"),
     "weights": ({"weight": 0.0}, "weights are shares"),
-    "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl", "spill": "spill"}, "do not determine"),
+    "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl"}, "do not determine"),
 }
 
 
@@ -140,7 +139,6 @@ def test_bad_input_is_one_line(name: str, llama: Checkpoint, tmp_path: Path, mon
     assert done.exit_code == 2
     assert expected in one_error(done.output)
     assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("spill/*"))
 
 
 def test_slices_and_task_vectors_are_refused(llama: Checkpoint, tmp_path: Path) -> None:

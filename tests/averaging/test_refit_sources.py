@@ -1,4 +1,4 @@
-"""Refit of donors that are no plain checkpoint: adapters, shards, merges of merges."""
+"""Refit of donors that are no plain checkpoint: adapters, shards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from cli_support import run
-from click.testing import CliRunner
-from mergekit.io.tasks import LoaderCache
 from plugin_support import EVERYTHING, make, merged, state
 from residual_support import checkpoint, twin
 from tiny_models import ALL, save
@@ -52,23 +49,6 @@ def test_adapters_and_shards(anchor: Path, tmp_path: Path) -> None:
     whole = merged(recipe(str(anchor), str(tmp_path / "whole")), tmp_path / "other")
     assert max(float((adapted[name] - whole[name]).abs().max()) for name in whole) <= 1e-4
     assert not torch.equal(whole["lm_head.weight"], state(anchor)["lm_head.weight"])
-
-
-@pytest.mark.slow
-def test_merges_of_merges(anchor: Path, tmp_path: Path) -> None:
-    from mergekit.scripts.multimerge import main
-
-    other = make("llama", tmp_path / "other", seed=3)
-    documents = [
-        {"name": "first", **recipe(str(anchor), str(other))},
-        {**recipe("first", str(anchor)), "merge_method": "rotation_merge"},
-    ]
-    (tmp_path / "multi.yml").write_text(yaml.safe_dump_all(documents, sort_keys=False))
-    LoaderCache.loaders.clear()
-    flags = ["--intermediate-dir", str(tmp_path / "between"), "--out-path", str(tmp_path / "out"), "--quiet"]
-    done = CliRunner().invoke(main, [str(tmp_path / "multi.yml"), *flags])
-    assert done.exit_code == 0, done.output
-    assert state(tmp_path / "out").keys() == state(anchor).keys()
 
 
 @pytest.mark.slow

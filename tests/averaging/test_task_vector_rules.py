@@ -9,7 +9,7 @@ import pytest
 import torch
 from plugin_support import merged
 from residual_support import checkpoint, report
-from test_task_vectors import NAMES, recipe, tuned
+from test_task_vectors import recipe, tuned
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -179,12 +179,6 @@ def test_low_rank_changes_are_not_blown_up(values: dict[str, Any]) -> None:
     assert float(merged_change.norm()) < sum(float(d.norm()) for d in changes)
 
 
-def test_iso_evens_all_singular_values() -> None:
-    method = BY_NAME["iso"]
-    values = torch.linalg.svdvals(method.change([random(4, 6), random(4, 6, seed=1)], [1.0, 1.0], defaults(method)))
-    torch.testing.assert_close(values, values[0].expand(4))
-
-
 def test_long_changes_are_shortened_where_lengths_differ_by_more_than_two() -> None:
     short, long = 2.0, 5.0
     assert shortening([short, long, 0.0]) == ([1.0, 0.5, 1.0], 2.5)  # its share in the mean of those that count
@@ -284,7 +278,3 @@ def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
     method = BY_NAME["wudi"]
     wanted = base.state[name].double() + method.change(changes, [1.0, 1.0], defaults(method)).T
     torch.testing.assert_close(result[name].double(), wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_there_are_no_others() -> None:
-    assert list(BY_NAME) == list(NAMES)

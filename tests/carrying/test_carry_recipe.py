@@ -90,9 +90,6 @@ def test_the_report_has_the_lift_of_each_donor(models: tuple[str, dict[str, Path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"controls": True}, "'controls'.* it was removed"),
-        ({"judge": "texts.jsonl"}, "'judge'.* it was removed"),
-        ({"carry": "activations"}, "'activations'; it was removed"),
         ({"carry": "refit", "steps": 4}, "carrying by refit takes no steps"),
     ],
 )

@@ -77,21 +77,32 @@ class TestCheck:
             )
         assert "5 faults" in done.output
 
-    def test_a_misspelt_group_of_the_residual_stream_is_one_fault(self, pair: tuple[str, str], tmp_path: Path):
-        done = run("check", recipe(tmp_path, *pair, "residual: rotatoin"))
-        assert done.exit_code == 1
-        assert "did you mean 'rotation'?" in done.output
-        assert done.output.splitlines()[-1] == "1 fault", done.output
-
-    def test_a_misspelt_key_is_not_missing_too(self, pair: tuple[str, str], tmp_path: Path):
-        path = recipe(tmp_path, *pair)
-        path.write_text(path.read_text().replace("base_model", "base_modle").replace("{weight", "{weigth", 1))
-        done = run("check", path)
-        assert [line.rsplit("; ")[-1] for line in done.output.splitlines()] == [
-            "did you mean 'base_model'?",
-            "did you mean 'weight'?",
-            "2 faults",
-        ]
+    @pytest.mark.parametrize(
+        ("parameters", "replaced", "remedies"),
+        [
+            (("residual: rotatoin",), {}, ["did you mean 'rotation'?"]),
+            (
+                (),
+                {"base_model": "base_modle", "{weight": "{weigth"},
+                ["did you mean 'base_model'?", "did you mean 'weight'?"],
+            ),
+        ],
+    )
+    def test_a_misspelt_word_is_one_fault(
+        self,
+        parameters: tuple[str, ...],
+        replaced: dict[str, str],
+        remedies: list[str],
+        pair: tuple[str, str],
+        tmp_path: Path,
+    ):
+        """And its key is not said to be missing, too."""
+        path = recipe(tmp_path, *pair, *parameters)
+        for word, other in replaced.items():
+            path.write_text(path.read_text().replace(word, other, 1))
+        *faults, count = run("check", path).output.splitlines()
+        assert [remedy in line for remedy, line in zip(remedies, faults, strict=True)] == [True] * len(remedies)
+        assert count == f"{len(remedies)} fault{'s' if len(remedies) > 1 else ''}"
 
     def test_a_misspelt_folder_is_named(self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.chdir(tmp_path)
@@ -226,7 +237,7 @@ class TestVerify:
 
 
 def test_compare_finds_one_model_in_two_coordinate_systems(pair: tuple[str, str]):
-    found = parsed("compare", *pair, "--heads", "permutation")
+    found = parsed("align", *pair, "--heads", "permutation")
     assert "one model in two coordinate systems" in found["summary"]
     whole = found["gaps"][-1]
     assert whole["angle_after"] < 0.01 < whole["angle_before"]
@@ -234,7 +245,7 @@ def test_compare_finds_one_model_in_two_coordinate_systems(pair: tuple[str, str]
 
 
 def test_compare_says_when_there_is_nothing_to_do():
-    done = run("compare", *LLAMAS, "--by", "layer")
+    done = run("align", *LLAMAS, "--by", "layer")
     assert "share their coordinates" in done.output
 
 
@@ -287,37 +298,6 @@ class TestBarrier:
         assert done.output.count("Barrier:") == 2
         assert "held-out.txt (next token" in done.output
         assert "demo:c (next token, 4 examples)" in done.output
-
-
-class TestData:
-    """Other kinds of data: each read as the model takes it."""
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("kind", ["jsonl", "npz", "safetensors"])
-    def test_records_and_arrays(self, kind: str, tmp_path: Path):
-        from safetensors.torch import save_file
-
-        path = tmp_path / f"data.{kind}"
-        if kind == "jsonl":
-            path.write_text('{"text": "import os"}\n{"text": "def f(): pass"}\n')
-        elif kind == "npz":
-            np.savez(path, input_ids=np.arange(40).reshape(2, 20))
-        else:
-            save_file({"input_ids": torch.arange(40).view(2, 20)}, path)
-        found = parsed("barrier", *LLAMAS, "--data", path, "--points", 3)[0]
-        assert found["examples"] == 2
-        assert found["measures"]["plain"]["barrier"] < 1
-
-    @pytest.mark.slow
-    def test_a_folder_of_images_with_classes(self, tmp_path: Path):
-        image = pytest.importorskip("PIL.Image")
-        data = pytest.importorskip("sklearn.datasets").load_digits()
-        for i in range(20):
-            folder = tmp_path / "images" / str(data.target[i])
-            folder.mkdir(parents=True, exist_ok=True)
-            image.fromarray(data.images[i].astype("uint8")).save(folder / f"{i}.png")
-        found = parsed("barrier", *VITS, "--data", tmp_path / "images", "--points", 3)[0]
-        assert found["curves"][0]["accuracy"][0] > 0.9
 
 
 def test_methods_and_architectures():

@@ -12,19 +12,19 @@ import pytest
 from click.testing import CliRunner
 
 import rotation_merge as rm
-from rotation_merge.cli import align, barrier, carry, compare, evaluate, fit, inspect, lora, measure, merge, polish
+from rotation_merge.cli import align, barrier, carry, evaluate, inspect, lora, measure, merge, polish
 from rotation_merge.config import NEITHER, Config, Kind, Option
 from rotation_merge.matching.options import MatchConfig
 from rotation_merge.mergekit_plugin.keys import BY_NAME, CONFIGS, RecipeConfig, checked
 
 COMMANDS: dict[type[Config], list[click.Command]] = {
-    rm.AlignConfig: [each.command for each in (align, barrier, carry, compare, fit, inspect)],
+    rm.AlignConfig: [each.command for each in (align, barrier, carry, inspect)],
     rm.AdapterMergeConfig: [lora.command],
     MatchConfig: [align.command],
     rm.MeasureConfig: [measure.command],
     rm.EvaluateConfig: [evaluate.command],
     rm.BarrierConfig: [barrier.command],
-    rm.FitConfig: [fit.command],
+    rm.FitConfig: [align.command],
     rm.MergeConfig: [merge.command],
     rm.PolishConfig: [polish.command],
     rm.TransferConfig: [carry.command],
@@ -122,7 +122,6 @@ def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:
 
 
 def test_paths_lists_and_single_words_are_what_people_write() -> None:
-    assert rm.RefitConfig(spill=Path("states")).spill == "states"
     assert rm.TransferConfig(data=Path("texts.txt")).data == "texts.txt"
     assert rm.FitConfig(state="state.safetensors").state == Path("state.safetensors")
     assert rm.FitConfig(coefficients=[0.5, 0.5]).coefficients == (0.5, 0.5)

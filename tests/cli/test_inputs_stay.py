@@ -37,13 +37,12 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType, click.types.Boo
 
 FLAGS_THAT_WRITE = {
     ("evaluate", "keep"): "evaluation.json beside each model",
-    ("merge", "polish"): "OUT-polished",
     ("doctor", "mend"): "files of the folder that it looks at",
 }
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "verify", "fingerprint", "report", "draft", "methods"),
     *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
-    *("offline", "with_data", "private", "yes", "no_weights"),
+    *("offline", "with_data", "private", "yes", "no_weights", "learn"),
 }
 
 
@@ -195,7 +194,7 @@ def test_the_table_is_not_empty() -> None:
     found = {(case.values[0], case.values[1].name) for case in cases()}
     assert found >= {
         *(("align", "out"), ("align", "alignment_file"), ("carry", "out"), ("polish", "out"), ("merge", "models")),
-        *(("fit", "out"), ("measure", "out"), ("barrier", "plot"), ("barrier", "save")),
+        *(("measure", "out"), ("barrier", "plot"), ("barrier", "save")),
     }
 
 
@@ -238,44 +237,37 @@ NAMED = {
 """Where a recipe names what it reads; a key that reads and is not here fails the next test."""
 
 PLACES = {
-    "OUT as": ("in/it", "in/it", {}),
-    "OUT as a link": ("in/it", "link", {}),
-    "OUT around": ("in/deep/it", "in", {}),
-    "OUT with its unfinished work": ("out.matching.unfinished/it", "out", {}),
-    "OUT inside": ("in/it", "in/it/sub", {}),
-    "spill inside": ("in/it", "out", {"spill": "in/it/states"}),
-    "spill as": ("in/it", "out", {"spill": "in/it"}),
+    "OUT as": ("in/it", "in/it"),
+    "OUT as a link": ("in/it", "link"),
+    "OUT around": ("in/deep/it", "in"),
+    "OUT with its unfinished work": ("out.matching.unfinished/it", "out"),
+    "OUT inside": ("in/it", "in/it/sub"),
 }
 
 
 def test_every_key_that_reads_or_writes_is_tried() -> None:
     role = {name: key.option.kind.role for name, key in BY_NAME.items() if isinstance(key.option.kind, Kind)}
     assert {name for name in role if role[name] == READ} <= set(NAMED)
-    assert {name for name in role if role[name] == WRITTEN} == {"save_alignment", "spill"}
+    assert {name for name in role if role[name] == WRITTEN} == {"save_alignment"}
 
 
 @pytest.mark.parametrize("named", NAMED)
 @pytest.mark.parametrize("relation", PLACES)
 def test_no_key_replaces_an_input(named: str, relation: str, tmp_path: Path) -> None:
     kind, build = NAMED[named]
-    place, out, written = PLACES[relation]
+    place, out = PLACES[relation]
     if kind == "file" and "inside" in relation:
         pytest.skip("nothing lies in a file")
     path = make(tmp_path / place, kind)
     (tmp_path / "link").symlink_to(path)
     a, b = folder(tmp_path / "other" / "a"), folder(tmp_path / "other" / "b")
     found = build(a, b, path)
-    found["parameters"].update({name: str(tmp_path / value) for name, value in written.items()})
-    if "spill" in written:
-        found["parameters"].setdefault("delegate", "refit")
-        if found["parameters"]["delegate"] != "refit":
-            pytest.skip("spill is read by refit alone")
     text = write_recipe(found, tmp_path / "recipe.yml")
     before = snapshot(tmp_path)
     result = mergekit(text, tmp_path / out)
     assert result.exit_code == 2, result.output
     error = one_error(result.output)
-    assert "one of the inputs" in error or (relation == "spill as" and kind == "file"), error
+    assert "one of the inputs" in error, error
     assert snapshot(tmp_path) == before
 
 
@@ -354,11 +346,8 @@ def test_from_python_and_from_several_recipes(tmp_path: Path, pair: tuple[Path, 
 
 
 def test_options_replace_nothing_without_force(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    """Neither the files of further donors, nor places that are not named."""
-    (tmp_path / "maps-2.safetensors").write_text("mine")
+    """Nor in places that are not named."""
     third = twin(pair[0], tmp_path / "third", 5)
-    arguments = ["fit", *pair, third, "--data", "self", "--alignment", tmp_path / "maps.safetensors"]
-    assert "maps-2.safetensors: already exists" in one_error(run(*arguments).output)
     (third / "statistics.safetensors").write_text("mine")
     assert "statistics.safetensors: is inside one of" in one_error(run("measure", third, "--data", "self").output)
     assert (third / "statistics.safetensors").read_text() == "mine"

@@ -110,19 +110,6 @@ def test_configs_that_differ_are_warned_of(tmp_path: Path) -> None:
     assert "rms_norm_eps" in done.stdout
 
 
-def test_a_recipe_names_its_donors_before_models_are_opened(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(
-        f"merge_method: rotation_merge\nbase_model: {LLAMA}\nmodels: [{{model: {LLAMA}}}, {{model: ./nothing}}]\n"
-        "parameters: {delegate: linear, weight: 0.5}\ndtype: float32\n"
-    )
-    done = run("inspect", recipe)
-    assert done.exit_code == 2
-    assert done.output.splitlines()[0] == f"Donors of {recipe}: ./nothing"
-    assert "no such directory" in done.output
-    assert parsed("inspect", LLAMA)[0]["family"] == "llama"
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_inspect_recommends_check_admits(tied: bool, tmp_path: Path) -> None:
     """Every `residual:` that is said to match the stream, with `untie` where that is said."""

@@ -86,7 +86,7 @@ def test_faults_are_found_before_the_download(published: dict[str, Path], home: 
     FAULTS["a tensor left out"].plant(lacking, lacking)
     home.publish("org/lacking", lacking)
     for name, words in {
-        "org/wrong": "vocabulary size",
+        "org/wrong": "wrong shape",
         "org/other": "qwen3",
         "org/lacking": "missing",
         "org/nowhere": "its headers cannot be fetched",

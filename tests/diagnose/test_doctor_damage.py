@@ -13,8 +13,8 @@ from plugin_support import state
 from safetensors.torch import save_file
 from tiny_models import ALL, Case, make
 
-from rotation_merge.diagnose import absent_models
 from rotation_merge.diagnose.doctor import diagnose, open_case
+from rotation_merge.diagnose.sources import absent_models
 
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Tensors, Case], None]
@@ -61,8 +61,8 @@ def changed(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Dama
 
 DAMAGES: dict[str, tuple[str, Damage]] = {
     "queries and keys in the other layout": ("RoPE layout", other_rope),
-    "query heads of one layer": ("order of heads", shuffled("q_proj.weight", 0)),
-    "outputs of one layer's heads": ("order of heads", shuffled("o_proj.weight", 1)),
+    "query heads of one layer": ("unlike its parents", shuffled("q_proj.weight", 0)),
+    "outputs of one layer's heads": ("unlike its parents", shuffled("o_proj.weight", 1)),
     "all weights halved": ("scale", changed("", lambda x: x / 2)),
     "one tensor three times as large": ("scale", changed("o_proj.weight", lambda x: 3 * x)),
     "one tensor drawn anew": ("unlike its parents", changed("o_proj.weight", lambda x: torch.randn_like(x) * x.std())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from matching_support import save_for
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge import Alignment
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.files import name_when_whole, replacing, write_text
-from rotation_merge.matching.fit_records import FitReport
-from rotation_merge.matching.training import Training, kept_in, train
-from rotation_merge.model.staging import staged
+from rotation_merge.matching.training import kept_in
 from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.writing import staged
 from rotation_merge.run.statistics import Statistics
 
 
@@ -55,43 +56,31 @@ def assert_file_was_kept(steps: list[tuple[str, str]], path: Path) -> None:
     ]
 
 
-def test_files(steps: list[tuple[str, str]], tmp_path: Path) -> None:
-    write_text(tmp_path / "page.html", "text")
-    assert_file_was_kept(steps, tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text() == "text"
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "text": lambda path: write_text(path, "text"),
+    "alignment": lambda path: save_for(path, Alignment({}), Architecture("llama", {}, {}, (), {}), "one", "two"),
+    "statistics": lambda path: Statistics(
+        as_tensors({"b/x.gram": torch.ones(1, 1)}), {}, frozenset(), frozenset()
+    ).write(path),
+}
 
 
-def test_an_alignment_file(steps: list[tuple[str, str]], tmp_path: Path) -> None:
-    from rotation_merge.architecture.model import Architecture
-
-    architecture = Architecture("llama", {}, {}, (), {})
-    save_for(tmp_path / "a.safetensors", Alignment({}), architecture, "one", "two")
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file(kind: str, steps: list[tuple[str, str]], tmp_path: Path) -> None:
+    WRITERS[kind](tmp_path / "a.safetensors")
     assert_file_was_kept(steps, tmp_path / "a.safetensors")
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state(steps: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hasten(monkeypatch)
-    module = torch.nn.Linear(2, 2)
-    optimiser = torch.optim.Adam(module.parameters())
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)
-    report = FitReport("identity", "labels", *(0.0,) * 5, 0, 0.0)
-
-    def step() -> float:
-        return float(optimiser.step() or 0.0)
-
-    run = Training(module, optimiser, schedule, torch.Generator(), report, step, lambda *_: False, 1, 1, 0.0)
     with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "fit.unfinished", lambda: "key") as ledger:
-        train(run, interrupt, ledger)
+        interrupted(lambda: ledger.keep("state", dict))
     assert_file_was_kept(steps, next((tmp_path / "fit.unfinished").glob("*.pt")))
 
 
-def test_statistics(steps: list[tuple[str, str]], tmp_path: Path) -> None:
-    Statistics(as_tensors({"b/x.gram": torch.ones(1, 1)}), {}, frozenset(), frozenset()).write(tmp_path / "s")
-    assert_file_was_kept(steps, tmp_path / "s")
+def interrupted(work: Callable[[], object]) -> None:
+    work()
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -113,39 +102,16 @@ def test_a_model(steps: list[tuple[str, str]], there: bool, tmp_path: Path) -> N
     assert steps[-1] == ("sync", str(tmp_path))
 
 
-def interrupted(path: Path) -> None:
-    path.write_text("half")
-    raise KeyboardInterrupt
-
-
 def test_what_goes_wrong_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
-        interrupted(Path(temporary))
+        interrupted(lambda: Path(temporary).write_text("half"))
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     with pytest.raises(KeyboardInterrupt), staged(str(tmp_path / "model")) as folder:
-        interrupted(Path(folder) / "half")
+        interrupted(lambda: Path(folder, "half").write_text("half"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_model_and_an_adapter_are_never_in_one_place(tmp_path: Path) -> None:
-    kinds = {"model": ("config.json", "model.safetensors"), "adapter": ("adapter_config.json", "adapter_model.bin")}
-    for kind in ("model", "adapter", "model"):
-        with staged(str(tmp_path / "out")) as folder:
-            for name in kinds[kind]:
-                (Path(folder) / name).write_text(kind)
-        assert {entry.name for entry in (tmp_path / "out").iterdir()} == set(kinds[kind])
-
-
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    with replacing(tmp_path / "file") as temporary:
-        Path(temporary).write_text("left")
-        os.link(temporary, tmp_path / "left")
-    os.replace(tmp_path / "left", temporary)
-    write_text(tmp_path / "file", "new")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "new"}
 
 
 def test_permissions_stay_those_of_a_new_file(tmp_path: Path) -> None:

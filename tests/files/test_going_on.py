@@ -218,21 +218,6 @@ def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
     assert diary.read_text() == "mine"
 
 
-@pytest.mark.slow
-def test_damaged_files_are_not_used(
-    four: tuple[Path, Path], tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = interrupted(four, tmp_path / "out", counted)
-    first, second, _ = sorted(place.glob("*.pt"))
-    first.write_bytes(first.read_bytes()[:-40])
-    second.write_bytes(b"")
-    assert counted.of(lambda: done(run("align", *four, tmp_path / "out", "--no-verify"))) == 3
-    told = [record.message for record in caplog.records if " is damaged (" in record.message]
-    assert [message.split(" is damaged (")[0] for message in told] == [str(first), str(second)]
-    run("align", *four, tmp_path / "whole", "--no-verify")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-
-
 def test_what_takes_no_minute_writes_nothing(
     four: tuple[Path, Path], tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

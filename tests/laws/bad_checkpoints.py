@@ -287,13 +287,13 @@ FITTING = [
 
 READERS = {
     "align": "align anchor donor out",
+    "align --learn": "align anchor donor --learn --data samples.jsonl --alignment out",
+    "align without OUT": "align anchor donor",
     "barrier": "barrier anchor donor --data synthetic",
     "carry": "carry donor --from anchor --to anchor out",
     "check": "check recipe.yml",
-    "compare": "compare anchor donor",
     "doctor": "doctor anchor anchor donor",
     "evaluate": "evaluate anchor donor --data samples.jsonl",
-    "fit": "fit anchor donor --data samples.jsonl --alignment out",
     "inspect": "inspect donor",
     "measure": "measure donor --data samples.jsonl --out out",
     "merge": "merge anchor donor out --data samples.jsonl",

@@ -43,6 +43,11 @@ KEYS = [
 SETTINGS = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor, parameters: {weight: 1}}]\nparameters:"
 PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
 SHARE = "from 0 to 1"
+OF_LAYERS = "align anchor donor out", "compare anchor donor", "inspect anchor"
+LAYERS = {
+    "100": "layers from 0 to 1", "0,2-5": "'2-5'", "0-99": "no layer 2", "1-999999999": "no layer 2",
+    "0-999999999999": "ranges such as 0-5,11",
+}  # fmt: skip
 PARAMETERS = [
     of_donor("{wieght: 0.5}", "wieght", "did you mean 'weight'"),
     option("hedas: permutation", "hedas", "did you mean 'heads'"),
@@ -68,18 +73,6 @@ PARAMETERS = [
     option("ffn: 3", "'ffn' is 3", "permutation"),
     option("ffn: rotation", "'ffn' is 'rotation'", "permutation"),
     option("attention: rotations", "rotations", "did you mean 'rotation'"),
-    option("attention: invertible", "'attention' is 'invertible'", "it was removed"),
-    option("report: true", "'report'", "it was removed", "barrier --plot"),
-    option("widths: true", "'widths'", "it was removed", "equal sizes"),
-    of_donor("{weight: 0.5, layers_map: auto}", "'layers_map'", "it was removed", "equal depth"),
-    of_donor("{weight: 0.5, controls: true}", "'controls'", "it was removed"),
-    of_donor("{weight: 0.5, judge: x}", "'judge'", "it was removed"),
-    of_donor("{weight: 0.5, finetuned_from: anchor, carry: activations}", "activations", "it was removed", "'refit'"),
-    in_recipe("delegate that was removed", "delegate: linear", "delegate: kfac", "'kfac'", "it was removed", "refit"),
-    models(f"{SETTINGS} {{delegate: refit, alpha: 0.5}}", "'alpha'", "it was removed"),
-    models(f"{SETTINGS} {{delegate: refit, norms: solve}}", "'norms'", "it was removed"),
-    models(f"{SETTINGS} {{delegate: wudi, gram_norm: norm}}", "'gram_norm'", "it was removed"),
-    models(f"{SETTINGS} {{delegate: iso, share: 0.5}}", "'share'", "it was removed"),
     models(
         f"{SETTINGS} {{delegate: della, rescale: sequential}}", "'rescale' is 'sequential'; it must be true or false"
     ),
@@ -89,6 +82,12 @@ PARAMETERS = [
     option("layers: 0..3", "0..3", "0-5,11"),
     option("layers: 5-2", "5-2", "all, or ranges"),
     option("layers: [0, 1]", "layers", "whole model"),
+    *(
+        option(f"layers: '{layers}'", words, commands=tuple(f"{c} --layers {layers}" for c in OF_LAYERS))
+        for layers, words in LAYERS.items()
+    ),
+    option("exclude: lm_haed", "lm_head"),
+    option("exclude: lm_head, up_prj", "up_proj"),
     option("exclude: 3", "'exclude' is 3"),
     of_donor("{weight: 0.5, finetuned_from: 3}", "'finetuned_from' is 3"),
     of_donor("{weight: 0.5, alignment: [a, b]}", "'alignment' applies"),

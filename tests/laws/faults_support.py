@@ -285,7 +285,7 @@ def _(folder: Path, parent: Path) -> bool | None:
     return None
 
 
-@fault("the last layer left out", "layer count")
+@fault("the last layer left out", "missing tensors")
 def _(folder: Path, parent: Path) -> bool | None:
     tensors = state(folder)
     prefix, last = stack(tensors)
@@ -295,7 +295,7 @@ def _(folder: Path, parent: Path) -> bool | None:
     return None
 
 
-@fault("a layer too many", "layer count")
+@fault("a layer too many", "unexpected tensors")
 def _(folder: Path, parent: Path) -> bool | None:
     tensors = state(folder)
     prefix, last = stack(tensors)
@@ -373,7 +373,7 @@ def _(folder: Path, parent: Path) -> bool | None:
 # ---------------------------------------------------------------------------------------------------------- config
 
 
-@fault("vocab_size too large", "vocabulary size")
+@fault("vocab_size too large", "wrong shape")
 def _(folder: Path, parent: Path) -> bool | None:
     name, value = entry(folder, "vocab_size")
     if not name:
@@ -382,7 +382,7 @@ def _(folder: Path, parent: Path) -> bool | None:
     return None
 
 
-@fault("vocab_size too small", "vocabulary size")
+@fault("vocab_size too small", "wrong shape")
 def _(folder: Path, parent: Path) -> bool | None:
     name, value = entry(folder, "vocab_size")
     if not name:
@@ -391,7 +391,7 @@ def _(folder: Path, parent: Path) -> bool | None:
     return None
 
 
-@fault("a layer more in the config", "layer count", "layer types")
+@fault("a layer more in the config", "missing tensors", "layer types")
 def _(folder: Path, parent: Path) -> bool | None:
     name, value = entry(folder, *LAYERS)
     if not name or "t5" in str(entry(folder, "model_type")[1]):

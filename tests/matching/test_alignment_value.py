@@ -327,7 +327,6 @@ def test_bad_samples_and_options_of_matching_are_one_line(tmp_path: Path) -> Non
         (lambda: rm.align(*models, match_on="both", samples=batches[0]), "are no batches"),
         (lambda: rm.align(*models, match_on="both", samples=far), "token id 4000 is outside"),
         (lambda: rm.align(*models, untie="no"), "option 'untie' is 'no'; it must be true or false"),
-        (lambda: rm.align(*models, widths=True), "there is no option 'widths'; it was removed"),
         (lambda: rm.fit(*models, far), "token id 4000 is outside"),
         (lambda: rm.fit(models[0], [], batches), "no donors are given"),
         (lambda: rm.fit(*models, batches, rm.FitConfig()), "of type FitConfig; it must be of type AlignConfig"),

@@ -155,7 +155,7 @@ def test_a_device_without_memory_is_one_line(place: str, tmp_path: Path, monkeyp
     save_file({"input_ids": token_batches(1)[0]["input_ids"]}, tmp_path / "data.safetensors")
     models = [tmp_path / str(seed) for seed in range(2)]
     data = ("--data", tmp_path / "data.safetensors", "--batch-size", "2")
-    result = run("fit", *models, *data, "--alignment", tmp_path / "out")
+    result = run("align", *models, "--learn", *data, "--alignment", tmp_path / "out")
     assert result.exit_code == 2
     assert "the GPU ran out of memory (tried to allocate 2.00 GiB); match on another" in result.stderr
     assert "Traceback" not in result.stderr

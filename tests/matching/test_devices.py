@@ -26,7 +26,7 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import ROWS, match_on_activations
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import Mover
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, load, outputs, unlabelled
 from rotation_merge.search.judge import Judge
@@ -183,7 +183,7 @@ def sent_model(model: nn.Module) -> nn.Module:
 
 
 def samples(model: nn.Module) -> Data:
-    return read_batches(str(TEXTS / "python.txt"), BASE, model, 6, 2, 16)
+    return read_samples(BASE, str(TEXTS / "python.txt"), 6, 2, 16, module=model)
 
 
 @pytest.mark.slow

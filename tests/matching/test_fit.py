@@ -136,7 +136,7 @@ def test_a_start_matched_on_samples(vits, tmp_path: Path):
     for how in ("weights", "both"):
         given = ("--limit", 96, "--batch-size", 32, "--steps", 1, "--start", "matched", "--match-on", how)
         data = ("--data", "demo:digits", "--heads", "permutation")
-        scores[how] = parsed("fit", *VITS, *given, *data, "--alignment", tmp_path / how)
+        scores[how] = parsed("align", *VITS, "--learn", *given, *data, "--alignment", tmp_path / how)["learned"]
     assert scores["weights"]["before"] != scores["both"]["before"] < scores["both"]["unaligned"]
     reports = [
         fit(
@@ -221,14 +221,10 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     anchor, donor = VITS
     file = tmp_path / "learned.safetensors"
     recipe = tmp_path / "recipe.yml"
-    recipe.write_text(
-        RECIPE.format(anchor=anchor, donor=donor, alignment="", options=", heads: permutation, residual: rotation")
-    )
     runner = CliRunner()
-    fitted = runner.invoke(
-        command,
-        ["fit", str(recipe), "--data", "demo:digits", "--limit", "192", "--alignment", str(file), "--steps", "16"],
-    )
+    groups = ["--heads", "permutation", "--residual", "rotation"]
+    samples = ["--learn", "--data", "demo:digits", "--limit", "192", "--steps", "16"]
+    fitted = runner.invoke(command, ["align", str(anchor), str(donor), *groups, *samples, "--alignment", str(file)])
     assert fitted.exit_code == 0, fitted.output
     assert file.exists()
     recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=f", alignment: {file}", options=""))

@@ -1,4 +1,4 @@
-"""`rotation-merge fit` on models as people have them: with an adapter, in half precision, on several devices."""
+"""`rotation-merge align --learn` on models as people have them: with an adapter, in half precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import tqdm
 from cli_support import hasten, run
 from click.testing import Result
 from plugin_support import mergekit_yaml
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_fit import tiny_llama, token_batches
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ dtype: float32
 
 def fit(models: Path, out: Path, *names: str, options: str = "") -> Result:
     data = ["--data", str(models / "data.safetensors"), "--batch-size", "4", "--steps", "2"]
-    return run("fit", *names, *data, "--alignment", out, *options.split())
+    return run("align", *names, "--learn", *data, "--alignment", out, *options.split())
 
 
 def learned(models: Path, out: Path, *names: str, options: str = "") -> dict[str, Tensor]:
@@ -74,9 +73,6 @@ def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_pa
     found = learned(models, tmp_path / "lora", anchor, donor, options="--residual rotation")
     wanted = learned(models, tmp_path / "tuned", anchor, str(models / "tuned"), options="--residual rotation")
     same(found, wanted, 1e-5)
-    recipe = RECIPE.format(anchor=anchor, donor=donor, more="", groups=", residual: rotation")
-    (tmp_path / "recipe.yml").write_text(recipe)
-    same(learned(models, tmp_path / "again", str(tmp_path / "recipe.yml")), found, 0.0)
     recipe = RECIPE.format(anchor=anchor, donor=donor, more=f", alignment: {tmp_path / 'lora'}", groups="")
     moved = mergekit_yaml(recipe, tmp_path / "out")
     assert moved.exit_code == 0, moved.output
@@ -131,32 +127,3 @@ def test_an_interrupted_fit_continues(models: Path, tmp_path: Path, monkeypatch:
     assert len(updates) < 6
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-@pytest.mark.slow
-def test_several_devices_take_the_models_in_turn(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [str(models / name) for name in ("anchor", "donor", "tuned")]
-    places: list[str] = []
-    monkeypatch.setattr(nn.Module, "to", lambda self, place: places.append(place) or self)
-    result = fit(models, tmp_path / "several", *names, options="--devices cpu,cpu:0")
-    assert result.exit_code == 0, result.output
-    assert places[:3] == ["cpu", "cpu:0", "cpu"]
-    for number in (1, 2):
-        with safe_open(tmp_path / f"several-{number}", framework="pt") as file:
-            assert file.keys()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--devices cpu,gpu7", "device 'gpu7' cannot be used"),
-        ("--devices cpu,", "device '' cannot be used"),
-        ("--devices cpu --device auto", "give --device or --devices, not both"),
-    ],
-)
-def test_devices_that_are_not_there_are_one_line(models: Path, tmp_path: Path, options: str, message: str) -> None:
-    result = fit(models, tmp_path / "out", str(models / "anchor"), str(models / "donor"), options=options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.output
-    assert not list(tmp_path.iterdir())

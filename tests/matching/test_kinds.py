@@ -203,7 +203,7 @@ def test_no_merge_averages_what_computes_otherwise(name: str, llamas: tuple[Path
         assert not (tmp_path / "out").exists()
     if name == "smollm3":
         return  # is refused everywhere: it decides a symmetry
-    done = run("compare", anchor, donor)
+    done = run("align", anchor, donor)
     assert words in " ".join(done.output.split())
     carried = transport(Checkpoint(case("llama", "llama"), anchor), *[(Checkpoint(case("llama", "llama"), donor),) * 2])
     merged(carried, tmp_path / "carried")

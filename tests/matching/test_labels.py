@@ -138,7 +138,7 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     )[0]["curves"]
     assert plain["loss"][0] == pytest.approx(plain["loss"][2], rel=1e-3)
     assert max(aligned["loss"]) == pytest.approx(min(aligned["loss"]), rel=1e-3)
-    assert "another order" in run("compare", anchor, donor, *HEADS_MOVE).output
+    assert "another order" in run("align", anchor, donor, *HEADS_MOVE).output
     made = from_file(recipe_for("linear", anchor, donor, prove=True), file)
     assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
     assert "not checked" not in (tmp_path / "replayed" / "README.md").read_text()
@@ -206,9 +206,8 @@ def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], 
 def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = models
     data, file = labelled(models, tmp_path), tmp_path / "learned.safetensors"
-    found = parsed(
-        "fit", anchor, donor, "--data", data, "--alignment", file, "--steps", "1", "--batch-size", "4", *HEADS_MOVE
-    )
+    learning = ("--learn", "--data", data, "--steps", "1", "--batch-size", "4", *HEADS_MOVE)
+    found = parsed("align", anchor, donor, *learning, "--alignment", file)["learned"]
     assert found["before"] == pytest.approx(found["after"], rel=0.05)
     made = from_file(recipe_for("linear", anchor, donor), file)
     assert worst(merged(made, tmp_path / "out"), state(anchor)) < 0.05
@@ -222,7 +221,7 @@ def test_every_path_refuses_other_names(models: tuple[Path, Path], tmp_path: Pat
     a, b = models[0], renamed(save(build("bert", 1, num_labels=3), tmp_path / "b"), OTHER)
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(yaml.safe_dump(recipe_for("linear", a, b)))
-    for asked in (("align", a, b, tmp_path / "out"), ("compare", a, b), ("inspect", recipe), ("check", recipe)):
+    for asked in (("align", a, b, tmp_path / "out"), ("align", a, b), ("inspect", recipe), ("check", recipe)):
         done = run(*asked)
         assert done.exit_code != 0, asked
         assert "id2label" in done.output, (asked, done.output)

@@ -196,10 +196,10 @@ PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "api": lambda a, b, out: rm.align(a, b),
     "align": lambda a, b, out: run("align", a, b, out),
     "align --alignment": lambda a, b, out: run("align", a, b, "--alignment", out),
-    "compare": lambda a, b, out: run("compare", a, b),
+    "align without OUT": lambda a, b, out: run("align", a, b),
     "barrier": lambda a, b, out: run("barrier", a, b, "--data", "self"),
-    "fit": lambda a, b, out: run(
-        "fit", a, b, "--data", "self", "--limit", "8", "--batch-size", "4", "--alignment", out / "file"
+    "align --learn": lambda a, b, out: run(
+        "align", a, b, "--learn", "--limit", "8", "--batch-size", "4", "--alignment", out / "file"
     ),
     "inspect": lambda a, b, out: run("inspect", _recipe(a, b, out)),
     "inspect model": lambda a, b, out: run("inspect", a),

@@ -106,6 +106,7 @@ def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
         ("wudi", {"sides": "both"}),
         ("tsv", {}),
         ("tsv", {"lambda": 1.4}),
+        ("iso", {}),
     ],
 )
 def test_it_is_the_merge_of_the_models(name: str, settings: dict[str, Any], three: list[str], tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"method": "regmean"}, "add 'samples'"),
         ({"method": "wudi", "ridge": -1.0}, "at least 0"),
         ({"samples": [{}]}, "have no effect with linear"),
-        ({"method": "regmean", "samples": "text.txt"}, "give batches of input_ids"),
+        ({"method": "regmean", "samples": __file__}, "give batches of input_ids"),
         ({"weights": [1.0]}, "1 weights for 2 models"),
         ({"weights": 1.0}, "one number for each model"),
     ],

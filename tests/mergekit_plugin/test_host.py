@@ -78,7 +78,7 @@ def test_the_supported_range_is_said_once() -> None:
     assert f"mergekit=={host.NEWEST}" in (ROOT / "requirements.lock").read_text().split()
     range_in_words = host.OLDEST if host.OLDEST == host.NEWEST else f"{host.OLDEST} to {host.NEWEST}"
     assert f"**Which mergekit do I need?** {range_in_words}, the newest release" in " ".join(
-        (ROOT / "docs" / "faq.md").read_text().split()
+        (ROOT / "docs" / "doctor.md").read_text().split()
     )
 
 

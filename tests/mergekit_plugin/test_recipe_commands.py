@@ -92,13 +92,6 @@ class TestCarriedOver:
         assert found["curves"][1]["loss"][2] == pytest.approx(loss(fine.path, data), abs=1e-3)
         assert "Nothing is matched" in run("inspect", path).output
 
-    def test_fit_says_what_to_fit_instead(self, trio: Any, tmp_path: Path) -> None:
-        anchor, old, fine, data = trio
-        path = write_recipe(transport(anchor, (fine, old)), tmp_path / "r.yml")
-        done = run("fit", path, "--data", data, "--alignment", tmp_path / "x")
-        assert done.exit_code == 2
-        assert f"fit {anchor.path} and {old.path}" in done.output
-
 
 FILTERS = {
     "filter": [{"filter": "layers.2", "value": "none"}, {"value": "permutation"}],
@@ -151,9 +144,3 @@ class TestOptionsByBlock:
         merged(document, tmp_path / "out")
         rows = [row for row in report(tmp_path / "out")["rows"] if row["kind"] == "ffn"]
         assert [row["layer"] for row in rows] == MATCHED[kind]
-
-    def test_fit_refuses(self, kind: str, deep: Any, tmp_path: Path) -> None:
-        path = write_recipe(self.document(kind, deep), tmp_path / "r.yml")
-        done = run("fit", path, "--data", deep[2], "--alignment", tmp_path / "x")
-        assert done.exit_code == 2
-        assert "donors or layers have different options" in done.output

@@ -233,7 +233,7 @@ def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path,
     both = f"{donor}+{adapter}"
     recipe = write_recipe(recipe_for("linear", anchor, Path(both)), tmp_path / "recipe.yml")
     before = everything(anchor.parent)
-    for line in (("check", recipe), ("inspect", both), ("inspect", recipe), ("compare", anchor, both)):
+    for line in (("check", recipe), ("inspect", both), ("inspect", recipe), ("align", anchor, both)):
         done = run(*line)
         assert done.exit_code == 0, done.output
     assert parsed("align", anchor, both, tmp_path / "aligned", "--residual", "permutation")
@@ -244,7 +244,7 @@ def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path,
     far = parsed("barrier", anchor, both, "--data", data, "--points", "3", "--batch-size", "4")
     assert far
     fitted = ("--data", data, "--alignment", tmp_path / "learned.safetensors", "--steps", "2", "--batch-size", "4")
-    assert parsed("fit", anchor, both, *fitted)["files"]
+    assert parsed("align", anchor, both, "--learn", *fitted)["alignment"]
     text = ("--length", "8", "--batch-size", "2")
     assert parsed("measure", both, "--data", "self", "--samples", "4", *text, "--out", tmp_path / "s.safetensors")
     alone, adapted = parsed("evaluate", donor, both, "--data", data)

@@ -56,19 +56,9 @@ def test_no_output_that_is_no_number(
         assert all(bool(x.isfinite().all()) for x in state(tmp_path / "out").values())
         return
     assert done.exit_code == 2
-    one_error(done.output)
+    line = one_error(done.output)
+    assert delegate != "linear" or ("would hold NaN or infinity" in line and "weight'" in line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.yml"]
-
-
-def test_weights_that_add_up_to_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
-    recipe = recipe_for("linear", *models)
-    for entry, weight in zip(recipe["models"], (0.5, -0.5), strict=True):
-        entry["parameters"] = {"weight": weight}
-    done = mergekit_yaml(recipe, tmp_path / "out")
-    assert done.exit_code == 2
-    assert "would hold NaN or infinity" in one_error(done.output)
-    assert "weight'" in done.output
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_dtype_that_cannot_hold_the_values(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -104,16 +94,6 @@ def test_whose_nan_it_is(which: str, tensor: str, way: str, models: tuple[Path, 
     assert tensor in line
     for other in (*models, *third):
         assert str(other) not in line
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("which", ["anchor", "donor"])
-def test_whose_nan_it_is_in_commands(which: str, models: tuple[Path, Path], tmp_path: Path) -> None:
-    pair = dict(zip(("anchor", "donor"), models, strict=True))
-    pair[which] = spoilt(pair[which], tmp_path / "spoilt", "model.layers.1.mlp.up_proj.weight", float("nan"))
-    line = one_error(run("align", *pair.values(), tmp_path / "out").output)
-    assert str(tmp_path / "spoilt") in line
-    assert "model.layers.1.mlp.up_proj.weight" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -173,39 +153,6 @@ def test_a_donor_that_has_vanished(models: tuple[Path, Path], tmp_path: Path) ->
     )
     merged(recipe_for("linear", models[0], zero), tmp_path / "out")
     assert "share their coordinates" not in card(tmp_path / "out")
-
-
-WORDS = {
-    "layers: '100'": ({"layers": "100"}, "layers from 0 to 1"),
-    "layers: 0,2-5": ({"layers": "0,2-5"}, "'2-5'"),
-    "layers: 0-99": ({"layers": "0-99"}, "no layer 2"),
-    "layers without end": ({"layers": "0-999999999999"}, "ranges such as 0-5,11"),
-    "layers backwards": ({"layers": "3-1"}, "ranges such as 0-5,11"),
-    "exclude": ({"exclude": "lm_haed"}, "lm_head"),
-    "one of two excludes": ({"exclude": "lm_head, up_prj"}, "up_proj"),
-}
-
-
-@pytest.mark.parametrize("words", WORDS)
-def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_path: Path) -> None:
-    options, remedy = WORDS[words]
-    done = mergekit_yaml(recipe_for("linear", *models, **options), tmp_path / "out")
-    assert done.exit_code == 2
-    assert remedy in one_error(done.output)
-    assert not (tmp_path / "out").exists()
-    checked = run("check", tmp_path / "out.yml")
-    assert checked.exit_code == 1
-    assert remedy in checked.output
-    if "layers" in options:
-        for arguments in (("align", *models, tmp_path / "aligned"), ("compare", *models), ("inspect", models[0])):
-            done = run(*arguments, "--layers", options["layers"])
-            assert done.exit_code == 2, arguments
-            assert remedy in one_error(done.output)
-
-
-def test_ranges_that_reach_beyond(models: tuple[Path, Path]) -> None:
-    """They are refused at once, however far they reach."""
-    assert "the model has no layer 2" in one_error(run("compare", *models, "--layers", "1-999999999").output)
 
 
 @pytest.mark.parametrize("known", [True, False])

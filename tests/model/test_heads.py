@@ -27,25 +27,29 @@ def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict:
 
 
 @pytest.mark.slow
-def test_classifiers_of_different_tasks_share_a_body(tmp_path: Path):
-    anchor = make("roberta", tmp_path / "anchor", num_labels=2)
-    donors = [make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (3, 5)]
+@pytest.mark.parametrize("options", [(), ("--out-shard-size", "5K"), ("--no-safe-serialization",)])
+def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], tmp_path: Path):
+    """Whatever the body is written as: what stands under heads/ loads by itself, and is the body, each file its own."""
+    anchor, *donors = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3, 5))
     made, out = heads_recipe(anchor, *donors), tmp_path / "out"
     checked = run("check", write_recipe(made, tmp_path / "recipe.yml"))
     assert checked.exit_code == 0, checked.output
-    body = merged(made, out)
-    assert torch.equal(
-        body["classifier.out_proj.weight"], load_file(anchor / "model.safetensors")["classifier.out_proj.weight"]
-    )
+    done = mergekit_yaml(made, out, *options)
+    assert done.exit_code == 0, done.output
+    body, head = (load(str(path)).state_dict()["classifier.out_proj.weight"] for path in (out, anchor))
+    assert torch.equal(body, head)
     ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
     for donor, labels in zip(donors, (3, 5), strict=True):
         folder = out / "heads" / donor.name
-        found, own = load_file(folder / "model.safetensors"), load_file(donor / "model.safetensors")
-        for name in own:
-            wanted = own[name] if name.startswith("classifier.") else body[name]
-            torch.testing.assert_close(found[name], wanted)
+        body, found, own = (load(str(path)).state_dict() for path in (out, folder, donor))
+        assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in own.items()}
+        for name, tensor in found.items():
+            assert torch.equal(tensor, (own if name.startswith("classifier.") else body)[name])
         assert load(str(folder))(input_ids=ids).logits.shape == (2, labels)
         assert len(json.loads((folder / "config.json").read_text())["id2label"]) == labels
+        files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+        assert (len(files) > 2) == ("5K" in options)
+        assert all(path.stat().st_nlink == 1 for path in files)
 
 
 @pytest.mark.slow
@@ -73,23 +77,6 @@ def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path)
     assert torch.equal(
         load_file(tmp_path / "kept" / "heads" / "3" / "model.safetensors")["classifier.out_proj.weight"], own
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [("--out-shard-size", "5K"), ("--no-safe-serialization",)])
-def test_bodies_in_several_files_and_in_pickles(options: tuple[str, ...], tmp_path: Path):
-    """Whatever the body is written as: what stands under heads/ loads by itself, and is the body, each file its own."""
-    anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
-    done = mergekit_yaml(heads_recipe(anchor, donor), tmp_path / "out", *options)
-    assert done.exit_code == 0, done.output
-    folder = tmp_path / "out" / "heads" / "3"
-    body, found, own = (load(str(path)).state_dict() for path in (tmp_path / "out", folder, donor))
-    assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in own.items()}
-    for name, tensor in found.items():
-        assert torch.equal(tensor, (own if name.startswith("classifier.") else body)[name])
-    files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
-    assert (len(files) > 2) == ("5K" in options)
-    assert all(path.stat().st_nlink == 1 for path in files)
 
 
 @pytest.mark.slow

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,82 +19,43 @@ from torch import Tensor
 from variants import ONE
 
 import rotation_merge as rm
+from rotation_merge.architecture.model import Architecture, Axis, Part, Space
+from rotation_merge.model.apply import split_axis
+from rotation_merge.model.biases import HiddenBias, block_hidden_biases
 
 TOLERANCE = 2e-4
 BIASED = ("vit", "bert", "opt", "gpt2", "whisper", "bart", "clip", "distilbert", "siglip", "dinov2", "phi", "gpt_neox")
 HEADS = {"heads": "permutation"}
 
 
-def hidden(block: Any) -> Iterator[SimpleNamespace]:
-    """By a block's labels: of each attention the biases of keys and values that softmax cannot see, if it has any."""
-    for space in (s for s in block.spaces.values() if s.kind == "attention" and not s.visible_bias):
-        infos = [info for info in block.tensors if space in info.spaces()]
-        maps = {role: [i for i in infos if len(i.axes) > 1 and role in roles(i, space)] for role in "qkvo"}
-        if any(roles(info, space) - set("qkvo") for info in infos) or any(len(found) != 1 for found in maps.values()):
-            continue
-        (output,) = maps["o"]
-        bias = block.tensor(output.key.removesuffix("weight") + "bias")
-        seen = space.rotary or space.norm is not None
-        keys = None if seen else only(infos, space, "k")
-        values = only(infos, space, "v") if space.values == "free" and bias is not None else None
-        yield SimpleNamespace(space=space, keys=keys, values=values, output=output, bias=bias)
+def entries(axis: Axis, space: Space, role: str) -> Tensor:
+    """The entries of an axis that play one role, in the order of the role's own factors."""
+    piece = axis.pieces.index((Part(space, role),))
+    return split_axis(torch.arange(axis.size or 0), 0, axis)[piece].flatten()
 
 
-def roles(info: Any, space: Any) -> set[str]:
-    return {part.role for axis in info.axes for part in axis.parts if part.space == space}
+def hidden(architecture: Architecture) -> Iterator[tuple[HiddenBias, Tensor]]:
+    """The biases of keys and values that softmax cannot see, and their entries in the tensors that hold them."""
+    for bias in (bias for block in architecture.blocks for bias in block_hidden_biases(block)):
+        yield bias, entries(bias.info.axes[0], bias.space, bias.role)
 
 
-def only(infos: list[Any], space: Any, role: str) -> Any:
-    """The vector with entries of this role alone, if there is one."""
-    alone = [
-        i
-        for i in infos
-        if len(i.axes) == 1
-        for p in i.axes[0].pieces
-        if [(x.space, x.role) for x in p] == [(space, role)]
-    ]
-    return alone[0] if len(alone) == 1 else None
-
-
-def shifted(architecture: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A model with other key biases and with value biases moved into output biases; and how many were changed."""
-    found, changed = {name: tensor.clone() for name, tensor in tensors.items()}, 0
+    found, every = {name: tensor.clone() for name, tensor in tensors.items()}, list(hidden(architecture))
     generator = torch.Generator().manual_seed(4)
-    for block in architecture.blocks:
-        for one in hidden(block):
-            for role in ("k", "v"):
-                place = _place(one, role)
-                if place is None:
-                    continue
-                name, rows = place
-                shift = torch.randn(len(rows), generator=generator, dtype=torch.float64).to(found[name])
-                found[name][rows] += shift
-                changed += 1
-                if role == "v":
-                    assert one.output is not None
-                    assert one.bias is not None
-                    heads = shift.unflatten(0, one.space.factors("v"))[:, None].expand(one.space.factors("o")).flatten()
-                    weight, reads = found[one.output.name], (one.space, "o")
-                    places = enumerate(one.output.axes)
-                    columns = next(d for d, a in places if any((p.space, p.role) == reads for p in a.parts))
-                    found[one.bias.name] = found[one.bias.name] - torch.tensordot(weight, heads, dims=([columns], [0]))
-    return found, changed
-
-
-def _place(one: Any, role: str) -> tuple[str, Tensor] | None:
-    """A bias's name and its entries of one role, in the order of the role's own factors."""
-    info = one.keys if role == "k" else one.values
-    if info is None:
-        return None
-    axis = info.axes[0]
-    numbers = torch.arange(axis.size or 0)
-    if axis.depth == 0:
-        sizes = [part.size for part in axis.parts]
-        return info.name, numbers.split(sizes)[[part.role for part in axis.parts].index(role)]
-    count = math.prod(one.space.factors(role)[: axis.depth])
-    widths = [part.size // count for part in axis.parts]
-    pieces = numbers.reshape(count, -1).split(widths, dim=1)
-    return info.name, pieces[[part.role for part in axis.parts].index(role)].flatten()
+    for one, rows in every:
+        name = one.info.name
+        shift = torch.randn(len(rows), generator=generator, dtype=torch.float64).to(found[name])
+        found[name][rows] += shift
+        if one.output is not None and one.bias is not None:
+            axes = enumerate(one.output.axes)
+            dim, axis = next((dim, axis) for dim, axis in axes if (Part(one.space, "o"),) in axis.pieces)
+            heads = shift.unflatten(0, one.space.factors("v"))[:, None].expand(one.space.factors("o")).flatten()
+            inputs = torch.zeros(axis.size or 0).to(shift).index_put((entries(axis, one.space, "o"),), heads)
+            output = torch.tensordot(found[one.output.name], inputs, dims=([dim], [0]))
+            found[one.bias.name] = found[one.bias.name] - output
+    return found, len(every)
 
 
 @pytest.mark.parametrize("case", [case for case in ONE if not case.images], ids=lambda case: case.family)
@@ -129,9 +88,8 @@ def _other_donors(case: Case) -> None:
     options = {"residual": residual} if residual == "permutation" else {}
     aligned = moved(model.state, anchor, model.config, **HEADS, **options)
     assert model.differs(aligned) <= 1e-9
-    for block in model.architecture.blocks:
-        for name, rows in (p for one in hidden(block) for role in "kv" if (p := _place(one, role)) is not None):
-            torch.testing.assert_close(aligned[name][rows], anchor[name][rows])
+    for bias, rows in hidden(model.architecture):
+        torch.testing.assert_close(aligned[bias.info.name][rows], anchor[bias.info.name][rows])
 
 
 @pytest.mark.slow
@@ -149,7 +107,7 @@ def test_a_turned_stream_takes_them_along() -> None:
 
 def test_disentangled_attention_sees_the_biases_of_keys() -> None:
     model = planted(next(case for case in ONE if case.family == "deberta_v2"))
-    assert not any(list(hidden(block)) for block in model.architecture.blocks)
+    assert not list(hidden(model.architecture))
 
 
 def test_a_donor_that_is_the_anchor_stays_bit_for_bit() -> None:
@@ -216,7 +174,7 @@ def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Pa
     made["models"][1]["parameters"]["alignment"] = str(tmp_path / "maps")
     made["parameters"] = {"delegate": "linear"}
     assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
-    same = run("compare", anchor, twin, "--heads", "permutation").output
+    same = run("align", anchor, twin, "--heads", "permutation").output
     assert "one model in two coordinate systems" in same
 
 

@@ -79,13 +79,13 @@ def test_merges(what: str, model: Path, nobody: None, tmp_path: Path) -> None:
 
 
 COMMANDS: dict[str, Any] = {
-    "compare": lambda model, out: ("compare", model, GONE),
+    "align without OUT": lambda model, out: ("align", model, GONE),
     "align": lambda model, out: ("align", GONE, model, out),
     "verify": lambda model, out: ("verify", model, GONE),
     "inspect": lambda model, out: ("inspect", GONE),
     "inspect --fingerprint": lambda model, out: ("inspect", GONE, "--fingerprint"),
     "merge": lambda model, out: ("merge", model, GONE, out),
-    "fit": lambda model, out: ("fit", model, GONE, "--data", "self", "--alignment", out),
+    "align --learn": lambda model, out: ("align", model, GONE, "--learn", "--data", "self", "--alignment", out),
     "barrier": lambda model, out: ("barrier", model, GONE, "--data", "self"),
     "evaluate": lambda model, out: ("evaluate", GONE, "--data", "self"),
     "evaluate --data": lambda model, out: ("evaluate", model, "--data", f"datasets/{GONE}/t.txt"),
@@ -135,7 +135,7 @@ def test_what_is_in_the_cache_works(model: Path, hub: Hub, tmp_path: Path) -> No
         second = merged(recipe_for("linear", "org/anchor", donor), tmp_path / "second")
         assert first.keys() == second.keys() == state(model).keys()
         assert all(bool((first[name] == second[name]).all()) for name in first)
-        for command in (("inspect", "org/anchor"), ("compare", "org/anchor", donor), ("verify", "org/anchor", model)):
+        for command in (("inspect", "org/anchor"), ("align", "org/anchor", donor), ("verify", "org/anchor", model)):
             done = run(*command)
             assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "second" / "rotation_merge.json").read_text())["anchor"] == "org/anchor"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from rotation_merge.errors import CheckpointError
@@ -77,3 +78,17 @@ def test_a_tensor_in_two_shards(last: bool, tmp_path: Path) -> None:
     else:
         with pytest.raises(CheckpointError, match="more than one set of weights"):
             open_model(tmp_path)
+
+
+def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
+    """Its change is added in float32 and rounded once, when it is written."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    tuned.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    tuned.save_pretrained(tmp_path / "lora")
+    view = open_model(f"{tmp_path / 'base'}+{tmp_path / 'lora'}")
+    view.save_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert view["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
+    assert all(torch.equal(tensor, view[name].bfloat16()) for name, tensor in written.items())

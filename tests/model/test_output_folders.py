@@ -16,7 +16,7 @@ from plugin_support import one_error, recipe_for, state, write_recipe
 
 from rotation_merge import RotationMergeError
 from rotation_merge.files import locked
-from rotation_merge.model.staging import is_of_a_model, staged
+from rotation_merge.model.writing import is_of_a_model, staged
 
 MODEL = {"config.json": "{}", "model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
 NEW = {"config.json": "new", "model.safetensors": "new"}
@@ -40,7 +40,7 @@ def put(out: Path, files: dict[str, str]) -> None:
         write(Path(staging), files)
 
 
-def in_another_process(out: Path, signal_number: int = 0) -> tuple[int, int]:
+def in_another_process(out: Path) -> tuple[int, int]:
     """A process that is writing into a folder, and the end of a pipe that lets it go on when it is closed."""
     begun, go_on = os.pipe(), os.pipe()
     if child := os.fork():
@@ -54,8 +54,6 @@ def in_another_process(out: Path, signal_number: int = 0) -> tuple[int, int]:
         write(Path(staging), {"config.json": "theirs"})
         os.write(begun[1], b"!")
         os.read(go_on[0], 1)
-        if signal_number:
-            os.kill(os.getpid(), signal_number)
     os._exit(0)
 
 
@@ -76,18 +74,6 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, there: bo
     put(out, {"config.json": "mine"})
     assert files(out) == {"config.json": "mine"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["other", "out"]
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_what_a_killed_run_leaves_is_in_nobodys_way(tmp_path: Path, there: bool) -> None:
-    out = tmp_path / "out"
-    before = files(write(out, MODEL)) if there else {}
-    child, go_on = in_another_process(out, signal.SIGKILL)
-    os.close(go_on)
-    os.waitpid(child, 0)
-    assert files(out) == before
-    put(out, {"config.json": "mine"})
-    assert files(tmp_path) == {"out/config.json": "mine"}
 
 
 def test_two_threads_are_two_runs(tmp_path: Path) -> None:
@@ -118,14 +104,6 @@ def test_a_lock_within_a_lock_is_the_same_one(tmp_path: Path) -> None:
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_other_files_that_come_meanwhile_are_no_hindrance(tmp_path: Path) -> None:
-    out = write(tmp_path / "out", MODEL)
-    with staged(str(out)) as staging:
-        write(Path(staging), {"config.json": "new"})
-        write(out, {"log.txt": "written meanwhile"})
-    assert files(out) == {"config.json": "new", "log.txt": "written meanwhile"}
-
-
 @pytest.mark.slow
 def test_two_merges_started_together(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of two recipes with other shards: what stands in the end is one of the two, whole, and the other said so."""
@@ -154,19 +132,32 @@ def test_two_merges_started_together(deep_pair: tuple[Path, Path], tmp_path: Pat
     assert not list((tmp_path / "out").glob(".*"))
 
 
-def test_files_of_others_in_folders_of_the_same_name_stay(tmp_path: Path) -> None:
-    mine = {"docs/keep.txt": "mine", "model_notes.safetensors": "mine", "model-ema.bin": "mine", "docs/both": "old"}
-    out = write(tmp_path / "out", {**MODEL, **mine, "docs/model.safetensors": "mine"})
-    new = {"config.json": "new", "model.safetensors": "new", "docs/both": "new", "docs/deep/er": "new"}
-    put(out, new)
-    assert files(out) == {**mine, **new, "docs/model.safetensors": "mine"}
+MINE = {"docs/keep.txt": "mine", "model_notes.safetensors": "mine", "model-ema.bin": "mine"}
+HEAD = {f"heads/a/{name}": text for name, text in MODEL.items()}
+PICKLED = ("config.json", "pytorch_model.bin")
+ADAPTER = {"adapter_config.json": "new", "adapter_model.bin": "new"}
+MOVED: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
+    "files of others stay": ({**MINE, "docs/model.safetensors": "mine", "docs/both": "old"},
+                             {**NEW, "docs/both": "new", "docs/deep/er": "new"},
+                             {**MINE, "docs/model.safetensors": "mine"}),
+    "old shards go": (HEAD, {f"{at}{name}": "new" for at in ("", "heads/a/") for name in PICKLED}, {}),
+    "heads of an earlier merge go": ({**HEAD, "heads/a/rotation_merge.json": "old", "heads/mine/notes.txt": "mine"},
+                                     {**NEW, "heads/b/config.json": "new"}, {"heads/mine/notes.txt": "mine"}),
+    "an adapter is no model": ({}, ADAPTER, {}),
+}  # fmt: skip
+"""Beside a model, what is in a folder, what is written into it, and what of the first stays."""
 
 
-def test_a_folder_with_a_model_of_its_own_is_exchanged_whole(tmp_path: Path) -> None:
-    """As `heads/NAME` is: no shard and no index of the old one may be read with the new one."""
-    out = write(tmp_path / "out", {f"heads/a/{name}": text for name, text in MODEL.items()})
-    put(out, {"config.json": "new", "heads/a/config.json": "new", "heads/a/model.safetensors": "new"})
-    assert files(out / "heads") == {"a/config.json": "new", "a/model.safetensors": "new"}
+@pytest.mark.parametrize("law", MOVED)
+def test_what_stays_beside_a_new_model(law: str, tmp_path: Path) -> None:
+    before, new, stays = MOVED[law]
+    out = write(tmp_path / "out", {**MODEL, **before})
+    with staged(str(out)) as staging:
+        write(Path(staging), new)
+        write(out, {"log.txt": "written meanwhile"})
+    assert files(out) == {**stays, **new, "log.txt": "written meanwhile"}
+    put(out, MODEL)
+    assert set(files(out)) == {*stays, *MODEL, "log.txt", *(name for name in new if "/" in name)} - ADAPTER.keys()
 
 
 def test_a_link_gives_way_and_what_it_stands_for_stays(tmp_path: Path) -> None:
@@ -263,19 +254,3 @@ def test_a_place_inside_a_folder_that_nothing_can_lie_beside(
     os.close(go_on)
     os.waitpid(child, 0)
     assert files(out) == {"config.json": "theirs"}
-
-
-def test_heads_of_an_earlier_merge_go_and_other_folders_stay(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for name in ("one", "other"):
-        with staged(str(out)) as staging:
-            head = Path(staging) / "heads" / name
-            head.mkdir(parents=True)
-            for file in ("config.json", "rotation_merge.json"):
-                (head / file).write_text(name)
-                (Path(staging) / file).write_text(name)
-        if name == "one":
-            (out / "heads" / "mine").mkdir()
-            (out / "heads" / "mine" / "notes.txt").write_text("kept")
-    assert sorted(path.name for path in (out / "heads").iterdir()) == ["mine", "other"]
-    assert (out / "heads" / "mine" / "notes.txt").read_text() == "kept"

@@ -14,7 +14,6 @@ from carry_support import make_adapter
 from cli_support import parsed, run
 from plugin_support import load, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
-from safetensors.torch import load_file
 from test_plugin_inputs import with_tokenizer
 
 import rotation_merge as rm
@@ -80,35 +79,17 @@ def test_every_other_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tens
     anchor, donor, _ = models
     made, file = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml"
     file.write_text(yaml.safe_dump(made))
-    for asked in (("inspect", file), ("compare", anchor.path, donor.path)):
+    for asked in (("inspect", file), ("align", anchor.path, donor.path)):
         done = run(*asked)
         assert done.exit_code == 0, done.output
         assert WARNED in " ".join(done.output.split()), asked
-    assert WARNED in parsed("compare", anchor.path, donor.path)["warnings"][0]
+    assert WARNED in parsed("align", anchor.path, donor.path)["warnings"][0]
     done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--no-verify")
-    assert WARNED in " ".join(done.output.split())
-    text = tmp_path / "text.txt"
-    text.write_text("w1 w2 w3")  # too little to learn from: what is questionable is said before
-    done = run("fit", anchor.path, donor.path, "--alignment", tmp_path / "map.safetensors", "--data", text)
     assert WARNED in " ".join(done.output.split())
     for name in ("README.md", "rotation_merge.json"):
         assert WARNED in (tmp_path / "aligned" / name).read_text(), name
     file.write_text(yaml.safe_dump({**made, "tokenizer": {"source": "base"}}))
     assert WARNED not in " ".join(run("inspect", file).output.split())
-
-
-@pytest.mark.slow
-def test_python_matches_on_the_shared_tokens_as_the_command_does(
-    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
-) -> None:
-    anchor, donor, _ = models
-    done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--residual", "rotation")
-    assert done.exit_code == 0, done.output
-    alignment = rm.align(anchor.path, donor.path, residual="rotation")
-    assert "share 50 tokens" in " ".join(alignment.report.notes)
-    assert WARNED in " ".join(alignment.report.notes)
-    written, moved = load_file(tmp_path / "aligned" / "model.safetensors"), alignment.apply(donor.path).state_dict()
-    assert all(torch.equal(moved[name], tensor) for name, tensor in written.items())
 
 
 def test_no_change_is_taken_from_a_model_of_other_ids(
@@ -130,19 +111,23 @@ def test_no_change_is_taken_from_a_model_of_other_ids(
 def test_streams_are_matched_on_shared_tokens(
     models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
 ) -> None:
-    """The twin comes into the anchor's coordinates, its own tokens where they were, by command and recipe alike."""
+    """The twin comes into the anchor's coordinates, its own tokens where they were, by command, Python and recipe."""
     anchor, donor, rows = models
     turned = ("--residual", "rotation", "--heads", "permutation")
     done = run("align", anchor.path, donor.path, tmp_path / "out", *turned)
     assert done.exit_code == 0, done.output
     assert "share 50 tokens" in done.output
     assert "share 50 tokens" in (tmp_path / "out" / "README.md").read_text()
-    found = Checkpoint(anchor.case, tmp_path / "out").state
+    alignment = rm.align(anchor.path, donor.path, residual="rotation", heads="permutation")
+    assert "share 50 tokens" in " ".join(alignment.report.notes)
+    assert WARNED in " ".join(alignment.report.notes)
+    found, moved = Checkpoint(anchor.case, tmp_path / "out").state, alignment.apply(donor.path).state_dict()
+    assert all(torch.equal(moved[name], tensor) for name, tensor in found.items())
     wanted = rm.Alignment.random(str(anchor.path), residual="rotation").apply_anchor(str(anchor.path)).state_dict()
     for name, tensor in found.items():
         own = wanted[name][rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else wanted[name]
         torch.testing.assert_close(tensor, own, rtol=1e-3, atol=1e-4)
-    compared = " ".join(run("compare", anchor.path, donor.path, *turned).output.split())
+    compared = " ".join(run("align", anchor.path, donor.path, *turned).output.split())
     assert "one model in two coordinate systems" in compared
     assert "share 50 tokens" in compared
     made = {**recipe(anchor, donor, residual="rotation"), "tokenizer": {"source": "base"}}

@@ -35,16 +35,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "ray ", "lm_eval ", "hf ")
-"""Beginnings of lines in ```bash blocks that are not run here (`test_backends.py` runs what a cluster does)."""
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "hf ")
+"""Beginnings of lines in ```bash blocks that are not run here."""
 
 PARSED_ONLY = ("demo", "polish", "doctor", "push")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
-MADE = ("gallery.md",)
-"""Pages that a script wrote, which ran what they show: their recipes are checked, their commands are not run again."""
 
+LEARNS = "align --learn"
 SHORTER = {
-    "fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
+    LEARNS: {"--steps": "2", "--limit": "8", "--batch-size": "2"},
     "barrier": {"--points": "3", "--limit": "4", "--length": "32"},
     "merge": {"--budget": "1s"},
     "evaluate": {"--limit": "4"},
@@ -124,7 +123,7 @@ def run(line: str, models: Path) -> None:
         command.make_context(arguments[0], arguments[1:])
         return
     if program == "rotation-merge":
-        for option, value in SHORTER.get(arguments[0], {}).items():
+        for option, value in SHORTER.get(LEARNS if "--learn" in arguments else arguments[0], {}).items():
             if option in arguments:
                 arguments[arguments.index(option) + 1] = value
             else:
@@ -172,7 +171,7 @@ def test_page(page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.Monk
             name = block.title or f"recipe-{number}.yml"
             run_recipe(block, name, not re.search(rf"mergekit-yaml {name} ", commands), models)
         elif block.language == "bash":
-            for line in lines(block) if page.name not in MADE else ():
+            for line in lines(block):
                 if ours(line):
                     run(line, models)
 
@@ -183,8 +182,8 @@ def test_nothing_in_a_bash_block_goes_unread(page: Path) -> None:
     assert [line for line in shown if not ours(line) and not line.startswith(OTHER)] == []
 
 
-FOLLOWED = ("add-group.md", "add-averaging.md")
-"""Pages whose Python is parts of files; `test_add_group.py` and `test_add_averaging.py` follow them."""
+FOLLOWED = ("add-averaging.md",)
+"""Pages whose Python is parts of files; `test_add_averaging.py` follows them."""
 
 
 @pytest.mark.slow

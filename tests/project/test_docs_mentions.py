@@ -31,7 +31,6 @@ KNOWN = {
     "python": "run by test_docs_commands",
     "json": "the new architecture, used by test_add_architecture",
     "text": "tables and signatures",
-    "bibtex": "for citing",
     "sh": "completion, run by test_cli",
 }
 """Languages of blocks, and who sees to them."""

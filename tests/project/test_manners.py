@@ -22,7 +22,7 @@ LORA = str(CHECKPOINTS / "llama-0-lora-english")
 
 
 def test_an_error_is_json_where_json_was_asked_for():
-    result = run("compare", LLAMAS[0], "nowhere", "--json")
+    result = run("align", LLAMAS[0], "nowhere", "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout) == {
         "error": {"what": "no such directory", "where": "nowhere", "remedy": "check the path"}
@@ -35,12 +35,10 @@ NOWHERE: dict[str, list[str]] = {
     "align": ["nowhere", "nowhere", "out"],
     "carry": ["nowhere", "out", "--from", "nowhere", "--to", "nowhere"],
     "verify": ["nowhere", "nowhere"],
-    "compare": ["nowhere", "nowhere"],
     "barrier": ["nowhere", "nowhere", "--data", "demo:python"],
     "merge": ["nowhere", "nowhere", "out"],
     "doctor": ["nowhere"],
     "polish": ["nowhere", "out", "--teachers", "nowhere"],
-    "fit": ["nowhere", "nowhere", "--data", "demo:python", "--alignment", "out"],
     "evaluate": ["nowhere", "--data", "demo:python"],
     "measure": ["nowhere", "--data", "self", "--out", "out"],
     "lora": ["nowhere", "nowhere", "out"],
@@ -166,7 +164,7 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
     file.write_text("mine")
     for arguments in (
         ["align", *LLAMAS, "--alignment", file],
-        ["fit", *LLAMAS, "--data", "demo:python", "--alignment", file],
+        ["align", *LLAMAS, "--learn", "--data", "demo:python", "--alignment", file],
         ["measure", LLAMAS[0], "--data", "self", "--out", file],
         ["align", *LLAMAS, tmp_path],
         ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
@@ -181,7 +179,9 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
     assert file.read_bytes() != b"mine"
 
 
-@pytest.mark.parametrize(("module", "goes_on"), [("rotation_merge.cli.fit", True), ("rotation_merge.cli.check", False)])
+@pytest.mark.parametrize(
+    ("module", "goes_on"), [("rotation_merge.cli.align", True), ("rotation_merge.cli.check", False)]
+)
 def test_ctrl_c_ends_with_130_and_says_whether_the_command_goes_on(module: str, goes_on: bool, capsys):
     def interrupted() -> int:
         raise KeyboardInterrupt

@@ -143,7 +143,6 @@ UNITS = {
     "model/test_output_folders.py": ("files model", "writes that are cut off, files of parts, folders that are in use"),
     "project/test_add_architecture.py": ("architecture symmetry", "shows where a contributor adds one"),
     "project/test_add_averaging.py": ("averaging mergekit_plugin", "shows where a contributor adds one"),
-    "project/test_add_group.py": ("architecture matching report symmetry", "shows where a contributor adds one"),
     "project/test_docs_commands.py": ("matching", "replaces slow steps of commands that pages show"),
     "project/test_layering.py": ("cli", "rooms and files of the package themselves"),
     "project/test_manners.py": ("cli files mergekit_plugin report run", "names and messages in all of the package"),

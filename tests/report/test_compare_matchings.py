@@ -116,7 +116,6 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp
         (("--compare", "local", "--residual", "rotation"), "need the curve 'aligned'"),
         (("--alignment", "x"), "for two models"),
         (("--heads", "permutation"), "measure more of them two by two"),
-        (("--anchors", "each"), "it was removed"),
         (("--plot", "p.xyz"), "end the name in .png"),
     ],
 )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -52,19 +49,6 @@ def test_each_end_is_the_parent_under_its_own_config(residual: str, two: tuple[P
         found = parsed("barrier", first, second, "--data", data, "--points", 3, "--residual", residual)[0]
         for curve in found["curves"]:
             assert (curve["loss"][0], curve["loss"][-1]) == pytest.approx(ends, abs=1e-4), curve["name"]
-
-
-@pytest.mark.slow
-def test_it_says_how_far_all_paths_are(two: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line now and then, which counts up to all the models that are measured; none where it is quick."""
-    anchor, donor, data = two
-    given = ("barrier", anchor, donor, "--data", data, "--data", data, "--points", 4)
-    assert "models on the paths" not in run(*given).stderr
-    monkeypatch.setattr(time, "perf_counter", count(0.0, 60.0).__next__)  # a minute from one look to the next
-    said = [line for line in run(*given).stderr.splitlines() if line.startswith("models on the paths ")]
-    counts = [re.findall(r"(\d+) of (\d+)", line)[0] for line in said]
-    assert sorted({int(done) for done, _ in counts}) == list(range(17))
-    assert {total for _, total in counts} == {"16"}
 
 
 @pytest.fixture(scope="module")

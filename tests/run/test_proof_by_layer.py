@@ -15,7 +15,7 @@ from test_proof import spoil
 from tiny_models import ALL, save
 from tiny_models import make as tiny
 
-from rotation_merge.model.forms import translated
+from rotation_merge.model.forms import named_as
 from rotation_merge.run import model_outputs, proof, runner
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
@@ -72,7 +72,8 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]["difference"] is not None
     monkeypatch.setattr(model_outputs, "LARGEST", 10)
     assert "not checked: " not in run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large").output
-    monkeypatch.setattr(runner, "restructured", translated)  # a form that is not the file's in pieces
+    as_stored = lambda source, stored, named: named_as(named, source, stored)  # noqa: E731
+    monkeypatch.setattr(runner, "restructured", as_stored)  # a form that is not the file's in pieces
     done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "strange")
     assert done.exit_code == 0
     assert "not checked: " in done.output

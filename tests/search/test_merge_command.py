@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cli_support
@@ -16,33 +15,27 @@ import pytest
 import torch
 from cli_support import CHECKPOINTS
 from click.testing import Result
-from plugin_support import mergekit_yaml, state
+from plugin_support import mergekit_yaml, state, write_state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
 from rotation_merge.files import read_part
 from rotation_merge.model.open import open_model
-from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
-from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
+from rotation_merge.search.candidates import FAR, NEAR, SHARED, Planner
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.outcome import Outcome, Trial
-from rotation_merge.search.preparation import split, write_data
 from rotation_merge.search.run import Search
+from rotation_merge.search.samples import split, write_data
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
 TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
-OTHERS = {"V": "vit-0", "W": "vit-1"}
+OTHERS = {"V": "vit-0", "W": "vit-1", "OTHER": "llama-1", "BASE": "llama-0", "LORA": "llama-0-lora-english"}
+LORA = CHECKPOINTS / OTHERS["LORA"]
 SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
-
-
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let searches try no more than the first few candidates."""
-    real = Planner.candidates
-    return lambda count: monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:count])
 
 
 def interrupted(*_: object, **__: object) -> None:
@@ -67,7 +60,7 @@ def test_the_best_is_written_and_its_recipe_gives_the_same_bytes(merged: tuple[P
     out, found = merged
     forgetful = " ".join(found["notes"])
     rivals = [entry for entry in found["tried"] if f"Not chosen: '{entry['name']}'" not in forgetful]
-    scores = [entry["figures"]["score"] for entry in rivals if not entry["figures"]["unfinished"]]
+    scores = [entry["figures"]["score"] for entry in rivals]
     assert found["tried"][0]["figures"]["score"] == min(scores)
     assert "plain" in [entry["name"] for entry in found["tried"]]
     assert (out / "recipe.yml").read_text() == found["tried"][0]["recipe"]
@@ -113,14 +106,12 @@ def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
 
 def test_the_judge_counts_as_evaluate_does():
     model = load(str(CHECKPOINTS / "llama-0"))
-    data = read_batches("demo:python", str(CHECKPOINTS / "llama-0"), model, limit=8, batch_size=4, length=32)
+    data = read_samples(str(CHECKPOINTS / "llama-0"), "demo:python", 8, 4, 32, module=model)
     judge = Judge([data], labelled=True)
     loss, accuracy = evaluate(model, data)
     found = judge.measure(model)
     assert found.score == pytest.approx(loss, abs=1e-5)
     assert found.accuracy == pytest.approx(accuracy)
-    assert len(found.examples[0]) == 8
-    assert sum(found.examples[0]) / 8 == pytest.approx(loss, abs=1e-5)
     parents, together = judge.parents({"a": model, "b": model})
     assert parents["a"] == parents["b"] == found
     assert together.score == pytest.approx(loss, abs=1e-5)
@@ -128,9 +119,9 @@ def test_the_judge_counts_as_evaluate_does():
 
 def test_divergence_is_zero_for_the_parent_itself():
     model = load(str(CHECKPOINTS / "llama-0"))
-    data = read_batches("self", str(CHECKPOINTS / "llama-0"), model, limit=4, batch_size=4, length=16)
+    data = read_samples(str(CHECKPOINTS / "llama-0"), "self", 4, 4, 16, module=model)
     judge = Judge([data], labelled=False)
-    judge.parents({"a": model})
+    judge.prepare({"a": model})
     assert judge.measure(model).score == pytest.approx(0.0, abs=1e-6)
     assert judge.measure(load(str(CHECKPOINTS / "llama-1"))).score > 0.01
 
@@ -139,7 +130,7 @@ def test_samples_are_drawn_from_the_whole_file(tmp_path: Path):
     """A file that begins with one kind of text says nothing of the other where its first samples are taken."""
     (tmp_path / "x.txt").write_text("a" * 4000 + "b" * 4000)
     model = load(str(CHECKPOINTS / "llama-0"))
-    read = [read_batches(str(tmp_path / "x.txt"), str(CHECKPOINTS / "llama-0"), model, 32, 8, 16, mixed=m)
+    read = [read_samples(str(CHECKPOINTS / "llama-0"), str(tmp_path / "x.txt"), 32, 8, 16, module=model, mixed=m)
             for m in (False, True)]  # fmt: skip
     kinds = [[set(batch["input_ids"].flatten().tolist()) for batch in data.batches] for data in read]
     assert kinds[0] == [{ord("a")}] * 4
@@ -164,6 +155,29 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
     assert found["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 
 
+def spoilt(name: str, folder: Path) -> Path:
+    """A model, or an adapter, that a search refuses; any other word as it is."""
+    if name not in ("GRANITE", "NAN", "MOVED", "LORA 1", "LORA 2"):
+        return Path(name)
+    if name.startswith("LORA"):
+        return Path(shutil.copytree(LORA, folder / name.replace(" ", "-")))
+    tensors, config = state(Path(C)), json.loads((Path(C) / "config.json").read_text())
+    if name == "NAN":
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+        return write_state(tensors, Path(C), folder / name)
+    shutil.copytree(C, folder / name)
+    if name == "GRANITE":  # computes otherwise by a Llama's weights
+        config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.5}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    else:  # two words have each other's ids
+        content = json.loads((Path(C) / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        first, second, *_ = vocabulary
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        (folder / name / "tokenizer.json").write_text(json.dumps(content))
+    return folder / name
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -171,23 +185,34 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "B", "OUT", "--budget", "soon"], "a time such as 90s, 10m or 2h"),
         (["A", "nowhere", "OUT"], "no such directory"),
         (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
-        (["A", "V", "OUT"], "llama"),
+        (["A", "V", "OUT"], "architecture is"),
         (["A", "B", "FILE"], "is a file"),
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
         (["A", "B", "A", "--force"], "is one of the inputs"),
         (["A", "A/", "OUT"], "is named twice"),
-        (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
+        (["V", "W", "OUT", "--data", __file__], "ViTForImageClassification takes pixel_values"),
         (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
+        (["A", "B", "OUT", "--base", "OTHER"], "is not the base of"),
+        (["A", "B", "OUT", "--base", "nowhere"], "no such directory"),
+        (["A", "B", "OUT", "--base", "V"], "architecture is"),
+        (["A", "GRANITE", "OUT"], "attention_multiplier"),
+        (["A", "NAN", "OUT"], "holds NaN or infinity"),
+        (["A", "MOVED", "OUT"], "merge them by a recipe with 'tokenizer: {source: base}'"),
+        (["BASE+LORA", "OTHER+LORA", "OUT"], "is an adapter of llama-0, not of"),
+        (["LORA 1", "LORA 2", "OUT"], "is an adapter of llama-0, which is not on this machine; name its folder as"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
-    places = {word: str(CHECKPOINTS / name) for word, name in OTHERS.items()}
-    names = {**places, "A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
-    result = run(*[names.get(word, word) for word in arguments], *SMALL)
+    places = {"A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
+    (tmp_path / "models").mkdir()
+    words = [str(spoilt(word, tmp_path / "models")) for word in arguments]
+    places |= {word: str(CHECKPOINTS / name) for word, name in OTHERS.items()}
+    named = ["+".join(places.get(part, part) for part in word.split("+")) for word in words]
+    result = run(*named, *SMALL)
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
 def test_a_folder_that_cannot_be_written_into_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -213,7 +238,7 @@ def test_what_another_search_left_is_neither_used_nor_lost(tmp_path: Path):
     assert other.files != first.files
     other.files.mkdir()
     (other.files / "0.safetensors").write_text("x")
-    other.clean(written=False)
+    other.clean()
     assert [path.name for path in (tmp_path / "out-samples").rglob("*.safetensors")] == ["statistics-0.safetensors"]
 
 
@@ -245,7 +270,7 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     monkeypatch.setattr(search, "merge_recipe", merging)
     arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
     assert run(*arguments).exit_code == 130
-    (record,) = (tmp_path / "out.unfinished").glob("plain-*.judged-*.pt")
+    (record,) = (tmp_path / "out.unfinished").glob("plain.judged-*.pt")
     assert read_part(record)["name"] == "plain"
     plain = made[0]
     again = run(*arguments, "--budget", "1s")
@@ -258,16 +283,16 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
 
 @pytest.mark.slow
 def test_a_candidate_too_large_for_the_gpu_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
 ):
     real = Search._measured
 
-    def measured(self: Search, model: object, best: Figures | None) -> Figures:
-        if best is not None:
+    def measured(self: Search, model: object) -> Figures:
+        if self.plain is not None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
-        return real(self, model, best)
+        return real(self, model)
 
-    only(2)
+    only("plain", "task_arithmetic")
     monkeypatch.setattr(Search, "_measured", measured)
     result = run(ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
     assert result.exit_code == 0, result.output
@@ -304,14 +329,14 @@ def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_interrupted_while_it_writes_it_goes_on_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[..., None]
 ):
     """Nothing half written, whenever it ends; what is in OUT by then is neither made again nor lost."""
     from rotation_merge.search import run as search
 
     merging, made = search.merge_recipe, list[str]()
     monkeypatch.setattr(search, "merge_recipe", lambda *given, **more: (made.append(given[1]), merging(*given, **more)))
-    only(1)
+    only("plain")
     out = tmp_path / "out"
     arguments = (ENGLISH, C, out, "--data", "demo:python", *TINY, "--anyway")
     with monkeypatch.context() as patch:
@@ -338,70 +363,20 @@ def planner(relation: str = FAR, **given: Any) -> Planner:
     return Planner([ENGLISH, C], anchor.architecture, False, data, {"samples": 8}, True, relation, **given)
 
 
-def test_cheap_candidates_come_first() -> None:
-    """Averages, averages of aligned models, what is made from samples, and last alignments of parts."""
-    candidates = planner().candidates()
-    samples = ["regmean", "refit, plain", "refit, whole model", "learned", "whole model, by activations"]
-    parts = ["attention alone", "FFN alone", "lower layers", "upper layers", "whole model, anchor llama-0-c"]
-    assert [candidate.name for candidate in candidates] == ["plain", "heads, neurons", "whole model", *samples, *parts]
-    by_name = {candidate.name: candidate for candidate in candidates}
-    assert by_name["lower layers"].parameters["layers"] == "0-1"
-    by_activations = by_name["whole model, by activations"]
-    assert (by_activations.parameters["match_on"], by_activations.of_model[C]) == ("both", {"data": "self"})
+def names(relation: str, **values: Any) -> list[str]:
+    return [candidate.name for candidate in planner(relation, **values).candidates()]
 
 
-def test_no_candidate_is_the_plain_one_again():
-    """Where models share their coordinates nothing is aligned. Where not, all is tried."""
+def test_cheap_candidates_come_first_and_none_is_the_plain_one_again() -> None:
+    """Averages, averages of aligned models, what is made from samples; nothing is aligned in shared coordinates."""
+    samples = ["regmean", "refit, plain", "refit, whole model", "learned"]
+    assert names(FAR) == names(NEAR) == ["plain", "heads, neurons", "whole model", *samples]
+    assert list(planner(FAR).left_out()) == ["averages of task vectors"]
     shared = planner(SHARED)
-    names = [candidate.name for candidate in shared.candidates()]
-    assert names == ["plain", "slerp", "regmean", "refit, plain"]
+    assert names(SHARED) == ["plain", "regmean", "refit, plain"]
     for candidate in shared.candidates():
         assert {candidate.parameters[name] for name in ("attention", "heads", "ffn")} == {"none"}
     assert "share their coordinates" in shared.left_out()["aligned merges"]
-    near = [candidate.name for candidate in planner(NEAR).candidates()]
-    assert [name for name in near if name in names] == names
-    assert "learned" in near
-    assert list(planner(FAR).left_out()) == ["averages of task vectors"]
-
-
-def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
-    """One after the other, in the order of their worth; what does not help is left out again."""
-    worth = {"ab": 2.0, "ac": 9.0, "abc": 3.0, "abd": 1.0}
-    seen = []
-
-    def trying(candidate: Candidate, *_: object) -> Trial:
-        seen.append("".join(sorted(candidate.models)))
-        return Trial(candidate.name, Figures(worth[seen[-1]], None, []), 1.0, "")
-
-    search = Search(SearchConfig(models=tuple("abcde"), out="out", data=("self",)), print)
-    search.parents = SimpleNamespace(order=list("abcde"))
-    monkeypatch.setattr(search, "_try", trying)
-    worth["abde"] = 5.0
-    search._soup([(Candidate("plain", "b", tuple("bacde"), {}), Trial("plain", Figures(4.0, None, []), 1.0, ""))])
-    assert seen == ["ab", "abc", "abd", "abde"]
-
-
-@pytest.mark.slow
-def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]):
-    """The merge stays as its recipe makes it; the trained model stands beside it with figures of its own."""
-    from rotation_merge.averaging.polish import PolishReport
-    from rotation_merge.cli import polish
-
-    def polished(
-        merged: str, out: str, teachers: object, sources: list[str], ways: object, device: str
-    ) -> PolishReport:
-        assert (teachers, sources, device) == ((ENGLISH, C), ["self", "self"], "cpu")
-        shutil.copytree(merged, out)
-        return PolishReport(1.0, 0.5)
-
-    only(1)
-    monkeypatch.setattr(polish, "write_polished", polished)
-    result = run(ENGLISH, C, tmp_path / "out", *TINY, "--anyway", "--polish", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["polished"]
-    assert found["out"] == str(tmp_path / "out-polished")
-    assert "divergence (nats) on held-out samples" in found["verdict"]
-    assert (tmp_path / "out" / "recipe.yml").exists()
 
 
 def test_a_lower_loss_with_fewer_right_answers_is_said():

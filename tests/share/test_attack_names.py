@@ -60,14 +60,14 @@ def commands(evil: tuple[Path, Path], folder: Path) -> list[tuple[object, ...]]:
         ("check", write_recipe({**recipe_for("linear", a, b), f"x{STEER}": 1}, folder / "key.yml")),
         ("inspect", a),
         ("inspect", folder / "r.yml"),
-        ("compare", a, b),
+        ("align", a, b),
         ("align", a, b, folder / "out"),
         ("verify", a, b),
         ("doctor", b),
         ("inspect", "--report", b),
         ("inspect", b, "--fingerprint"),
         ("push", b, "me/x"),
-        ("compare", a, f"{b}-gone"),
+        ("align", a, f"{b}-gone"),
     ]
 
 

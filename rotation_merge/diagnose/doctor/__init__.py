@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from rotation_merge.diagnose.doctor.case import Case, open_case
-from rotation_merge.diagnose.doctor.cause import CERTAIN, Cause
+from rotation_merge.diagnose.doctor.case import CERTAIN, Case, Cause, open_case
 from rotation_merge.diagnose.doctor.pairs import of_pairs
 from rotation_merge.diagnose.doctor.span import SPOILS, of_span
 from rotation_merge.diagnose.doctor.weights import of_activations, of_weights

@@ -1,4 +1,4 @@
-"""The case that is diagnosed: a recipe of any merge method, or a merged model with its parents."""
+"""The case that is diagnosed, a recipe of any method or a merged model with its parents, and a cause of a bad merge."""
 
 from __future__ import annotations
 
@@ -33,6 +33,34 @@ from rotation_merge.workers import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
 """Names of recipes beside a merged model."""
+
+
+CERTAIN, LIKELY = 0.9, 0.5
+"""Lower limits of the words for likelihoods; below all of them a cause is possible."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A possible cause of a bad merge.
+
+    Attributes:
+        name: one or two words.
+        likelihood: from 0 to 1: probability that it spoils the merge, by its extent.
+        what: the finding, with figures.
+        where: the model, or the layer, it was found in.
+        remedy: the next step.
+    """
+
+    name: str
+    likelihood: float
+    what: str
+    where: str
+    remedy: str
+
+    @property
+    def word(self) -> str:
+        """The likelihood in a word."""
+        return "certain" if self.likelihood >= CERTAIN else "likely" if self.likelihood >= LIKELY else "possible"
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,11 @@ class Case:
         return str(self.recipe.get("merge_method", ""))
 
     @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The parameters of the whole recipe."""
+        return self.recipe.get("parameters") or {}
+
+    @property
     def tokenizer(self) -> bool:
         """Whether the recipe brings vocabularies together."""
         return bool(self.recipe.get("tokenizer") or self.recipe.get("tokenizer_source"))
@@ -126,30 +159,25 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
         raise CheckpointError("no such file or directory", where=name, remedy=remedy)
     if not os.path.isdir(name) or not (Contents(name).opened or os.path.exists(os.path.join(name, "config.json"))):
         open_model(name, unsupported="merge")
-    path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
-    if path is not None:
-        return _of_recipe(path, name, parents)
-    anchors = [read_report(os.path.join(name, REPORT_FILE)).anchor] if _reported(name) else []
-    return _here(name, name, [*parents, *anchors], {}, {})
-
-
-def _reported(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, REPORT_FILE))
+    for file in RECIPES:
+        if os.path.isfile(path := os.path.join(name, file)):
+            return _of_recipe(path, name, parents)
+    report = os.path.join(name, REPORT_FILE)
+    anchors = [read_report(report).anchor] if os.path.isfile(report) else []
+    here, absent = _sorted([*parents, *anchors])
+    return Case(name, name, here, absent)
 
 
 def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     try:
         with open(path, encoding="utf-8") as file:
-            values = [document.value for document in documents(file.read())]
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            "is not a text file", where=path, remedy="give a recipe or a merged model's directory"
-        ) from error
-    value = values[-1]
-    if not isinstance(value, dict) or "merge_method" not in value:
-        raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
-    try:
+            value = documents(file.read())[-1].value
+        if not isinstance(value, dict) or "merge_method" not in value:
+            raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
         config = MergeConfiguration.model_validate({k: v for k, v in value.items() if k not in MULTI_KEYS})
+    except UnicodeDecodeError as error:
+        remedy = "give a recipe or a merged model's directory"
+        raise RecipeError("is not a text file", where=path, remedy=remedy) from error
     except ValidationError as error:
         problem, remedy = explain(error.errors()[0])
         raise RecipeError(problem, where=path, remedy=remedy) from error
@@ -158,38 +186,27 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     base = [config.base_model] if config.base_model is not None else []
     text = str(value)  # mergekit names them in no order
     named = sorted(config.referenced_models(), key=lambda model: text.find(model.model.path))
-    names = [str(model) for model in dict.fromkeys([*base, *named])]
+    here, absent = _sorted([*parents, *map(str, dict.fromkeys([*base, *named]))])
     donors = {}
-    if value["merge_method"] == METHOD and config.models and not _any_absent(names):
+    if value["merge_method"] == METHOD and config.models and not absent:
         try:
             donors = {donor.name: donor for donor in donors_of(path)}
         except RotationMergeError:
             if merged is None:
                 raise
-    return _here(merged or path, merged, [*parents, *names], value, donors)
+    return Case(merged or path, merged, here, absent, value, donors)
 
 
-def _any_absent(names: Sequence[str]) -> bool:
-    return any(_absent(name) for name in names)
+def _sorted(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Models that are here, and those that are not, each once: user and recipe may call one by different paths."""
+    first_names = dict[str, str]()
+    for model in names:
+        first_names.setdefault(whole_path(model), model)
+    absent = tuple(filter(_is_absent, first_names.values()))
+    return tuple(model for model in first_names.values() if model not in absent), absent
 
 
-def _absent(name: str) -> bool:
+def _is_absent(name: str) -> bool:
     reference = parse_reference(name)
     path = reference.model.path
     return bool(absent_parts(reference)) or not (os.path.isdir(path) or is_gguf(path) or is_hub_name(path))
-
-
-def _here(
-    name: str,
-    merged: str | None,
-    names: Sequence[str],
-    recipe: Mapping[str, Any],
-    donors: Mapping[str, RecipeDonor],
-) -> Case:
-    first_names = dict[str, str]()  # of each model, which the user and the recipe may call by different paths
-    for model in names:
-        first_names.setdefault(whole_path(model), model)
-    unique = tuple(first_names.values())
-    absent = tuple(model for model in unique if _absent(model))
-    parents = tuple(model for model in unique if model not in absent)
-    return Case(name, merged, parents, absent, recipe, donors)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rotation_merge.architecture.fields import differences
-from rotation_merge.diagnose.doctor.case import Case, is_small
-from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import are_here, open_pair
@@ -27,7 +26,7 @@ ONE = 0.1
 STILL_FAR = 0.4
 """Relative distance that is left between aligned models trained from one base at most."""
 
-LEARN = "learn an alignment on samples ('rotation-merge fit', or 'merge --data')"
+LEARN = "learn an alignment on samples ('rotation-merge align --learn', or 'merge --data')"
 APART = f"do not average the two, or {LEARN}"
 
 EVERYTHING = AlignConfig(heads="permutation", residual="largest")

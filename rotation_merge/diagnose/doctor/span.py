@@ -1,28 +1,22 @@
-"""Tensors of a merge compared with the span of its parents': permuted, scaled, or unlike all of them."""
+"""Tensors of a merge compared with the span of its parents': scaled, or unlike all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Space, TensorInfo
-from rotation_merge.diagnose.doctor.case import Case
-from rotation_merge.diagnose.doctor.cause import Cause
-from rotation_merge.diagnose.doctor.parents import (
-    HEADS,
-    Layout,
-    Parent,
-    ParentSpan,
-    all_permuted_alike,
-    layouts_in,
-    parents_of,
-)
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.diagnose.doctor.case import Case, Cause
+from rotation_merge.diagnose.doctor.parents import Parent, ParentSpan, parents_of
 from rotation_merge.errors import RotationMergeError, named
+from rotation_merge.matching.block import match_block
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.document import METHOD
+from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.workers import Progress
@@ -32,12 +26,18 @@ SMALL, LARGE = 0.8, 1.25
 LOST, KEPT = 0.5, 0.9
 """Cosine of a tensor to the span of its parents': below the first it is unlike them, above the second it is theirs."""
 MOST = 0.2
-"""Share of the tensors that may be unlike the parents' before that says nothing of single ones any more."""
+"""Share of the tensors that may be scaled or not before that says nothing of single ones any more."""
+MOST_UNLIKE = 0.35
+"""The same of tensors that are unlike the parents': queries and keys of all layers are 2 of 7."""
+
+ORDERS = AlignConfig(attention="none", heads="permutation", scaling=False)
+"""Maps under which tensors of a layer may stand in another order together: the layer computes the same."""
 
 SOLVED = ("refit", "ot_fusion", "regmean", "fisher")
 """Delegates whose tensors need not lie near the span of the parents'."""
 
-SPOILS = ("RoPE layout", "order of heads", "order of neurons", "scale", "unlike its parents")
+LAYOUT = "RoPE layout"
+SPOILS = (LAYOUT, "scale", "unlike its parents")
 """Causes of this kind; each alone explains odd norms of weights and activations."""
 
 
@@ -46,13 +46,14 @@ class TensorComparison:
     """One tensor of a merge beside its parents'.
 
     Attributes:
+        rotary: whether it holds queries or keys that RoPE turns.
         cosine: to the span of theirs.
         share: of their mean that it holds.
         ratio: of its norm to the mean of theirs.
     """
 
     name: str
-    layer: str
+    rotary: bool
     cosine: float
     share: float
     ratio: float
@@ -64,24 +65,10 @@ class TensorComparison:
         return self.cosine > KEPT and (smaller or larger)
 
 
-@dataclass
-class Comparison:
-    """All tensors of a merge beside its parents'.
-
-    Attributes:
-        layouts: of tensors in another order than the tensors of the same space.
-        ordered: names of all tensors in another order than the parents'.
-    """
-
-    tensors: list[TensorComparison] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
-    ordered: set[str] = field(default_factory=set)
-
-
 def of_span(case: Case, progress: Progress | None) -> Iterator[Cause]:
     """Faults of single tensors of a merge compared with its parents.
 
-    For a recipe, of parents compared with the first one.
+    For a recipe, of parents compared with the first one: whether they have its layout of RoPE.
 
     Raises:
         RotationMergeError: a model cannot be read.
@@ -90,12 +77,14 @@ def of_span(case: Case, progress: Progress | None) -> Iterator[Cause]:
     if case.merged_model is None or not case.parents:
         return
     parents = parents_of(case, progress)
-    comparison = compare(case.merged_model.architecture.blocks, case.merged_model, parents, progress)
-    yield from _permuted(case.name, comparison)
-    if parents.complete and not _scales_itself(case):
-        yield from _scaled(case.name, comparison)
-        if _delegate(case) not in SOLVED:
-            yield from _unlike(comparison)
+    compared = compare(case.merged_model.architecture.blocks, case.merged_model, parents, progress)
+    unlike = list(_unlike(case.name, compared))
+    if not parents.complete or _scales_itself(case):
+        yield from (cause for cause in unlike if cause.name == LAYOUT)
+        return
+    yield from _scaled(case.name, compared)
+    if _delegate(case) not in SOLVED:
+        yield from unlike
 
 
 def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
@@ -106,14 +95,14 @@ def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
         anchor, donor = case.models[case.parents[0]], case.models[name]
         first = ParentSpan([Parent(anchor.architecture, anchor)])
         try:
-            yield from _permuted(name, compare(donor.architecture.blocks, donor, first, progress))
+            causes = list(_unlike(name, compare(donor.architecture.blocks, donor, first, progress)))
         except RotationMergeError:  # which `of_pairs` says
             continue
+        yield from (cause for cause in causes if cause.name == LAYOUT)
 
 
 def _delegate(case: Case) -> str:
-    parameters = case.recipe.get("parameters") or {}
-    return str(parameters.get("delegate", "linear")) if case.method == METHOD else case.method
+    return str(case.parameters.get("delegate", "linear")) if case.method == METHOD else case.method
 
 
 def _scales_itself(case: Case) -> bool:
@@ -123,42 +112,60 @@ def _scales_itself(case: Case) -> bool:
 
 def compare(
     blocks: tuple[Block, ...], merged: TensorSource, parents: ParentSpan, progress: Progress | None = None
-) -> Comparison:
-    """Every matrix of the layers beside those of the parents."""
-    result = Comparison()
+) -> list[TensorComparison]:
+    """Every matrix of the layers beside those of the parents.
+
+    Where only few are unlike theirs, heads, neurons and experts are put in order first.
+    """
     layers = [block for block in blocks if block.index is not None]
+    compared = []
     for number, block in enumerate(layers):
         if progress is not None:
             progress("comparing", number, len(layers))
-        orders: dict[str, tuple[Space, dict[tuple[str, str], Layout | None]]] = {}
-        for info in block.tensors:
-            pair = _pair(block, info, merged, parents)
-            if pair is None:
-                continue
-            tensor, parent_tensors = pair
-            result.tensors.append(_beside(info.name, block.name, tensor, parent_tensors))
-            for space, role, layout in layouts_in(info, tensor, torch.stack(parent_tensors).mean(0)):
-                orders.setdefault(space.name, (space, {}))[1][role, info.name] = layout
-        for space, by_tensor in orders.values():
-            permuted = [layout for layout in by_tensor.values() if layout is not None]
-            result.ordered |= {layout.tensor for layout in permuted}
-            result.layouts += [] if all_permuted_alike(space, by_tensor) else permuted
-    return result
+        compared.append(_of_block(block, dict(_pairs(block, merged, parents))))
+    unlike = [sum(tensor.cosine < LOST for tensor in tensors) for tensors in compared]
+    if 2 * sum(unlike) < sum(map(len, compared)):
+        for number in (number for number, count in enumerate(unlike) if count):
+            pairs = dict(_pairs(layers[number], merged, parents))
+            compared[number] = _of_block(layers[number], _in_order(layers[number], pairs))
+    return [tensor for tensors in compared for tensor in tensors]
 
 
-def _pair(
-    block: Block, info: TensorInfo, merged: TensorSource, parents: ParentSpan
-) -> tuple[Tensor, list[Tensor]] | None:
-    """A matrix of the merge and the parents' matrices, in float32; None if there is nothing to compare."""
-    tensor = read_tensor(info, merged) if len(info.axes) > 1 else None
-    if tensor is None or not tensor.is_floating_point() or not bool(tensor.any()):
-        return None
-    parent_tensors = [parent_tensor.float() for parent_tensor in parents.tensors(block, info, tuple(tensor.shape))]
-    parent_tensors = [parent_tensor for parent_tensor in parent_tensors if bool(parent_tensor.any())]
-    return (tensor.float(), parent_tensors) if parent_tensors and bool(torch.isfinite(tensor).all()) else None
+Pair = tuple[Tensor, list[Tensor]]
+"""A tensor of the merge, and the parents'."""
 
 
-def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> TensorComparison:
+def _pairs(block: Block, merged: TensorSource, parents: ParentSpan) -> Iterator[tuple[str, Pair]]:
+    """The tensors of a block that can be compared, in float32, by their keys."""
+    for info in block.tensors:
+        tensor = read_tensor(info, merged)
+        if tensor is None or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            continue
+        if others := parents.tensors(block, info, tuple(tensor.shape)):
+            yield info.key, (tensor.float(), others)
+
+
+def _in_order(block: Block, pairs: dict[str, Pair]) -> dict[str, Pair]:
+    """The tensors of the merge, their heads, neurons and experts in the parents' order as far as all agree in one."""
+    theirs = {key: torch.stack(others).mean(0) for key, (_, others) in pairs.items()}
+    ours = {key: tensor for key, (tensor, _) in pairs.items()}
+    transforms = match_block(block, theirs, ours, ORDERS, told=False).transforms
+    infos = {info.key: info for info in block.tensors}
+    return {key: (transform_tensor(ours[key], infos[key], transforms), pairs[key][1]) for key in pairs}
+
+
+def _of_block(block: Block, pairs: dict[str, Pair]) -> list[TensorComparison]:
+    """The matrices of a block beside the parents'; zeros say nothing."""
+    compared = []
+    for info in block.tensors:
+        tensor, others = pairs.get(info.key, (None, []))
+        others = [other for other in others if bool(other.any())]
+        if tensor is not None and len(info.axes) > 1 and bool(tensor.any()) and others:
+            compared.append(_beside(info, tensor, others))
+    return compared
+
+
+def _beside(info: TensorInfo, merged: Tensor, parents: list[Tensor]) -> TensorComparison:
     flat_parents = torch.stack([parent.flatten() for parent in parents])
     flat = merged.flatten()
     gram, inner = (flat_parents @ flat_parents.T).double(), (flat_parents @ flat).double()
@@ -168,63 +175,44 @@ def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> Ten
     count = len(parents)
     share = float(inner.sum() / count) / max(float(gram.sum()) / count**2, 1e-300)
     ratio = norm / max(float(gram.diagonal().sqrt().mean()), 1e-300)
-    return TensorComparison(name, layer, min(1.0, within / norm), share, ratio)
+    rotary = any(part.role in ("q", "k") and part.space.rotary for axis in info.axes for part in axis.parts)
+    return TensorComparison(info.name, rotary, min(1.0, within / norm), share, ratio)
 
 
-WORDS = {
-    "rope": ("RoPE layout", "in the other RoPE layout (pairs side by side, or halves)"),
-    "heads": ("order of heads", "in another order of heads"),
-    "neurons": ("order of neurons", "in another order of neurons"),
-}
-CONVERTED = (
-    "convert that model to the layout of the others (its conversion script permutes queries and keys), then merge again"
-)
-ORDERED = "the other tensors of the layer kept their order: take these from a parent, or merge again"
-
-
-def _permuted(name: str, comparison: Comparison) -> Iterator[Cause]:
-    """Tensors in another order than their neighbours, compared with the parents."""
-    for kind, (title, words) in WORDS.items():
-        layouts = [layout for layout in comparison.layouts if layout.kind == kind]
-        if not layouts:
-            continue
-        worst = max(layouts, key=lambda layout: layout.after - layout.before)
-        parts = named(dict.fromkeys(HEADS.get(layout.role, "neurons") for layout in layouts))
-        spaces = len({layout.space for layout in layouts})
-        problem = (
-            f"{parts} of {spaces} layer{'s' if spaces > 1 else ''} are the parents' {words}: '{worst.tensor}' has a "
-            f"cosine of {worst.before:.2f} to theirs, {worst.after:.2f} after reordering"
-        )
-        yield Cause(
-            title, 0.98, problem, worst.tensor if spaces == 1 else name, CONVERTED if kind == "rope" else ORDERED
-        )
-
-
-def _scaled(name: str, comparison: Comparison) -> Iterator[Cause]:
+def _scaled(name: str, compared: list[TensorComparison]) -> Iterator[Cause]:
     """Tensors that are the parents' times a number."""
-    scaled = [beside for beside in comparison.tensors if beside.scaled]
+    scaled = [beside for beside in compared if beside.scaled]
     if not scaled:
         return
     share = median(beside.share for beside in scaled)
     remedy = "divide them by it, or merge again with weights that add up to 1"
-    if len(scaled) > (1 - MOST) * len(comparison.tensors):
+    if len(scaled) > (1 - MOST) * len(compared):
         problem = f"all weights are {share:.2f} times those of the parents ({len(scaled)} matrices compared)"
         yield Cause("scale", 0.98, problem, name, remedy)
-    elif len(scaled) < MOST * len(comparison.tensors) or len(scaled) == 1:
+    elif len(scaled) < MOST * len(compared) or len(scaled) == 1:
         worst = min(scaled, key=lambda beside: min(beside.share, 1 / beside.share))
         problem = f"{_some(scaled)} {share:.2f} times those of the parents, all others unchanged"
         yield Cause("scale", 0.9, problem, worst.name, remedy)
 
 
-def _unlike(comparison: Comparison) -> Iterator[Cause]:
+def _unlike(name: str, compared: list[TensorComparison]) -> Iterator[Cause]:
     """Single tensors that have nothing of the parents'."""
-    looked_at = [beside for beside in comparison.tensors if beside.name not in comparison.ordered]
-    unlike = [beside for beside in looked_at if beside.cosine < LOST]
-    if not unlike or sum(beside.cosine > KEPT for beside in looked_at) < (1 - MOST) * len(looked_at):
+    unlike = [beside for beside in compared if beside.cosine < LOST]
+    if not unlike or sum(beside.cosine > KEPT for beside in compared) < (1 - MOST_UNLIKE) * len(compared):
         return
     worst = min(unlike, key=lambda beside: beside.cosine)
     problem = f"{_some(unlike)} unlike the parents' (cosine to their span {worst.cosine:.2f}, all others above {KEPT})"
-    yield Cause("unlike its parents", 0.9, problem, worst.name, "take them from a parent, or merge again")
+    if len(unlike) > 1 and set(unlike) == {beside for beside in compared if beside.rotary}:
+        layouts = (
+            "these are all queries and keys: they may stand in the other RoPE layout (pairs side by side, or halves)"
+        )
+        remedy = (
+            "convert that model to the layout of the others (its conversion script permutes them), then merge again"
+        )
+        yield Cause(LAYOUT, 0.95, f"{problem}; {layouts}", name, remedy)
+    else:
+        remedy = "take them from a parent, or merge again: tensors of one layer must have their heads in one order"
+        yield Cause("unlike its parents", 0.9, problem, worst.name, remedy)
 
 
 def _some(tensors: list[TensorComparison]) -> str:

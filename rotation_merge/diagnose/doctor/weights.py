@@ -5,6 +5,7 @@ Some show only when the merge runs: activations that fade from layer to layer, e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.registry import find
-from rotation_merge.diagnose.doctor.case import Case, is_small
-from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
@@ -101,8 +101,7 @@ def _embeddings(patient: View, head: str) -> set[str]:
 
 def _sum(case: Case) -> Iterator[Cause]:
     """Weights that do not add up to 1 and are not normalised."""
-    parameters = case.recipe.get("parameters") or {}
-    if parameters.get("normalize", True) is not False:
+    if case.parameters.get("normalize", True) is not False:
         return
     entries = [(model.get("parameters") or {}).get("weight") for model in case.recipe.get("models") or []]
     weights = [float(weight) for weight in entries if isinstance(weight, int | float)]
@@ -118,23 +117,30 @@ def _norms(case: Case) -> Iterator[Cause]:
     """
     if (len(case.parents) < 2 and case.merged_model is None) or not case.parents or not _comparable(case):
         return
-    ratio_of: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for layer, names in _by_layer(case.models[case.parents[0]]).items():
         ratios = [ratio for name in names[:OF_A_LAYER] if (ratio := _ratio(case, name)) is not None]
         if ratios:
-            ratio_of[layer] = sum(ratios) / len(ratios)
-    if not ratio_of:
-        return
-    least, most = min(ratio_of, key=lambda n: ratio_of[n]), max(ratio_of, key=lambda n: ratio_of[n])
-    if ratio_of[least] < SHRUNK:
-        count = sum(ratio < SHRUNK for ratio in ratio_of.values())
+            shares[layer] = sum(ratios) / len(ratios)
+    yield from _of_layers("weights", shares, SHRUNK, GROWN, 0.65)
+
+
+def _of_layers(words: str, shares: dict[str, float], small: float, large: float, likelihood: float) -> Iterator[Cause]:
+    """Layers that hold much less, or much more, than the parents' mean.
+
+    Args:
+        shares: of that mean, by layer.
+    """
+    faded = [layer for layer, share in shares.items() if share < small]
+    if faded:
+        least = min(shares, key=lambda layer: shares[layer])
         problem = (
-            f"weights shrink in {count} of {len(ratio_of)} layers, at most to {ratio_of[least]:.2f} of the parents'"
+            f"{words} fade in {len(faded)} of {len(shares)} layers, to {shares[least]:.2f} of the parents' in {least}"
         )
-        remedy = "align the models first ('preset: far'), or repair the scales ('delegate: refit')"
-        yield Cause("vanished variance", 0.65, problem, least, remedy)
-    elif ratio_of[most] > GROWN:
-        problem = f"weights grow to {ratio_of[most]:.2f} of the parents'"
+        remedy = "align the models first ('preset: far'), then 'delegate: refit' or 'rotation-merge polish'"
+        yield Cause("vanished variance", likelihood, problem, faded[0], remedy)
+    elif shares and (most := max(shares, key=lambda layer: shares[layer])) and shares[most] > large:
+        problem = f"{words} grow to {shares[most]:.2f} of the parents'"
         yield Cause("scale", 0.7, problem, most, "lower the weights of the models, or the method's 'lambda'")
 
 
@@ -163,7 +169,7 @@ def _ratio(case: Case, name: str) -> float | None:
         return None
     norm = sum(float(tensor.norm()) for tensor in tensors) / max(len(tensors), 1)
     ratio = float(merged.norm()) / norm if norm > 0 else 1.0
-    return ratio if ratio == ratio else None
+    return None if math.isnan(ratio) else ratio
 
 
 FADED, SWOLLEN = 0.6, 2.0
@@ -215,13 +221,10 @@ def _spreads(model: Any) -> dict[str, tuple[float, float]]:
 
 
 def _overflow(case: Case, spreads: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
-    if case.dtype != "float16":
-        return
-    most = torch.finfo(torch.float16).max
-    for name, layers in spreads.items():
-        layer = next((layer for layer, (_, largest) in layers.items() if not largest <= most), None)
+    for name, layers in spreads.items() if case.dtype == "float16" else ():
+        layer = next((layer for layer, (_, largest) in layers.items() if not largest <= HALF), None)
         if layer is not None:
-            problem = f"hidden states reach {layers[layer][1]:.3g} in {layer}, float16 ends at {most:.0f}"
+            problem = f"hidden states reach {layers[layer][1]:.3g} in {layer}, float16 ends at {HALF:.0f}"
             yield Cause("dtype overflow", 0.97, problem, name, "merge and run with 'dtype: bfloat16'")
             return
 
@@ -230,18 +233,7 @@ def _vanished_variance(merged: str, spreads: dict[str, dict[str, tuple[float, fl
     parents = [layers for name, layers in spreads.items() if name != merged]
     shares = {}
     for layer, (spread, _) in spreads[merged].items():
-        parent_spreads = [layers[layer][0] for layers in parents if layer in layers]
-        if parent_spreads and sum(parent_spreads) > 0:
-            shares[layer] = spread * len(parent_spreads) / sum(parent_spreads)
-    if not shares:
-        return
-    least, most = min(shares, key=lambda n: shares[n]), max(shares, key=lambda n: shares[n])
-    first = next((layer for layer, share in shares.items() if share < FADED), None)
-    if first is not None:
-        lowest = "" if least == first else f", and to {shares[least]:.2f} in {least}"
-        problem = f"outputs fade to {shares[first]:.2f} of the parents'{lowest}; it is the first layer below {FADED}"
-        remedy = "align the models first ('preset: far'), then 'delegate: refit' or 'rotation-merge polish'"
-        yield Cause("vanished variance", 0.75, problem, first, remedy)
-    elif shares[most] > SWOLLEN:
-        problem = f"outputs swell to {shares[most]:.2f} of the parents'"
-        yield Cause("scale", 0.7, problem, most, "lower the weights of the models, or the method's 'lambda'")
+        total = sum(layers[layer][0] for layers in parents if layer in layers)
+        if total > 0:
+            shares[layer] = spread * sum(layer in layers for layers in parents) / total
+    yield from _of_layers("outputs", shares, FADED, SWOLLEN, 0.75)

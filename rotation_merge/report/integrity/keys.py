@@ -6,7 +6,6 @@ import copy
 import json
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from typing import Any
 from rotation_merge.errors import CheckpointError, named, short
 from rotation_merge.model.contents import CONFIG, Contents, check_config
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, ShardHeader
-
-LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
 
 IGNORED = (
     *("rotary_emb.inv_freq", "position_ids", "token_type_ids", ".attn.bias", ".attention.bias", ".masked_bias"),
@@ -73,10 +70,8 @@ def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
     if loading is None:
         return
     missing, unexpected = set(loading.missing), set(loading.unexpected)
-    mismatched = dict(loading.mismatched)
-    for explain in (_vocabulary, _layers, _prefix):
-        yield from explain(contents, loading, missing, unexpected, mismatched)
-    yield from _differences(contents, parents, loading, missing, unexpected, mismatched)
+    yield from _prefix(contents, loading, missing, unexpected)
+    yield from _differences(contents, parents, loading, missing, unexpected)
     yield from _stored_head(contents, loading)
 
 
@@ -249,77 +244,7 @@ def _stored_name(contents: Contents, name: str) -> str | None:
     return None
 
 
-def entry_paths(config: Mapping[str, Any], keys: Sequence[str], value: Any, before: str = "") -> Iterator[str]:
-    """Paths of a config's entries that hold `value` under one of some keys."""
-    for key, entry in config.items():
-        if key in keys and entry == value:
-            yield before + key
-        if isinstance(entry, dict):
-            yield from entry_paths(entry, keys, value, f"{before}{key}.")
-
-
-def _vocabulary(
-    contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
-) -> Iterator[Defect]:
-    """All tensors of the vocabulary have another number of rows than the config's."""
-    if loading.embedding not in mismatched:
-        return
-    (rows, *width), (size, *model_width) = mismatched[loading.embedding]
-    resized = {n for n, (a, b) in mismatched.items() if a[:1] == (rows,) and b[:1] == (size,) and a[1:] == b[1:]}
-    if width != model_width:
-        return
-    for name in resized:
-        del mismatched[name]
-    paths = list(entry_paths(contents.config, ("vocab_size",), size))
-    corrections = (JsonEntries(CONFIG, dict.fromkeys(paths, rows)),) if len(paths) == 1 else ()
-    problem = f"vocab_size is {size}, '{loading.embedding}' has {rows} rows"
-    yield Defect("vocabulary size", problem, CONFIG, f"set it to {rows} ('--mend')", corrections=corrections)
-
-
-def _layers(
-    contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
-) -> Iterator[Defect]:
-    """Layers that the config counts and the files lack, or the other way round."""
-    expected = _by_layer(loading.names)
-    unread_layers = _by_layer(frozenset(unexpected))
-    for stack, layers in expected.items():
-        unread = unread_layers.get(stack, {})
-        absent = [index for index, names in layers.items() if names <= missing]
-        extra = [index for index in unread if index not in layers and len(unread[index]) * 2 > len(layers[0])]
-        counted, stored = len(layers), len(layers) - len(absent) + len(extra)
-        last = absent == list(range(stored, counted)) if absent else extra == list(range(counted, stored))
-        if not (absent or extra) or (absent and extra) or not last or not stored:
-            continue
-        missing -= set().union(*(layers[index] for index in absent))
-        unexpected -= set().union(*(unread[index] for index in extra))
-        paths = list(entry_paths(contents.config, LAYERS, counted))
-        entries = dict.fromkeys(paths, stored) | (_shortened(contents.config, counted, stored) if absent else {})
-        corrections = (JsonEntries(CONFIG, entries),) if len(paths) == 1 else ()
-        problem = f"{paths[0] if paths else 'the number of layers'} is {counted}, the files hold {stored} of {stack}"
-        yield Defect("layer count", problem, CONFIG, "set it ('--mend'), or merge again", corrections=corrections)
-
-
-def _by_layer(names: frozenset[str]) -> dict[str, dict[int, set[str]]]:
-    """Names by the last words of their stack (which files and models agree in) and by layer, in order."""
-    layers: dict[str, dict[int, set[str]]] = {}
-    for name in names:
-        if match := LAYER.match(name):
-            layers.setdefault(match["stack"], {}).setdefault(int(match["index"]), set()).add(name)
-    return {stack: dict(sorted(by_number.items())) for stack, by_number in layers.items()}
-
-
-def _shortened(config: Mapping[str, Any], counted: int, stored: int) -> dict[str, Any]:
-    """Per-layer lists of the config, cut to the layers that exist."""
-    return {
-        key: value[:stored]
-        for key, value in config.items()
-        if isinstance(value, list) and len(value) == counted and "layer" in key
-    }
-
-
-def _prefix(
-    contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
-) -> Iterator[Defect]:
+def _prefix(contents: Contents, loading: Loading, missing: set[str], unexpected: set[str]) -> Iterator[Defect]:
     """Names that are the model's behind, or without, a prefix."""
     before, after = _prefixes(unexpected, missing)
     names = {
@@ -380,28 +305,22 @@ def _bare(contents: Contents, loading: Loading) -> dict[str, str]:
 
 
 def _differences(
-    contents: Contents,
-    parents: Sequence[Contents],
-    loading: Loading,
-    missing: set[str],
-    unexpected: set[str],
-    mismatched: Shapes,
+    contents: Contents, parents: Sequence[Contents], loading: Loading, missing: set[str], unexpected: set[str]
 ) -> Iterator[Defect]:
-    """Differences that no single config entry explains."""
+    """Other names than the model's, and other shapes; corrected where a parent with these tensors has other sizes."""
+    corrections = tuple(JsonEntries(CONFIG, entries) for entries in (_sizes(contents, parents),) if entries)
     if missing:
         problem = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
-        yield Defect("missing tensors", problem, _place(contents), "merge again, from parents that have them")
+        remedy = "merge again, from parents that have them"
+        yield Defect("missing tensors", problem, _place(contents), remedy, corrections=corrections)
     if unexpected:
         problem = f"{loading.model_class} does not read {len(unexpected)} tensors: {named(sorted(unexpected))}"
-        remedy = "merge again without them, or set 'architectures' to a class that reads them"
-        yield Defect("unexpected tensors", problem, _place(contents), remedy)
-    if mismatched:
-        name, (stored, expected) = next(iter(sorted(mismatched.items())))
-        problem = (
-            f"{len(mismatched)} tensors, '{name}' first: stored as {list(stored)}, {list(expected)} by config.json"
-        )
-        entries = _sizes(contents, parents)
-        corrections = (JsonEntries(CONFIG, entries),) if entries else ()
+        remedy = "correct the config's number of layers or its class, or merge again without them"
+        yield Defect("unexpected tensors", problem, _place(contents), remedy, corrections=corrections)
+    if loading.mismatched:
+        name, (stored, expected) = next(iter(sorted(loading.mismatched.items())))
+        shapes = f"stored as {list(stored)}, {list(expected)} by config.json"
+        problem = f"{len(loading.mismatched)} tensors, '{name}' first: {shapes}"
         yield Defect("wrong shape", problem, CONFIG, "correct the config's sizes", corrections=corrections)
 
 

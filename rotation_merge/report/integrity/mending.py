@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import locked, replacing, write_text
-from rotation_merge.model.staging import staged
+from rotation_merge.model.writing import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.companions import check_companions
 from rotation_merge.report.integrity.defect import Correction, FileCopy, JsonEntries, JsonFile, ShardHeader

@@ -1,0 +1,160 @@
+"""`rotation-merge demo`: recipes on the shipped checkpoints, plainly and aligned, in one table."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import yaml
+
+from rotation_merge.api import evaluate
+from rotation_merge.cli.paths import NEW_FOLDER, writes
+from rotation_merge.cli.show import Answer, note, say, shown, table
+from rotation_merge.files import TemporaryFolder
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.fit import fit
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+from rotation_merge.record import REPORT_FILE
+from rotation_merge.report.files import read_report
+from rotation_merge.run.demo import CHECKPOINTS, digits
+from rotation_merge.run.evaluate import EvaluateConfig
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "plain": {"attention": "none", "ffn": "none", "scaling": False},
+    "local": {"heads": "permutation"},
+    "whole": {"heads": "permutation", "residual": "rotation"},
+}
+"""The ways to merge, by the names of columns, with the recipes' parameters."""
+
+LEARNED, LEARNING_STEPS = "learned", 500
+SCALE = 0.75
+"""Of the task vector that is carried over; chosen before measuring."""
+
+
+class Stage(NamedTuple):
+    """One merge of the demo.
+
+    Attributes:
+        donor: `twin`: the anchor in other coordinates.
+        data: that the merge is judged by.
+        ways: of `GROUPS`, or `learned`.
+        old: the model whose fine-tune the donor is, where its change is carried to the anchor.
+    """
+
+    words: str
+    anchor: str
+    donor: str
+    data: tuple[str, ...]
+    ways: tuple[str, ...]
+    old: str = ""
+
+    def figure(self, model: str) -> float:
+        """Accuracy of a model on digits, or its mean loss on texts."""
+        if self.data == ("digits",):
+            return evaluate(model, "demo:digits")["accuracy"]
+        losses = [evaluate(model, f"demo:{name}", EvaluateConfig(limit=160))["loss"] for name in self.data]
+        return sum(losses) / len(losses)
+
+
+CARRIED = f"English fine-tune carried to Llama 1 (x {SCALE})"
+STAGES = {
+    "twin": Stage("ViT and its rotated twin", "vit-0", "twin", ("digits",), ("plain", "whole")),
+    "vits": Stage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*GROUPS, LEARNED)),
+    "finetunes": Stage(
+        "two fine-tunes of one Llama", "llama-0-english", "llama-0-c", ("english", "c"), ("plain", "local")
+    ),
+    "llamas": Stage("two Llamas, seeds 0 and 1", "llama-0", "llama-1", ("python",), tuple(GROUPS)),
+    "transport": Stage(CARRIED, "llama-1", "llama-0-english", ("english",), tuple(GROUPS), old="llama-0"),
+}
+
+
+@dataclass
+class Result:
+    """One row of the demo's table; accuracies or losses in nats by name of the merge."""
+
+    title: str
+    measure: str
+    parents: list[float]
+    merges: dict[str, float] = field(default_factory=dict)
+    before: float = 0.0
+    after: float = 0.0
+
+    def row(self) -> list[str]:
+        form = "{:.1%}" if self.measure == "accuracy" else "{:.3f}"
+        cells = [form.format(self.merges[way]) if way in self.merges else "" for way in (*GROUPS, LEARNED)]
+        parents = " / ".join(map(form.format, self.parents))
+        return [self.title, self.measure, parents, *cells, f"{self.before:.3g}", f"{self.after:.3g}"]
+
+
+@click.command(epilog="Example: rotation-merge demo --only twin")
+@click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="Run only this stage (may be repeated).")
+@click.option("--keep", type=NEW_FOLDER, metavar="DIR", help="Keep the merged models and recipes there.")
+@shown
+@writes
+def command(only: tuple[str, ...], keep: str | None) -> Answer:
+    """Merge the tiny checkpoints that come with the package and print what alignment did.
+
+    Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by a recipe of mergekit: as
+    they are, with heads and neurons aligned, with the whole model aligned, and with an alignment learned on the
+    training images. Takes about two minutes on one core.
+    """
+    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+    began, results = time.perf_counter(), list[Result]()
+    with TemporaryFolder() as scratch:
+        for name in only or tuple(STAGES):
+            note(f"{name}: {STAGES[name].words} ...")
+            results.append(_merged(STAGES[name], Path(keep or scratch, name)))
+    seconds = time.perf_counter() - began
+
+    def show() -> None:
+        ways = ("plain", "heads, neurons", "whole model", "learned")
+        headers = ("merge", "measure", "parents", *ways, "distance", "aligned")
+        table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7, 8))
+        say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
+        if keep is not None:
+            say(f"Recipes and merged models: {keep}")
+
+    return Answer({"seconds": seconds, "results": [asdict(result) for result in results]}, show)
+
+
+def _merged(stage: Stage, place: Path) -> Result:
+    """Merge a stage in each of its ways, and measure the results."""
+    place.mkdir(parents=True, exist_ok=True)
+    anchor, donor = str(CHECKPOINTS / stage.anchor), str(CHECKPOINTS / stage.donor)
+    if stage.donor == "twin":
+        donor = str(place / "twin-of-vit-0")
+        Alignment.random(anchor, **GROUPS["whole"]).apply(anchor).save_pretrained(donor)
+    parents = [anchor] if stage.old else [anchor, donor]
+    measure = "accuracy" if stage.data == ("digits",) else "loss (nats)"
+    result = Result(stage.words, measure, [stage.figure(parent) for parent in parents])
+    for way in stage.ways:
+        out, text = place / way, _recipe(stage, anchor, donor, way, place)
+        out.with_suffix(".yml").write_text(text, encoding="utf-8")
+        merge_recipe(text, str(out))
+        result.merges[way] = stage.figure(str(out))
+        if way in ("local", "whole"):
+            report = read_report(str(out / REPORT_FILE))
+            result.before, result.after = report.relative_distances(report.donors()[0])
+    return result
+
+
+def _recipe(stage: Stage, anchor: str, donor: str, way: str, place: Path) -> str:
+    """The recipe of one way to merge two models."""
+    settings: dict[str, dict[str, Any]] = {anchor: {"weight": 0.5}, donor: {"weight": 0.5}}
+    if stage.old:
+        settings = {donor: {"weight": SCALE, "finetuned_from": str(CHECKPOINTS / stage.old)}}
+    if way == LEARNED:  # on the training images and their labels
+        pixels, labels, _, _ = digits()
+        batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
+        (learned,) = fit(anchor, donor, batches, options=FitConfig(steps=LEARNING_STEPS)).alignments
+        settings[donor]["alignment"] = str(place / "learned.safetensors")
+        learned.save(settings[donor]["alignment"])
+    models = [{"model": model, "parameters": values} for model, values in settings.items()]
+    parameters = {"delegate": "task_arithmetic" if stage.old else "linear", **GROUPS.get(way, {})}
+    recipe = {"merge_method": "rotation_merge", "base_model": anchor, "models": models, "parameters": parameters}
+    return yaml.safe_dump({**recipe, "dtype": "float32"}, sort_keys=False)

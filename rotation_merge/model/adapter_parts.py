@@ -1,0 +1,231 @@
+"""Where the changes of an adapter fall in the tensors that a base stores.
+
+An adapter may change in one form what a checkpoint stores in another: experts apart or all in one tensor, gates and
+values (or queries, keys and values) apart or one after the other. Each stored tensor then gets a part of the change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.architecture.registry import PossibleTensor, every_name
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.adapters import Adapter, Change
+from rotation_merge.model.forms import ComposedTensor, other_form
+from rotation_merge.model.low_rank import LowRank, stacks, transposed
+from rotation_merge.model.tensors import Tensors
+
+Entries = tuple[int, int, int]
+"""Some entries of a tensor: the dimension, counted from the last; the first; how many."""
+
+READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
+"""peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterPart:
+    """A change of a stored tensor, or of some of its entries.
+
+    Attributes:
+        info: the tensor.
+        scale: of the product of the factors.
+        flipped: the adapter takes the parameter for [in, out]; its factors are A (r, in) and B (out, r).
+        experts: number of experts that the change is of; 0: it is of one map.
+        expert: which one of the tensor's experts changes; None: all, or there are none.
+        target: entries of the tensor that change; None: all.
+        source: entries of the adapter's parameter that these are; None: all.
+        added: the parameter, where the base does not store it.
+    """
+
+    change: Change
+    info: TensorInfo
+    scale: float
+    flipped: bool = False
+    experts: int = 0
+    expert: int | None = None
+    target: Entries | None = None
+    source: Entries | None = None
+    added: PossibleTensor | None = None
+
+    def factors(self, adapter: Adapter) -> LowRank:
+        """The factors of the whole change; of experts in one (e, r, in) and (e, out, r)."""
+        low = replace(adapter.low_rank(self.change), scale=self.scale)
+        if not self.experts:
+            return low
+        a, b = low.a.unflatten(0, (self.experts, -1)), low.b.unflatten(1, (-1, self.experts))  # as ParamWrapper does
+        return replace(low, a=a, b=b.permute(2, 0, 1))
+
+    def outputs(self, entries: Entries) -> bool:
+        """Whether entries are some of the outputs, not of the inputs."""
+        return entries[0] == (-1 if self.flipped else -max(2, len(self.info.axes) - stacks(self.info)))
+
+
+def adapter_parts(
+    adapter: Adapter,
+    architecture: Architecture,
+    tensors: Tensors,
+    config: Mapping[str, Any],
+    label: str,
+    adds: bool = False,
+) -> list[AdapterPart]:
+    """The changes of an adapter by the tensors that its base stores.
+
+    Args:
+        tensors, config: of the base.
+        label: name of base and adapter for errors.
+        adds: also of parameters that the base lacks, such as a head; and whole vocabularies of other lengths.
+
+    Raises:
+        CheckpointError: the adapter changes something that the base does not have, or that has another shape.
+    """
+    placing = _Placing(adapter, architecture, tensors, architecture.named(), every_name(config), label, adds)
+    return [part for name, change in adapter.changes.items() for part in placing.parts(name, change)]
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """An adapter and the base that its changes are placed in; see `adapter_parts`."""
+
+    adapter: Adapter
+    architecture: Architecture
+    tensors: Tensors
+    infos: Mapping[str, TensorInfo]
+    names: Mapping[str, PossibleTensor]
+    label: str
+    adds: bool
+
+    def parts(self, name: str, change: Change) -> list[AdapterPart]:
+        """The parts of one change; none if it changes nothing."""
+        info = self.infos.get(name, TensorInfo(name, (name,), ()))
+        if name in self.tensors and (info.stacked or not stacks(info)):
+            expert = info.names.index(name) if info.stacked else None
+            return [self._of_stored(AdapterPart(change, info, change.scale, expert=expert), name)]
+        if name not in self.tensors and self._adds_nothing(change):
+            return []
+        plain = change.name.replace(".base_layer", "")
+        parameter = plain if plain in self.names else _target_parameter(self.adapter, change, self.names)
+        parts = [] if parameter is None else self._of_parameter(change, parameter, parameter != plain)
+        if not parts or (parts[0].added and not self.adds):
+            raise self._refused(f"changes '{change.name}', which the model does not store")
+        return parts
+
+    def _refused(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"the adapter {problem}", where=self.label, remedy="was it trained on another model?")
+
+    def _adds_nothing(self, change: Change) -> bool:
+        """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also where there is no bias."""
+        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
+
+    def _of_parameter(self, change: Change, parameter: str, targeted: bool) -> list[AdapterPart]:
+        """Parts of the change of a parameter that the base stores under another name, or in another form, or not.
+
+        Args:
+            targeted: it is one of peft's `target_parameters`.
+        """
+        spot = self.names[parameter]
+        info = spot.info
+        expert = info.names.index(parameter) if info.stacked else None
+        experts = (info.axes[0].size or 1) if stacks(info) and expert is None else 0
+        part = AdapterPart(change, info, change.scale, transposed(info), experts, expert)
+        if change.a and expert is None and (targeted or experts):
+            scale = self.adapter.scale(parameter, self.adapter.shapes[change.b][1] // max(experts, 1))
+            part = replace(part, scale=scale, flipped=_reads_first(self.adapter, change, info))
+        block = next(filter(spot.in_block, self.architecture.blocks), None)
+        stored = None if block is None else block.tensor(info.key)
+        if stored is not None and stored.names[expert or 0] in self.tensors:
+            return [self._of_stored(replace(part, info=stored), stored.names[expert or 0])]
+        forms = {} if block is None else other_form(block, replace(block, tensors=(*block.tensors, info)))
+        if (form := forms.get(info.key)) is None or _is_another_vector(info, form):
+            return [replace(part, added=spot)]
+        self._check(part, tuple(axis.size or 0 for axis in info.axes[info.stacked :]))
+        return list(_cut(part, form))
+
+    def _of_stored(self, part: AdapterPart, name: str) -> AdapterPart:
+        """The change of a whole stored tensor."""
+        change, info, shape = part.change, part.info, self.tensors.shapes[name]
+        if change.a and len(shape) == 2:
+            labelled = any(axis.parts for axis in info.axes)
+            flipped = transposed(info) if labelled else bool(self.adapter.config.get("fan_in_fan_out"))
+            if shape[0] != shape[1] or change.embedding:
+                flipped = change.embedding or shape == self._low_rank_shape(change)[::-1]
+            part = replace(part, flipped=flipped)
+        self._check(part, shape)
+        return part
+
+    def _low_rank_shape(self, change: Change) -> tuple[int, ...]:
+        """Shape of a low-rank change, (out, in) or (out, in, kernel...)."""
+        return self.adapter.shapes[change.b][0], *self.adapter.shapes[change.a][1:]
+
+    def _check(self, part: AdapterPart, shape: tuple[int, ...]) -> None:
+        """Refuse a change of another shape than the parameter that it is of."""
+        change, any_length = part.change, self.adds and part.info.vocabulary_axis is not None
+        shapes = [self.adapter.shapes[name] for name in (change.value, change.shift) if name and not any_length]
+        if change.a:
+            low = self._low_rank_shape(change)[:: -1 if part.flipped else 1]
+            shapes.append((part.experts, *low) if part.experts else low)
+        if odd := next((known for known in shapes if known != shape), None):
+            raise self._refused(f"has {list(odd)} for '{change.name}', the model has {list(shape)}")
+
+
+def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
+    """Whether a vector only looks like a stored one, as the biases of two maps into one stream do."""
+    cut = form.cuts[0]
+    return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size
+
+
+def _cut(part: AdapterPart, form: ComposedTensor) -> Iterator[AdapterPart]:
+    """The parts of a change whose parameter is stored in other tensors."""
+    dim, start = form.dim - len(part.info.axes), 0
+    for cut in form.cuts:
+        whole = cut.info.axes[cut.dim].size == cut.length
+        target = None if whole else (cut.dim - len(cut.info.axes), cut.start, cut.length)
+        length = cut.length if cut.dim == form.dim else cut.info.axes[form.dim].size or 0
+        source = None if len(form.cuts) == 1 else (dim, start, length)
+        yield replace(part, info=cut.info, target=target, source=source)
+        start += length
+
+
+def _target_parameter(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
+    """The tensor of peft's `target_parameters` inside a changed module, identified by its sizes."""
+    module = change.module.replace(".base_layer", "")
+    targets = (str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or [])
+    infos = {place: names[place].info for name in targets if change.a and (place := f"{module}.{name}") in names}
+    for turned in (False, True):  # peft takes some for [out, in] that are [in, out], or the other way round
+        matching = [
+            place
+            for place, info in infos.items()
+            if _fits(adapter, change, info, turned != bool(stacks(info) and transposed(info)))
+        ]
+        if len(matching) == 1:
+            return matching[0]
+    return None
+
+
+def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
+    """Whether factors take a parameter for [in, out]: by its sizes; of square experts by the peft that wrote them."""
+    as_stored = _fits(adapter, change, info, turned=False)
+    if not (as_stored and _fits(adapter, change, info, turned=True)):
+        return not as_stored
+    if not stacks(info) or transposed(info):
+        return bool(stacks(info))
+    written = str(adapter.config.get("peft_version") or "")
+    version = tuple(map(int, numbers.groups())) if (numbers := re.match(r"(\d+)\.(\d+)\.(\d+)", written)) else None
+    if version is None or READS_STORED_ORDER <= version < READS_BY_CLASS:
+        why = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
+        raise adapter.refusal(f"{why}, so inputs and outputs of '{info.name}', which is square, cannot be told")
+    return version < READS_STORED_ORDER
+
+
+def _fits(adapter: Adapter, change: Change, info: TensorInfo, turned: bool) -> bool:
+    """Whether outputs and inputs of a change are the sizes of a tensor's matrices, as far as these are known.
+
+    Args:
+        turned: take these for [in, out].
+    """
+    size = [adapter.shapes[change.b][0], adapter.shapes[change.a][1]]
+    known = [axis.size for axis in info.axes[stacks(info) :]]
+    return len(known) == 2 and all(k in (None, s) for k, s in zip(known[::-1] if turned else known, size, strict=True))
