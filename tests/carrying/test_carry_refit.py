@@ -145,7 +145,7 @@ def test_interrupted_work_on_other_samples_is_not_continued(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--carry", "refit", "--steps", 5), "--carry distil"),
+        (("--carry", "refit", "--steps", 5), "carry by distil"),
         (("--data", "texts.txt"), "--scale auto"),
         (("--scale", "much"), "auto, a number"),
         (("--scale", "nan"), "auto, a number"),
