@@ -26,8 +26,7 @@ from rotation_merge.model.blocks import moved_reader, reader
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.tensors import Tensors, TensorSource, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.sums import first_readers
+from rotation_merge.run.statistics import Statistics, first_readers
 
 NO_BIASES: tuple[TensorSource, TensorSource] = {}, {}
 

@@ -18,7 +18,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import model_for, record
+from rotation_merge.run.measuring import measured, model_for
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.workers import listener
@@ -211,7 +211,7 @@ class CandidateFiles:
             module = model_for(opened, MeasureConfig(), source, device, None)
             limit = self.config.samples if source in SOURCES else None
             data = read_samples(model, source, limit, *self.config.reading, module)
-            record(opened, module, data, MeasureConfig(), path, listener(), device)
+            measured(opened, module, data, MeasureConfig(), path, listener(), device)
         return str(path)
 
     def _learned(self, candidate: Candidate, seconds: float) -> dict[str, str]:

@@ -160,7 +160,6 @@ UNITS = {
     "run/test_proof_by_layer.py": ("model run", "a lowered limit on models that are held whole"),
     "run/test_backends.py": ("matching workers", "how blocks are shared in a cluster"),
     "run/test_runner.py": ("architecture model run", "the runner of layers alone"),
-    "run/test_settled.py": ("run", "the store of states alone"),
     "run/test_written.py": ("run", "samples that models write, token by token"),
     "search/test_merge_changes.py": ("model run search", "parts of the search alone: its judge and candidates"),
     "search/test_merge_command.py": (
