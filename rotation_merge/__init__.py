@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.matching.alignment import Alignment
     from rotation_merge.matching.fit import fit
-    from rotation_merge.matching.fit_records import FitConfig
-    from rotation_merge.matching.options import AlignConfig
+    from rotation_merge.matching.options import AlignConfig, FitConfig
     from rotation_merge.model.view import View
     from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
     from rotation_merge.run.measure import MeasureConfig
@@ -31,7 +30,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Alignment": "rotation_merge.matching.alignment",
-    "FitConfig": "rotation_merge.matching.fit_records",
+    "FitConfig": "rotation_merge.matching.options",
     "AdapterMergeConfig": "rotation_merge.averaging.config",
     "AlignConfig": "rotation_merge.matching.options",
     "BarrierConfig": "rotation_merge.run.evaluate",

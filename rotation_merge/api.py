@@ -44,7 +44,7 @@ from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, sco
 from rotation_merge.run.functions import Batch, module_of, unlabelled
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import measured_in_memory
+from rotation_merge.run.measuring import measured
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.search.config import MergeConfig
@@ -285,11 +285,11 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
     module = for_evaluation(opened) if "fisher" in config.kinds else None
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
-    return measured_in_memory(as_stored(opened), module, data, config)
+    return measured(as_stored(opened), module, data, config)
 
 
 def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None = None) -> dict[str, float]:
-    """Loss of a model on samples and, depending on their labels, accuracy, F1 or correlations.
+    """Loss of a model on samples and, depending on their labels, accuracy or correlations.
 
     Args:
         model: as `align` takes it, or a view.

@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError
-from rotation_merge.matching.teachers import Answered, divergence
-from rotation_merge.matching.training import Training, kept_in, restore, train, trained
+from rotation_merge.matching.objective import Answered, divergence
+from rotation_merge.matching.training import Training, kept_in, restore, trained
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.run.functions import check_answers, device_of, fused_attention, inputs_for
 from rotation_merge.run.ledger import Ledger
@@ -212,7 +212,7 @@ class Polish:
         with kept_in(self.state, partial(self.mark, start)) as ledger:
             report.rate, report.trials = ledger.get(RATE) or self.chosen_rate(start, before)
             ledger.keep(RATE, lambda: (report.rate, report.trials))
-            self.train(report, began, ledger)
+            self.train(report, ledger)
         report.seconds = time.perf_counter() - began
         return report
 
@@ -241,7 +241,7 @@ class Polish:
         restore(self.model, start)
         return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
-    def train(self, report: PolishReport, began: float, ledger: Ledger) -> None:
+    def train(self, report: PolishReport, ledger: Ledger) -> None:
         """Take all steps at the chosen rate."""
         steps, optimiser = self.config.steps, self.optimiser(report.rate or 1.0)
         schedule = one_cycle(optimiser, report.rate or 1.0, steps)
@@ -253,8 +253,8 @@ class Polish:
             return loss
 
         look = partial(self.look, report)
-        run = Training(self.model, optimiser, schedule, generator, report, step, look, steps, LOOKS, began)
-        train(run, lambda done, _: self.watch("polishing", done, steps), ledger)
+        training = Training(self.model, optimiser, schedule, generator, report, step, look)
+        training.run(steps, LOOKS, lambda done, _: self.watch("polishing", done, steps), ledger)
 
     def look(self, report: PolishReport, step: int, seconds: float) -> bool:
         """Score the model; whether it is nearer to the teachers than any before."""

@@ -15,7 +15,7 @@ from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, 
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import PART
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.teachers import Answered, read_answers, write_answers
+from rotation_merge.matching.objective import Answered, read_answers, write_answers
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model

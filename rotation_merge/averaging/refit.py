@@ -23,10 +23,9 @@ from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.averaging.ridge import RidgeSums
 from rotation_merge.averaging.softmax import softmax_change
 from rotation_merge.run.maps import linear_map, same_map
-from rotation_merge.run.recorder import BlockActivations, BlockHooks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import Stage, rows, stages
-from rotation_merge.run.store import BatchStore, StateStore, hooked
+from rotation_merge.run.stages import BlockActivations, BlockHooks, Stage, stages
+from rotation_merge.run.store import StateStore, StoredValue, hooked
 from rotation_merge.workers import Progress
 
 ROUNDED = 1e-3
@@ -45,17 +44,12 @@ class Targets:
     """
 
     def __init__(self, runners: Sequence[Runner], store: StateStore) -> None:
-        self.runners, self.store, self.kept = runners, store, BatchStore(store, "answer")
+        self.runners, self.store = runners, store
+        self.kept: dict[int, dict[str, StoredValue]] = {}
 
     def answer(self, taps: Sequence[BlockHooks], answer_keys: frozenset[str]) -> None:
         """Run all models through their present blocks, and put the answers to every batch into `kept`."""
         raise NotImplementedError
-
-    @staticmethod
-    def values(taps: BlockHooks, batch: int, answer_keys: frozenset[str]) -> Answer:
-        """What one model gives in its present block: outputs by key, and the stream by place."""
-        activations = taps.pass_on(batch, answer_keys)
-        return {**activations.outputs, **activations.stream}
 
     def compute_answers(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Compute the targets of one block (by the merge's names) for every batch; False if there are none."""
@@ -67,8 +61,14 @@ class Targets:
             self.answer(taps, answer_keys)
         return True
 
+    def keep(self, names: frozenset[str]) -> None:
+        """Forget all answers but those of these names."""
+        for batch, answer in self.kept.items():
+            self.kept[batch] = {name: value for name, value in answer.items() if name in names}
+
     def __call__(self, batch: int) -> Answer:
-        return self.kept.get(batch, self.runners[0].device)
+        device = self.runners[0].device
+        return {name: value.get(device) for name, value in self.kept.get(batch, {}).items()}
 
 
 class Teachers(Targets):
@@ -90,12 +90,12 @@ class Teachers(Targets):
         for batch, teachers in enumerate(self.batch_teachers):
             total: Answer = {}
             for donor, number, share in teachers:
-                for key, value in self.values(taps[donor], number, answer_keys).items():
+                for key, value in taps[donor].pass_on(number, answer_keys).items():
                     if key in total:
                         total[key].add_(value, alpha=share)
                     else:
                         total[key] = value if share == 1.0 else share * value
-            self.kept.put(batch, {key: total[key] for key in sorted(answer_keys) if key in total})
+            self.kept[batch] = self.store.put_each(total)
 
 
 def same_place(first: Block, second: Block) -> bool:
@@ -188,7 +188,6 @@ class Refit:
             self._fused.clear()
             for batch in range(len(self.merge.batches)) if block.index is not None else ():
                 taps.pass_on(batch)
-            taps.forget()
         self.watch("refitting", total, total)
         return result
 
@@ -198,14 +197,12 @@ class Refit:
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [slot.name for key, slots in places.items() if key not in solved for slot in slots])
         answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
-        taps.settled.pending.update(solved & taps.modules.keys())
         if self.answers.compute_answers(block, answer_keys):
             done, total = len(self.merge.opened) - 1, len(self.merge.architecture.blocks)
             for number, stage in enumerate(chosen, 1):
                 self.watch("refitting", round(done + number / (len(chosen) + 2), 2), total)
                 result.maps += self._solve(taps, stage, places)
-                taps.settled.settle(stage.keys)
-                self.answers.kept.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
+                self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
             self.watch("refitting", round(done + 1 - 1 / (len(chosen) + 2), 2), total)
 
     def _places(self, block: Block, taps: BlockHooks, result: RefitResult) -> dict[str, list[_SolvedTensor]]:
@@ -242,11 +239,11 @@ class Refit:
             keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
             if not keys:
                 return []
-            inputs = activations.inputs[keys[0]]
+            inputs = activations.rows(keys[0], inputs=True)
             if is_head:
-                head_inputs[batch] = rows(inputs)
+                head_inputs[batch] = inputs
             sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
-            lacks = {key: (lacking(key, stage, activations, answer), activations.outputs[key]) for key in keys}
+            lacks = {key: (lacking(key, stage, activations, answer), activations.rows(key)) for key in keys}
             sums.add(inputs, lacks, self.weights[batch])
         if sums is None:
             return []
@@ -259,7 +256,7 @@ class Refit:
             return False
         results: list[Any] = []
         with hooked([self.merge.model.register_forward_hook(lambda *arguments: results.append(arguments[-1]))]):
-            output = taps.first().outputs.get(stage.keys[0])
+            output = taps.first().values.get(stage.keys[0])
         logits = getattr(results[-1], "logits", None) if results else None
         return isinstance(logits, Tensor) and output is not None and torch.equal(logits.flatten(), output.flatten())
 
@@ -294,7 +291,7 @@ class Refit:
             weight = torch.cat([weight, module.bias[:, None]], 1)
 
         def answer(number: int) -> Tensor:
-            return rows(self.answers(batches[number])[key])
+            return self.answers(batches[number])[key]
 
         shares = [self.weights[batch] for batch in batches]
         return softmax_change(weight, start, list(head_inputs.values()), answer, shares, cast(float, self.softmax))
@@ -335,9 +332,9 @@ def lacking(key: str, stage: Stage, activations: BlockActivations, answer: Answe
     """
     branch = stage.branches.get(key)
     if branch is None:
-        return rows(answer[key]) - rows(activations.outputs[key])
-    apart = rows(answer[branch.place]) - rows(activations.stream[branch.place])
+        return answer[key] - activations.rows(key)
+    apart = answer[branch.place] - activations.rows(branch.place)
     for added_key, gain in branch.added:
-        apart = apart - gain * (rows(answer[added_key]) - rows(activations.outputs[added_key]))
+        apart = apart - gain * (answer[added_key] - activations.rows(added_key))
     counts = branch.gain != 0
     return torch.where(counts, apart / torch.where(counts, branch.gain, torch.ones_like(branch.gain)), 0.0)

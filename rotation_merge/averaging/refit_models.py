@@ -12,13 +12,11 @@ from itertools import count
 from statistics import fmean
 from tempfile import gettempdir
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from mergekit import merge_methods
 from torch import Tensor
 
-from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.average import averaged, check_merged
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.models import MergedModels
@@ -35,7 +33,7 @@ from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.store import StateStore
+from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress, listener
 
 STARTS = {"average": "average", "anchor": "anchor", "task_arithmetic": "sum of the task vectors"}
@@ -126,6 +124,8 @@ class ModelRefit:
         self.tied_head = None if self.base.untie else self.base.tied_head
         self.head_names = head_names(self.architecture)
         self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
+        infos = [(block, info) for block in self.architecture.blocks for info in block.tensors]
+        self.map_names = {name for block, info in infos if linear_map(block, info) for name in info.names}
         anchor, *self.sources = (
             named_as(self.architecture, view.tensors, view.architecture)
             for view in (self.base, *(teacher.view for teacher in self.teachers))
@@ -133,7 +133,7 @@ class ModelRefit:
         self.start = anchor
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
-        self.written = set[str]()  # names of the tensors in the store
+        self.written = dict[str, StoredValue]()
         self.exact = torch.promote_types(self._dtype_of(self.base.names[0]), torch.float32)
 
     def _dtype_of(self, name: str) -> torch.dtype:
@@ -147,13 +147,13 @@ class ModelRefit:
     def _write(self, name: str, tensor: Tensor) -> Tensor:
         """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
         stored = self._rounded(name, tensor)
-        self.store.put(name, [check_merged(stored, name)])
-        self.written.add(name)
+        self.written[name] = self.store.put(check_merged(stored, name))
         return stored.to(tensor)
 
     def _present(self, name: str) -> Tensor:
         """A tensor of the merge: as it was written, or that of its start."""
-        return self.store.get(name)[0] if name in self.written else self.start[name]
+        tensor: Tensor = self.written[name].get() if name in self.written else self.start[name]
+        return tensor
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
@@ -178,8 +178,8 @@ class ModelRefit:
         parts = [with_small_first_batch(self._batches(number)) for number in range(len(self.teachers))]
         batches = [batch for part in parts for batch in part]
         self.runners = [
-            self._runner(str(number), teacher.original, source, batches if self.pooled else part)
-            for number, (teacher, source, part) in enumerate(zip(self.teachers, self.sources, parts, strict=True))
+            self._runner(teacher.original, source, batches if self.pooled else part)
+            for teacher, source, part in zip(self.teachers, self.sources, parts, strict=True)
         ]
         shares = [teacher.share for teacher in self.teachers]
         answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
@@ -189,7 +189,7 @@ class ModelRefit:
         held_out = [(teacher.share, teacher.held_out) for teacher in self.teachers if teacher.held_out is not None]
         judged = [] if self.own_heads else held_out  # whose heads are not the merge's
         beside = [batch for _, data in judged for batch in data.batches]
-        self.merge = self._runner("merge", self.base, self.start, [*batches, *beside], fill=self._filled)
+        self.merge = self._runner(self.base, self.start.map(self._filled), [*batches, *beside])
         answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
         solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
         result = Refit(self.merge, *solving, self._write, self.excluded, progress).run()
@@ -208,22 +208,21 @@ class ModelRefit:
         writer = Runner(replace(model, untie=False), [], dtype=self.exact, device=self.device).fill_all()
         return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
-    def _runner(self, prefix: str, model: View, source: Tensors, batches: list[Batch], **fill: Any) -> Runner:
+    def _runner(self, model: View, source: Tensors, batches: list[Batch]) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
         view = replace(model, tensors=source, architecture=self.architecture, untie=self.base.untie)
-        return Runner(view, batches, self.states, prefix, self.exact, self.device, **fill)
+        return Runner(view, batches, self.states, self.exact, self.device)
 
-    def _filled(self, info: TensorInfo, tensor: Tensor) -> Tensor:
+    def _filled(self, name: str, tensor: Tensor) -> Tensor:
         """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.
 
-        The model may have more names than the checkpoint: tied tensors. Embeddings are large and are written at once.
+        Embeddings are large and are written at once.
         """
-        blocks = (block for block in self.architecture.blocks if any(t.key == info.key for t in block.tensors))
-        if not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks):
+        if not tensor.is_floating_point() or name in self.map_names:
             return tensor
-        if info.name in self.large and not self.excluded(info.name):
-            return self._write(info.name, tensor)
-        return self._rounded(info.name, tensor)
+        return (
+            self._write(name, tensor) if name in self.large and not self.excluded(name) else self._rounded(name, tensor)
+        )
 
     def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
@@ -234,8 +233,7 @@ class ModelRefit:
             first: number of the first of their batches among the merge's.
         """
         batches = [batch for _, data in judged for batch in data.batches]
-        fill = self._rounded
-        start = self._runner("start", self.base, self.start, batches, fill=lambda info, x: fill(info.name, x))
+        start = self._runner(self.base, self.start.map(self._rounded), batches)
         start.run_through()
         total, losses = sum(share for share, _ in judged), []
         for answers in (LayerwiseAnswers(start, 0), LayerwiseAnswers(self.merge, first)):
@@ -256,7 +254,7 @@ class ModelRefit:
             solved = self.heads.setdefault(teacher.original.name, {})
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
                 merge, again = (
-                    self._runner("", teacher.original, tensors, runner.batches)
+                    self._runner(teacher.original, tensors, runner.batches)
                     for tensors in (selected(body, source, self.head_names.__contains__), source)
                 )
                 merge.follow(self.merge, first, is_head)

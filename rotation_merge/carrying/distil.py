@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import PART, Store, TemporaryFolder
-from rotation_merge.matching.objective import is_distribution, main_output
-from rotation_merge.matching.teachers import Answered, read_answers, write_answers
+from rotation_merge.matching.objective import Answered, is_distribution, main_output, read_answers, write_answers
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate

@@ -26,10 +26,9 @@ from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.run.data import with_small_first_batch
 from rotation_merge.run.functions import Batch
-from rotation_merge.run.recorder import BlockHooks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import rows
-from rotation_merge.run.store import BatchStore, StateStore
+from rotation_merge.run.stages import BlockHooks
+from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress
 
 MAP_RIDGE = 0.2
@@ -70,13 +69,12 @@ def refit_change(
         solved[name] = tensor.to(torch.float32).contiguous()
         return solved[name]
 
-    def runner(tensors: Tensors, prefix: str, untied: bool) -> Runner:
-        return Runner(replace(base, tensors=tensors, untie=untied), batches, store, prefix, device=device)
+    def runner(tensors: Tensors, untied: bool) -> Runner:
+        return Runner(replace(base, tensors=tensors, untie=untied), batches, store, device=device)
 
-    new, merge = (runner(base.tensors, prefix, untie) for prefix in ("new", "carried"))
+    new, merge = (runner(base.tensors, untie) for _ in range(2))
     maps = delta.alignment.transforms, delta.alignment.folded
-    aligned = {"old": delta.old, "tuned": delta.tuned}
-    old, fine = (runner(moved_tensors(architecture, x, *maps), name, True) for name, x in aligned.items())
+    old, fine = (runner(moved_tensors(architecture, x, *maps), True) for x in (delta.old, delta.tuned))
     refit = Refit(
         merge,
         architecture,
@@ -106,26 +104,25 @@ class ChangedAnswers(Targets):
 
     def answer(self, taps: Sequence[BlockHooks], answer_keys: frozenset[str]) -> None:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
-        products, changes = dict[str, Tensor](), BatchStore(self.store, "change")
+        products, changes = dict[str, Tensor](), dict[int, dict[str, StoredValue]]()
         count, device = len(self.runners[0].batches), self.runners[0].device
         for batch in range(count):
-            new, old, tuned = (self.values(each, batch, answer_keys) for each in taps)
+            new, old, tuned = (each.pass_on(batch, answer_keys) for each in taps)
             keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
             for key in (key for key in keys if _is_mapped(taps[0], key)):
-                x, y = rows(old[key]).double(), rows(new[key]).double()
+                x, y = old[key].double(), new[key].double()
                 sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
                 products[key] = products[key] + sums if key in products else sums
             counts = float(batch < count - self.base_texts)
-            self.kept.put(batch, {key: new[key] for key in keys})
-            changes.put(batch, {key: counts * (tuned[key] - old[key]) for key in keys})
+            self.kept[batch] = self.store.put_each({key: new[key] for key in keys})
+            changes[batch] = self.store.put_each({key: counts * (tuned[key] - old[key]) for key in keys})
         maps = {key: activation_map(*sums) for key, sums in products.items()}
         for batch in range(count):
-            answers, changes_of_batch = self.kept.get(batch, device), changes.get(batch, device)
-            for key, change in changes_of_batch.items():
-                change_map = maps.get(key)
+            answers = self(batch)
+            for key, value in changes.pop(batch).items():
+                change, change_map = value.get(device), maps.get(key)
                 answers[key] = answers[key] + (change if change_map is None else change @ change_map.to(change))
-            self.kept.put(batch, answers)
-            changes.drop(batch, changes_of_batch)
+            self.kept[batch] = self.store.put_each(answers)
 
 
 def _is_mapped(taps: BlockHooks, key: str) -> bool:

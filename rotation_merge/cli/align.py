@@ -24,8 +24,7 @@ from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOU
 from rotation_merge.cli.show import Answer, Progress, say, shown, table
 from rotation_merge.config import DTYPES, Count, Length, option
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, MatchConfig
 from rotation_merge.model.writing import parse_size
 from rotation_merge.run.sample_kinds import ReadingConfig
 
@@ -212,11 +211,11 @@ def _learned(
     from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 
-    names = [str(pair.anchor.reference), str(pair.donor.reference)]
-    models = [to_stored_dtype(load(name), stored_dtype(name)).to(device) for name in names]
-    data_set = read_samples(names[0], data, module=models[0], **asdict(reading))
+    anchor, donor = str(pair.anchor.reference), str(pair.donor.reference)
+    module = to_stored_dtype(load(anchor), stored_dtype(anchor)).to(device)
+    data_set = read_samples(anchor, data, module=module, **asdict(reading))
     if config.objective != "distill":
-        check_labels(data_set.batches, models[0], data_set.task, data)
+        check_labels(data_set.batches, module, data_set.task, data)
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm.tqdm(desc="Learning", total=config.steps, disable=None))
         if place is not None:
@@ -228,8 +227,9 @@ def _learned(
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
-        result = fit(models[0], models[1], data_set.batches, pair.options, config, watch, data)
-    (alignment,) = result.of_checkpoints(names, pair.untie).alignments
+        inputs = data_set.batches, pair.options, config, watch, data
+        result = fit(anchor, donor, *inputs, pair.untie, module, [device])
+    (alignment,) = result.alignments
     facts = {**described(data_set), "seed": config.seed, "learned": result.report.to_dict()}
     return replace(alignment, metadata={**alignment.metadata, **facts})
 

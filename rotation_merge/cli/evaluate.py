@@ -11,14 +11,7 @@ from rotation_merge.cli.paths import MODEL
 from rotation_merge.cli.show import Answer, shown, table
 from rotation_merge.run.evaluate import EvaluateConfig, keep_figures, score
 
-TITLES = {
-    "accuracy": "accuracy",
-    "macro_f1": "macro F1",
-    "micro_f1": "micro F1",
-    "matthews": "Matthews",
-    "pearson": "Pearson",
-    "spearman": "Spearman",
-}
+TITLES = {"accuracy": "accuracy", "pearson": "Pearson", "spearman": "Spearman"}
 
 
 @click.command(
@@ -38,10 +31,10 @@ def command(
     keep: bool,
     **values: Any,
 ) -> Answer:
-    """Loss, accuracy and other figures of each of MODELS on each of the data.
+    """Loss and accuracy, or correlations, of each of MODELS on each of the data.
 
-    Classifiers: accuracy, macro and micro F1, Matthews' correlation. Heads with one output, and labels with a decimal
-    point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
+    Classifiers and language models: loss in nats and accuracy. Heads with one output, and labels with a decimal point:
+    squared error, Pearson's and Spearman's correlation. Sentence encoders: both correlations of similarities.
     Classes in another order than the first model's are reordered.
     """
     from rotation_merge.run.data import read_samples

@@ -50,7 +50,7 @@ def command(
     from rotation_merge.model.open import open_model
     from rotation_merge.run.data import read_samples
     from rotation_merge.run.data_checks import check_labels
-    from rotation_merge.run.measuring import default_statistics_path, model_for, record
+    from rotation_merge.run.measuring import default_statistics_path, measured, model_for
 
     config = config_of(MeasureConfig, values)
     checkpoint = open_model(model)
@@ -64,7 +64,7 @@ def command(
     if config.labels == "data":
         check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
-    summary = record(checkpoint, loaded, data_set, config, place, progress, device).metadata
+    summary = measured(checkpoint, loaded, data_set, config, place, progress, device).metadata
     progress.close()
 
     def show() -> None:

@@ -23,9 +23,9 @@ from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.symmetry.space import STILL
 

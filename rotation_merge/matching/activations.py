@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.run.functions import Batch
-from rotation_merge.run.layers import WatchedBlocks
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
-from rotation_merge.run.recorder import Watcher
+from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.sums import first_readers
+from rotation_merge.run.statistics import first_readers
 
 MOST_ROWS = 1024
 """Rows that are kept of each map, where no number is given."""
@@ -63,7 +62,7 @@ class Activations:
             watcher = _RowWatcher(watched.new_axes, max(1, most // sum(samples)))
             with watched.by(watcher):
                 for number, watcher.samples in enumerate(samples):
-                    runner.run(number)
+                    runner.run(number, record=True)
             result.inputs.update({axis: torch.cat(parts) for axis, parts in watcher.inputs.items()})
             result.outputs.update({name: torch.cat(parts) for name, parts in watcher.outputs.items()})
         for linear in watched.maps.values():

@@ -12,11 +12,10 @@ from mergekit.common import dtype_from_name
 
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
-from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, residual_of
-from rotation_merge.matching.report_rows import file_metadata, recorded
-from rotation_merge.matching.run import Run
+from rotation_merge.matching.run import Run, file_metadata
 from rotation_merge.model.card import metadata, notes, origins, section, with_metadata
 from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain

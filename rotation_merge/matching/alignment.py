@@ -19,13 +19,11 @@ from rotation_merge.errors import AlignmentError, RotationMergeError, Statistics
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.basis import Basis, Identity
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
-from rotation_merge.matching.serialisation import packed, unpacked
 from rotation_merge.matching.statistics import moved_statistics
-from rotation_merge.matching.stream import Transforms
+from rotation_merge.matching.stream import Transforms, random_gauge
 from rotation_merge.model.biases import holders
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import named_as, names_in
@@ -37,6 +35,7 @@ from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View, check_storage
 from rotation_merge.record import MergeReport, SpaceRow, read_as
 from rotation_merge.run.statistics import Statistics, has_format
+from rotation_merge.symmetry.transform import packed, unpacked
 
 FORMAT = "rotation_merge.alignment.6"
 BIASES = "bias of the anchor|", "bias of the donor|"

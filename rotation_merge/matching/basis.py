@@ -38,11 +38,21 @@ class Identity:
         self, name: str, fingerprint: str = "", tensors: Mapping[str, str] | None = None, view: View | None = None
     ) -> None:
         self.name, self._view = name, view
-        self._marks = (fingerprint, tensors or {}) if view is None else None
         self._stamps = None if view is None else stamps_of(view)
+        if view is None:
+            self.marks = fingerprint, tensors or {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_view": None, "_marks": self._taken(), "_stamps": None}
+        return {"name": self.name, "_view": None, "marks": self.marks, "_stamps": None}
+
+    @cached_property
+    def marks(self) -> tuple[str, Mapping[str, str]]:
+        """The fingerprint of config and weights; by name, dtype, shape and checksum of every tensor."""
+        assert self._view is not None
+        if stamps_of(self._view) != self._stamps:
+            problem = "was changed after it was aligned"
+            raise AlignmentError(problem, where=self.name, remedy="align it again")
+        return self._view.fingerprint, dict(self._view.mark)
 
     @staticmethod
     def of(model: View) -> Identity:
@@ -58,26 +68,17 @@ class Identity:
     @property
     def fingerprint(self) -> str:
         """Of config and weights."""
-        return self._taken()[0]
+        return self.marks[0]
 
     @property
     def tensors(self) -> Mapping[str, str]:
         """Dtype, shape and checksum of every tensor, by name."""
-        return self._taken()[1]
+        return self.marks[1]
 
     @property
     def any_model(self) -> bool:
         """Whether nothing is known of the model but its name."""
-        return self._marks is not None and not self._marks[1]
-
-    def _taken(self) -> tuple[str, Mapping[str, str]]:
-        if self._marks is None:
-            assert self._view is not None
-            if stamps_of(self._view) != self._stamps:
-                problem = "was changed after it was aligned"
-                raise AlignmentError(problem, where=self.name, remedy="align it again")
-            self._marks = self._view.fingerprint, dict(self._view.mark)
-        return self._marks
+        return self._view is None and not self.tensors
 
     def verified(self, model: View, names: Mapping[str, str]) -> Tensors:
         """A model's tensors, each compared with its checksum here when it is read for the first time.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from rotation_merge.model.blocks import with_tied
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
+from rotation_merge.symmetry.group import Group, learnable, moved
 
 LARGEST_KEPT = 1 << 28
 """Bytes of a mixed model whose weights are kept for a step; of larger ones they are mixed again."""
@@ -36,7 +38,7 @@ class Mixture:
 
     Args:
         architecture: of all of them.
-        parents: their tensors, the anchor's first; on any devices.
+        parents: their tensors by its names, the anchor's first; on any devices.
         folded: streams that are folded.
         device: where tensors are mixed, in float32 at least.
         keeps: whether folded and mixed tensors are kept in memory.
@@ -189,12 +191,53 @@ def _disable_cache(model: nn.Module) -> None:
             cast(Any, module).config.use_cache = False
 
 
-def renamed(
-    transforms: Mapping[str, Transform], architecture_of_transforms: Architecture, target: Architecture
-) -> Transforms:
-    """Transforms under the space names of another spelling of the model: a checkpoint's instead of a module's."""
-    names = {name: name for name in architecture_of_transforms.streams}
-    blocks = {(b.module, b.place, b.index): b for b in architecture_of_transforms.blocks}
+class LearnedTransforms(nn.Module):
+    """Trainable transforms of all spaces of one donor.
+
+    Every element is a fixed start times a learned element of its group that begins at the identity (`group.moved`):
+    ``exp(A)`` with A skew-symmetric for orthogonal maps (among vectors without a mean for LayerNorm streams), an added
+    angle for RoPE pairs, ``exp(s)`` for positive scales. Orders and signs do not change.
+
+    Args:
+        architecture: whose spaces they are.
+        start: transforms to begin at, by space name.
+        scaling: whether positive scales are learned.
+    """
+
+    def __init__(self, architecture: Architecture, start: Mapping[str, Transform], scaling: bool = True) -> None:
+        super().__init__()
+        self.start, self.scaling, self.steps = dict(start), scaling, nn.ParameterDict()
+        self.learned: dict[str, tuple[str, str, Group]] = {}  # space, part and group of every element, by key in steps
+        spaces = architecture.spaces()
+        for name, transform in start.items():
+            for part, (group, *_) in architecture.widest_group(spaces[name], transform).groups.items():
+                element = transform.elements[part]
+                of_group = type(element) is type(group.identity(1, 1))
+                if (step := learnable(group, element, scaling) if of_group else None) is not None:
+                    key = f"{name}|{part}".replace(".", "/")  # names of modules must not hold dots
+                    self.steps[key], self.learned[key] = step, (name, part, group)
+
+    def forward(self, exact: bool = False) -> Transforms:
+        """All transforms by space name, differentiable; with `exact` in float64 and projected onto their groups."""
+        elements = {name: dict(transform.elements) for name, transform in self.start.items()}
+        for key, (name, part, group) in self.learned.items():
+            elements[name][part] = moved(group, elements[name][part], self.steps[key], self.scaling, exact)
+        return {name: replace(transform, elements=elements[name]) for name, transform in self.start.items()}
+
+    @torch.no_grad()
+    def final_transforms(self) -> Transforms:
+        """The transforms for storage: float64, on the CPU, exactly inside their groups."""
+        device = next(iter(self.parameters()), torch.zeros(())).device
+        self.cpu()
+        transforms = self.forward(exact=True)
+        self.to(device)
+        return {name: transform.to(torch.device("cpu")) for name, transform in transforms.items()}
+
+
+def renamed(transforms: Mapping[str, Transform], named: Architecture, target: Architecture) -> Transforms:
+    """Transforms under the space names of another form of the model: a checkpoint's instead of a module's."""
+    names = {name: name for name in named.streams}
+    blocks = {(b.module, b.place, b.index): b for b in named.blocks}
     for block in target.blocks:
         same = blocks.get((block.module, block.place, block.index))
         if same is not None:

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Space
+from rotation_merge.architecture.model import Block, Space, TensorInfo
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
-from rotation_merge.matching.experts import match_experts
 from rotation_merge.matching.heads import match_heads
-from rotation_merge.matching.matrix_pairs import Side, Tensors, sides
-from rotation_merge.matching.neurons import match_ffn
+from rotation_merge.matching.matrix_pairs import Side, SpaceMatch, Tensors, chunks, sides
+from rotation_merge.matching.neurons import match_experts, match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.record import SpaceRow
+from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Monomial, Stats, Transform
-from rotation_merge.symmetry.admitted import admitted, asks
+from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
+from rotation_merge.symmetry.transform import packed, unpacked
 
-_BLOCK = 1 << 20  # entries widened at a time
-
+CHUNK = 1 << 20
+"""Entries that are widened at a time."""
 STILL = "not moved: rounding would cost more than the move gains"
+MOST_ROUNDS = 12
+"""Spaces that share tensors are matched in turn so often at most."""
+SETTLED = 1e-9
+"""Share of the squared distance that a round has to take off."""
 
 
 def rounding_error(dtype: torch.dtype) -> float:
@@ -39,33 +45,19 @@ def rounding_error(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps ** 2 / 28
 
 
-def row_of(
-    block: Block,
-    space: Space,
-    transform: Transform,
-    squares: Sequence[float],
-    seconds: float = 0.0,
-    notes: Sequence[str] = (),
-) -> SpaceRow:
-    """A report's row on the match of one space, without the donor's name.
-
-    Args:
-        squares: squared Frobenius distance donor - anchor over the tensors that live in the space, before and after,
-            and the anchor's squared norm there.
-        seconds: wall time.
-        notes: what a reader should know.
-    """
-    before, after, anchor = (math.sqrt(max(square, 0.0)) for square in squares)
-    order = transform.head_order()
+def row_of(block: Block, space: Space, match: SpaceMatch, seconds: float = 0.0) -> SpaceRow:
+    """A report's row on the match of one space, without the donor's name."""
+    before, after, anchor = (math.sqrt(max(square, 0.0)) for square in match.squares or (0.0, 0.0, 0.0))
+    order = match.transform.head_order()
     return SpaceRow(
-        *("", block.name, block.index, space.name, space.kind, transform.words),
+        *("", block.name, block.index, space.name, space.kind, match.transform.words),
         distance_before=before,
         distance_after=after,
         anchor_norm=anchor,
-        from_identity=dict(transform.distances()),
+        from_identity=dict(match.transform.distances()),
         seconds=seconds,
         head_order=None if order is None else order.tolist(),
-        notes=list(notes),
+        notes=list(match.notes),
     )
 
 
@@ -87,6 +79,24 @@ class BlockMatch:
     def to(self, device: torch.device) -> BlockMatch:
         """The same, its transforms on a device."""
         return replace(self, transforms={name: transform.to(device) for name, transform in self.transforms.items()})
+
+    def part(self) -> dict[str, Any]:
+        """The match as it is kept by a ledger."""
+        return {"maps": packed(self.transforms), "rows": [asdict(row) for row in self.rows], "whole": self.whole}
+
+    @classmethod
+    def of_part(cls, part: Mapping[str, Any]) -> BlockMatch:
+        """The match again."""
+        return cls(unpacked(*part["maps"]), [SpaceRow(**row) for row in part["rows"]], part["whole"])
+
+    @classmethod
+    def once(cls, ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
+        """A match of an earlier run, or computed now."""
+        if (part := ledger.get(name)) is not None:
+            return cls.of_part(part)
+        matched = match()
+        ledger.keep(name, matched.part)
+        return matched
 
 
 class NotFiniteError(AlignmentError):
@@ -134,10 +144,133 @@ def match_block(
     names = {space.name for space in spaces}
     anchor, donor = without_hidden_biases(block, anchor, names), without_hidden_biases(block, donor, names)
     matching = _Matching(block, anchor, donor, options, streams or {}, told)
+    seconds = list[float]()
     for place, space in enumerate(spaces):
+        began = time.perf_counter()
         matching.match(space, {later.name for later in spaces[place + 1 :]})
+        seconds.append(time.perf_counter() - began)
     matching.settle(linked(block, spaces))
-    return BlockMatch(matching.local, list(matching.rows.values()))
+    matches = matching.matches
+    rows = [row_of(block, s, matches[s.name], t) for s, t in zip(spaces, seconds, strict=True)] if told else []
+    return BlockMatch(matching.transforms, rows)
+
+
+def linked(block: Block, spaces: list[Space]) -> list[Space]:
+    """The spaces that share a tensor with another one; they are matched in turn."""
+    names = {space.name for space in spaces if space.kind != "translation"}
+    shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
+    return [space for space in spaces if any(space.name in together and len(together) > 1 for together in shared)]
+
+
+@dataclass
+class _Matching:
+    """The matches of one block's spaces so far, by name.
+
+    Attributes:
+        streams: transforms of the residual streams.
+        told: whether distances are wanted.
+    """
+
+    block: Block
+    anchor: Tensors
+    donor: Tensors
+    options: AlignConfig
+    streams: Mapping[str, Transform]
+    told: bool
+    matches: dict[str, SpaceMatch] = field(default_factory=dict)
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        return {name: match.transform for name, match in self.matches.items()}
+
+    def match(self, space: Space, unknown: Collection[str] = ()) -> None:
+        """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
+        group = admitted(space, self.options)
+        match = self._best(space, group, unknown)
+        if self.told:
+            if match.squares is None or not self._counted(space):
+                match = self._measured(space, match, {space.name: match.transform})
+            before, after, anchor = match.squares or (0.0, 0.0, 0.0)
+            if self._blurred(space, before - after, anchor):
+                match = SpaceMatch(group.identity(), (before, before, anchor), [STILL])
+            match = replace(match, notes=[*match.notes, *_at_the_limit(match.transform)])
+        self.matches[space.name] = match
+
+    def _best(self, space: Space, group: SpaceGroup, unknown: Collection[str]) -> SpaceMatch:
+        """The best transform of one space."""
+        transforms = {**self.streams, **self.transforms}
+        arguments = (self.block, space, self.anchor, self.donor, transforms)
+        if space.kind == "experts":
+            return SpaceMatch(match_experts(*arguments, self.options))
+        if space.kind == "translation":
+            return SpaceMatch(match_translation(*arguments, group))
+        axes = sides(*arguments, unknown) or sides(*arguments)
+        if all(torch.equal(side.anchor, side.donor.to(side.anchor)) for side in axes):
+            return SpaceMatch(group.identity())
+        if space.kind == "attention":
+            return match_heads(space, axes, self.options)
+        return match_ffn(space, axes, self.options) if space.kind == "ffn" else SpaceMatch(match_latent(axes, group))
+
+    def _infos(self, space: Space) -> list[TensorInfo]:
+        """The tensors that live in a space."""
+        return [info for info in self.block.tensors if space in info.spaces() and info.key in self.donor]
+
+    def _counted(self, space: Space) -> bool:
+        """Whether the space's sides are its tensors as they are stored."""
+        return not any(info.offset or _fixed(info) for info in self._infos(space))
+
+    def _blurred(self, space: Space, gained: float, anchor: float) -> bool:
+        """Whether a move gains less than rounding its tensors to storage costs.
+
+        Args:
+            anchor: the anchor's squared norm there.
+        """
+        infos, local = self._infos(space), {local_space.name for local_space in self.block.spaces.values()}
+        if self.streams or any(len(local & {s.name for s in info.spaces()}) > 1 for info in infos):
+            return False
+        least = min((rounding_error(self.donor[info.key].dtype) for info in infos), default=0.0)
+        return gained < least * anchor
+
+    def settle(self, spaces: list[Space]) -> None:
+        """Match spaces that share tensors in turn, from their current and, if need be, from no transforms."""
+        if not spaces:
+            return
+        distance = self._rounds(spaces)
+        if distance > SETTLED * self._distance(spaces, {})[0] > 0:
+            best = dict(self.matches), distance
+            self.matches |= {space.name: SpaceMatch(admitted(space, self.options).identity()) for space in spaces}
+            self.matches = best[0] if self._rounds(spaces) >= best[1] else self.matches
+        for space in spaces if self.told else ():
+            self.matches[space.name] = self._measured(space, self.matches[space.name], self.transforms)
+
+    def _rounds(self, spaces: list[Space]) -> float:
+        """Repeat rounds until the squared distance stops falling; return it."""
+        distance, _ = self._distance(spaces, self.transforms)
+        for _ in range(MOST_ROUNDS):
+            matches, before = dict(self.matches), distance
+            for space in spaces:
+                self.match(space)
+            distance, _ = self._distance(spaces, self.transforms)
+            if distance > before:
+                self.matches, distance = matches, before
+            if distance >= before * (1 - SETTLED):
+                break
+        return distance
+
+    def _measured(self, space: Space, match: SpaceMatch, transforms: Mapping[str, Transform]) -> SpaceMatch:
+        """A match with its distances, those after it under some transforms."""
+        before, anchor = self._distance([space], {})
+        still = all(transform.is_identity() for transform in transforms.values())
+        return replace(match, squares=(before, before if still else self._distance([space], transforms)[0], anchor))
+
+    def _distance(self, spaces: list[Space], local: Mapping[str, Transform]) -> tuple[float, float]:
+        """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
+        return squared_distances(self.block, self.anchor, self.donor, {**self.streams, **local}, spaces)
+
+
+def _fixed(info: TensorInfo) -> bool:
+    """Whether parts of a tensor are in no space that moves."""
+    return any(part.space.kind == "fixed" for axis in info.axes for part in axis.parts)
 
 
 def _at_the_limit(transform: Transform) -> list[str]:
@@ -147,150 +280,6 @@ def _at_the_limit(transform: Transform) -> list[str]:
     return [f"{count} scales stopped at the limit of a million"] if count else []
 
 
-def linked(block: Block, spaces: list[Space]) -> list[Space]:
-    """The spaces that share a tensor with another one; they are matched in turn."""
-    names = {space.name for space in spaces}
-    names -= {space.name for space in spaces if space.kind == "translation"}
-    shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
-    return [space for space in spaces if any(space.name in names and len(names) > 1 for names in shared)]
-
-
-MOST_ROUNDS = 12
-"""Spaces that share tensors are matched in turn so often at most."""
-
-_SETTLED = 1e-9  # share of the squared distance that a round has to take off
-
-
-@dataclass
-class _Matching:
-    """The matches of one block's spaces so far.
-
-    Attributes:
-        streams: transforms of the residual streams.
-        told: whether rows are wanted.
-        local: transforms of the block's own spaces.
-        rows: what the report says of each, by space name.
-    """
-
-    block: Block
-    anchor: Tensors
-    donor: Tensors
-    options: AlignConfig
-    streams: Mapping[str, Transform]
-    told: bool
-    local: dict[str, Transform] = field(default_factory=dict)
-    rows: dict[str, SpaceRow] = field(default_factory=dict)
-
-    def match(self, space: Space, unknown: Collection[str] = ()) -> None:
-        """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
-        begin = time.perf_counter()
-        best = self._best(space, unknown)
-        self.local[space.name] = transform = best.transform
-        if not self.told:
-            return
-        before, anchor = best.distances or self._distance([space], {})
-        gained, notes = best.gained, best.notes
-        if gained is None:
-            gained = before - self._distance([space], {space.name: transform})[0]
-        if self._blurred(space, gained, anchor):
-            transform, gained, notes = admitted(space, self.options).identity(), 0.0, [STILL]
-        self.local[space.name] = transform
-        notes, seconds = [*notes, *_at_the_limit(transform)], time.perf_counter() - begin
-        squares = before, before - gained, anchor
-        self.rows[space.name] = row_of(self.block, space, transform, squares, seconds, notes)
-
-    def _blurred(self, space: Space, gained: float, anchor: float) -> bool:
-        """Whether a move gains less than rounding its tensors to storage costs.
-
-        Args:
-            anchor: the anchor's squared norm there.
-        """
-        local = {local_space.name for local_space in self.block.spaces.values()}
-        names = {info.key: local & {space.name for space in info.spaces()} for info in self.block.tensors}
-        touched = [key for key in self.donor if space.name in names.get(key, ())]
-        if self.streams or any(len(names[key]) > 1 for key in touched):
-            return False
-        least = min((rounding_error(self.donor[key].dtype) for key in touched), default=0.0)
-        return gained < least * anchor
-
-    def settle(self, spaces: list[Space]) -> None:
-        """Match spaces that share tensors in turn, from their current and from their best known transforms."""
-        if not spaces:
-            return
-        before, _ = self._distance(spaces, {})
-        distance = self._rounds(spaces)
-        best = dict(self.local), dict(self.rows), distance
-        if before and distance > _SETTLED * before:
-            for space in spaces:
-                self.local[space.name] = admitted(space, self.options).identity()
-            for space in spaces:
-                self.match(space)
-            distance = self._rounds(spaces)
-            if distance < best[2]:
-                best = dict(self.local), dict(self.rows), distance
-        self.local, self.rows = best[0], best[1]
-        for space in spaces if self.told else ():
-            (apart, norm), (after, _) = self._distance([space], {}), self._distance([space], self.local)
-            row = self.rows[space.name]
-            squares = apart, after, norm
-            self.rows[space.name] = row_of(self.block, space, self.local[space.name], squares, row.seconds, row.notes)
-
-    def _rounds(self, spaces: list[Space]) -> float:
-        """Repeat rounds until the squared distance stops falling; return it."""
-        distance, _ = self._distance(spaces, self.local)
-        for _ in range(MOST_ROUNDS):
-            previous = dict(self.local), dict(self.rows), distance
-            for space in spaces:
-                self.match(space)
-            distance, _ = self._distance(spaces, self.local)
-            if distance >= previous[2] * (1 - _SETTLED):
-                if distance > previous[2]:
-                    self.local, self.rows, distance = previous
-                break
-        return distance
-
-    def _distance(self, spaces: list[Space], local: Mapping[str, Transform]) -> tuple[float, float]:
-        """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
-        return squared_distances(self.block, self.anchor, self.donor, {**self.streams, **local}, spaces)
-
-    def _best(self, space: Space, unknown: Collection[str]) -> Best:
-        """The best transform of one space."""
-        transforms = {**self.streams, **self.local}
-        arguments = (self.block, space, self.anchor, self.donor)
-        group = admitted(space, self.options)
-        if space.kind == "experts":
-            return Best(match_experts(*arguments, transforms, self.options))
-        if space.kind == "translation":
-            return Best(match_translation(*arguments, transforms, self.options))
-        axes = sides(*arguments, transforms, unknown) or sides(*arguments, transforms)
-        if all(torch.equal(side.anchor, side.donor.to(side.anchor)) for side in axes):
-            return Best(group.identity(), 0.0)
-        if space.kind == "attention":
-            return Best(*match_heads(space, axes, self.options))
-        if space.kind == "ffn":
-            neurons = match_ffn(space, axes, self.options)
-            distances = neurons.before, neurons.anchor
-            transform = Transform("ffn", {"neurons": neurons.element})
-            return Best(transform, neurons.before - neurons.after, distances=distances)
-        return Best(match_latent(space, axes, self.options))
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best transform of a space.
-
-    Attributes:
-        gained: by how much it lowers the squared distance; None: not known.
-        notes: for the report.
-        distances: the squared distance before, and the anchor's squared norm, where they are known.
-    """
-
-    transform: Transform
-    gained: float | None = None
-    notes: Sequence[str] = ()
-    distances: tuple[float, float] | None = None
-
-
 def squared_distances(
     block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform], spaces: Sequence[Space] = ()
 ) -> tuple[float, float]:
@@ -298,21 +287,11 @@ def squared_distances(
     sums: list[Tensor] = []
     for info in block.tensors:
         if info.key in anchor and info.key in donor and (not spaces or any(s in info.spaces() for s in spaces)):
-            moved = transform_tensor(donor[info.key], info, transforms)
-            for a, b in _flat_blocks(anchor[info.key], moved):
+            moved = transform_tensor(donor[info.key], info, transforms).reshape(anchor[info.key].shape)
+            for _, a, b in chunks(anchor[info.key], moved, CHUNK):
                 sums += [(a - b).square_().sum(), (a * a).sum()]
     sums_list = torch.stack(sums).tolist() if sums else []  # one question to the device
     return math.fsum(sums_list[::2]), math.fsum(sums_list[1::2])
-
-
-def _flat_blocks(anchor: Tensor, donor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of two tensors of one shape along the first dimension, widened to float32 at least."""
-    dtype = torch.promote_types(torch.promote_types(anchor.dtype, donor.dtype), torch.float32)
-    rows = anchor.reshape(1) if anchor.ndim == 0 else anchor
-    donor_rows = donor.reshape(rows.shape)
-    step = max(1, _BLOCK * len(rows) // max(1, rows.numel()))
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step].to(dtype), donor_rows[start : start + step].to(rows.device, dtype)
 
 
 def check_finite(block: Block, tensors: Tensors, model: str) -> None:
@@ -326,22 +305,18 @@ def check_finite(block: Block, tensors: Tensors, model: str) -> None:
         return
     for info in present:
         if not all_finite([tensors[info.key]]):
-            raise NotFiniteError(
-                f"tensor '{info.name}' of the {model} holds NaN or infinity",
-                where=block.name,
-                remedy="repair or replace the checkpoint",
-            )
+            problem = f"tensor '{info.name}' of the {model} holds NaN or infinity"
+            raise NotFiniteError(problem, where=block.name, remedy="repair or replace the checkpoint")
 
 
-def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> Transform:
+def match_latent(sides: list[Side], group: SpaceGroup) -> Transform:
     """The best element: a signed assignment of coordinates, or Procrustes if gains are folded."""
-    group = admitted(space, options).groups["map"][0]
-    size = space.sizes["size"]
+    free, _, size = group.groups["map"]
     products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
     for side in sides:
         product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
         (gains if side.role == "gain" else products)[0].add_(product.cpu())
-    return Transform("latent", {"map": group.solve(Stats.of_products(products, gains))})
+    return Transform("latent", {"map": free.solve(Stats.of_products(products, gains))})
 
 
 def match_translation(
@@ -350,10 +325,9 @@ def match_translation(
     anchor: Tensors,
     donor: Tensors,
     transforms: Mapping[str, Transform],
-    options: AlignConfig,
+    group: SpaceGroup,
 ) -> Transform:
     """The nearest translation, which brings the donor's mean row to the anchor's, whatever the order of the rows."""
-    group = admitted(space, options)
     other_spaces = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
         if info.common == space and group.shift and info.key in anchor and info.key in donor:

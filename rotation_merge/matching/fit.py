@@ -1,7 +1,7 @@
 """Learns alignments by gradient descent on the loss of models between the parents.
 
 Generalized Linear Mode Connectivity for Transformers (Theus and others, 2025) learns permutations and a residual map in
-this way; here every space of any supported architecture is learned, inside its group (`learned.py`), on one model whose
+this way; here every space of any supported architecture is learned, inside its group on one model whose
 weights are mixed as they are used (`between.py`), and the output is an alignment that recipes apply.
 """
 
@@ -9,39 +9,37 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.errors import RecipeError
+from rotation_merge.architecture import Architecture
+from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import reported, with_basis
 from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.matching.basis import Basis
-from rotation_merge.matching.between import LARGEST_KEPT, Mixture, mixed_model, renamed
-from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
-from rotation_merge.matching.gauge import space_groups
-from rotation_merge.matching.learned import LearnedTransforms
+from rotation_merge.matching.between import LARGEST_KEPT, LearnedTransforms, Mixture, mixed_model, renamed
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
-from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
-from rotation_merge.matching.training import Training, kept_in, train
+from rotation_merge.matching.options import LOOKS, WEIGHTS, AlignConfig, FitConfig
+from rotation_merge.matching.pair import Pair, check_shapes, open_pair
+from rotation_merge.matching.stream import space_groups
+from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.model.fingerprint import checksum
-from rotation_merge.model.labels import in_order
-from rotation_merge.model.open import ModelLike, check_names, open_model
+from rotation_merge.model.forms import restructured
+from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.run_keys import mark_of
-from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
-from rotation_merge.run.functions import Batch, architecture_of, device_of, inputs_for, module_of, unlabelled
+from rotation_merge.run.functions import Batch, architecture_of, device_of, module_of, unlabelled
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 
 LOG = logging.getLogger(__name__)
@@ -61,13 +59,48 @@ WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
 POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Points of the path from the anchor to the donors that a fit is judged at."""
 
-WIDE = (torch.float32, torch.float64)
-
 WIDEST = AlignConfig(heads="permutation", residual="largest")
 """The largest groups a model admits."""
 
 Watch = Callable[[int, int, dict[str, float]], None]
 """Told about every step: steps done, steps in all, and the figures known now."""
+
+
+@dataclass
+class FitReport:
+    """The report on a fit.
+
+    Attributes:
+        start: where it began: matched or identity.
+        objective: what was minimised.
+        before, after: held-out loss (nats, mean over the inner points of the path) at the start and of what was kept.
+        barrier_before, barrier_after: highest held-out loss above the straight line between the ends' losses.
+        unaligned: held-out loss of the plain merge, for comparison.
+        history: (step, seconds, held-out loss, barrier).
+    """
+
+    start: str
+    objective: str
+    before: float
+    after: float
+    barrier_before: float
+    barrier_after: float
+    unaligned: float
+    best_step: int
+    seconds: float
+    history: list[tuple[int, float, float, float]] = field(default_factory=list)
+
+    def verdict(self) -> str:
+        """One sentence on whether the fit helped."""
+        if self.after >= self.unaligned - 1e-3 * abs(self.unaligned) - 1e-4:
+            return f"the fit gains nothing over the plain merge (held-out loss {self.unaligned:.4g})"
+        return (
+            f"held-out loss between the models: plain {self.unaligned:.4g}, at the start {self.before:.4g}, "
+            f"learned {self.after:.4g} (barrier {self.barrier_after:.3g} nats)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict()}
 
 
 @dataclass(frozen=True)
@@ -77,36 +110,20 @@ class FitResult:
     One alignment for each donor, with the space names of `architecture`.
     """
 
-    architecture: Any = field(repr=False)
+    architecture: Architecture = field(repr=False)
     alignments: list[Alignment]
     report: FitReport
     match: AlignConfig
 
-    def write(
-        self, anchor: str, donors: Mapping[str, str], untie: bool = False, facts: Mapping[str, Any] | None = None
-    ) -> None:
-        """Write one alignment file for each donor, under the checkpoint's names of spaces.
+    def write(self, files: Sequence[str], facts: Mapping[str, Any] | None = None) -> None:
+        """Write one alignment file for each donor.
 
         Args:
-            anchor: name or path of the anchor's checkpoint.
-            donors: the donor's checkpoint for each file, in the order of `alignments`.
-            untie: whether the checkpoints' tied heads count as tensors of their own.
             facts: further entries of the files' metadata.
         """
         entries = {**(facts or {}), "learned": self.report.to_dict()}
-        stored = self.of_checkpoints([anchor, *donors.values()], untie)
-        for file, alignment in zip(donors, stored.alignments, strict=True):
+        for file, alignment in zip(files, self.alignments, strict=True):
             replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
-
-    def of_checkpoints(self, models: Sequence[ModelLike], untie: bool) -> FitResult:
-        """The same for stored models, the anchor first, instead of the modules that were fitted; with reports."""
-        alignments, architecture = [], self.architecture
-        for donor, alignment in zip(models[1:], self.alignments, strict=True):
-            pair = open_pair(models[0], donor, self.match, untie)
-            architecture = pair.architecture
-            transforms = renamed(alignment.transforms, self.architecture, architecture)
-            alignments.append(with_basis(pair, reported(pair, replace(alignment, transforms=transforms))))
-        return replace(self, architecture=architecture, alignments=alignments)
 
 
 def fit(
@@ -117,6 +134,9 @@ def fit(
     options: FitConfig | None = None,
     watch: Watch | None = None,
     label: str = "samples",
+    untie: bool | None = None,
+    module: nn.Module | None = None,
+    devices: Sequence[str] = (),
 ) -> FitResult:
     """Learn the transforms that lower the loss of models between an anchor and its donors.
 
@@ -130,6 +150,10 @@ def fit(
         options: how to learn.
         watch: told about every step.
         label: what messages call the samples.
+        untie: give tied heads a tensor of their own; None: where the residual group needs it.
+        module: the anchor in memory, where it is there anyway.
+        devices: where the models' weights are put, one of them for each model in turn; those between are computed on
+            the first.
 
     Returns:
         Alignments that are never worse on the held-out batches than where the fit started.
@@ -137,28 +161,28 @@ def fit(
     Raises:
         RotationMergeError: models that do not fit together, groups that are not admitted, data without use.
     """
-    match, options = AlignConfig.or_default(match or WIDEST), FitConfig.or_default(options)
-    models = [anchor, *_as_list(donors)]
+    options = FitConfig.or_default(options)
+    pairs = _pairs([anchor, *_as_list(donors)], AlignConfig.or_default(match or WIDEST), untie)
+    if options.coefficients is not None and len(options.coefficients) != len(pairs) + 1:
+        problem = f"{len(options.coefficients)} 'coefficients' for {len(pairs) + 1} models"
+        raise RecipeError(problem, remedy="give one share for each model, the anchor first")
+    module = module or pairs[0].anchor.module or module_of(pairs[0].anchor)
+    samples = _samples(batches, pairs, module)
+    with seeded(options.seed):
+        return _Fit(pairs, module, samples, options, watch or (lambda *_: None), label, devices).run()
+
+
+def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None = None) -> list[Pair]:
+    """The anchor with each donor."""
     if len(models) < 2:
         raise RecipeError("no donors are given", remedy="give one model or more to align to the anchor")
-    shares = options.coefficients
-    if shares is not None and len(shares) != len(models):
-        problem = f"{len(shares)} 'coefficients' for {len(models)} models"
-        raise RecipeError(problem, remedy="give one share for each model, the anchor first")
-    views = [open_model(model, f"donor {number}" if number else "anchor") for number, model in enumerate(models)]
-    modules = [
-        model if isinstance(model, nn.Module) else module_of(view) for model, view in zip(models, views, strict=True)
-    ]
-    first, *others = (open_model(module, view.name) for module, view in zip(modules, views, strict=True))
-    for other in others:
-        check_names(first, other)
-        check_shapes(first, other, remedy="bring the models to one vocabulary and one size first")
-    samples = _samples(batches, views[0], modules)
-    with seeded(options.seed):
-        result = _Fit(modules, samples, match, options, watch or (lambda *_: None), label).run()
-    if all(module is model for module, model in zip(modules, models, strict=True)):
-        return result
-    return result.of_checkpoints(views, any(alignment.known_basis.untie for alignment in result.alignments))
+    anchor, *donors = (open_model(model, f"donor {n}" if n else "anchor") for n, model in enumerate(models))
+    for donor in donors:
+        check_shapes(anchor, donor, remedy="bring the models to one vocabulary and one size first")
+    pairs = [open_pair(anchor, donor, match, untie is not False) for donor in donors]
+    if untie is None and not (pairs[0].folded and anchor.tied):
+        return [open_pair(anchor, donor, match) for donor in donors]
+    return pairs
 
 
 def _as_list(donors: Any) -> list[ModelLike]:
@@ -169,7 +193,7 @@ def _as_list(donors: Any) -> list[ModelLike]:
     return [donors]
 
 
-def _samples(batches: Samples, anchor: View, modules: Sequence[nn.Module]) -> list[Batch]:
+def _samples(batches: Samples, pairs: Sequence[Pair], module: nn.Module) -> list[Batch]:
     """Batches that all models can run on.
 
     Raises:
@@ -177,11 +201,11 @@ def _samples(batches: Samples, anchor: View, modules: Sequence[nn.Module]) -> li
     """
     if isinstance(batches, str | os.PathLike):
         limit = SAMPLES if str(batches) in SOURCES else None
-        samples = read_samples(anchor, batches, limit, module=modules[0]).batches
+        samples = read_samples(pairs[0].anchor, batches, limit, module=module).batches
     else:
         batches = listed(batches)
-        for module in modules:
-            data_in_memory(batches, module)
+        for model in (module, *(pair.donor.module for pair in pairs if pair.donor.module is not None)):
+            data_in_memory(batches, model)
         samples = [dict(batch) for batch in batches]
     if len(samples) < 2:
         raise RecipeError("at least two batches are needed", remedy="give more data, or smaller batches")
@@ -192,33 +216,35 @@ class _Fit:
     """One fit in progress.
 
     Attributes:
-        models: the parents, the anchor first.
         held_out, training: numbers of batches.
         model: a module that computes the model of `mixture`.
     """
 
     def __init__(
         self,
-        models: list[nn.Module],
+        pairs: list[Pair],
+        module: nn.Module,
         batches: list[Batch],
-        match: AlignConfig,
         options: FitConfig,
         watch: Watch,
-        label: str,
+        label: str = "samples",
+        devices: Sequence[str] = (),
     ) -> None:
-        self.models, self.options, self.watch, self.label = [m.eval() for m in models], options, watch, label
-        self.device = device_of(models[0])
-        self.architecture = architecture_of(models[0], untie=True)
-        self.views = [open_model(model, type(model).__name__, untie=True) for model in models]
-        pairs = [check_pair(self.views[0], donor, match, untie=True) for donor in self.views[1:]]
-        self.match, self.folded, self.rows = pairs[-1].options, pairs[-1].folded, [pair.rows for pair in pairs]
-        self.states = [dict(model.state_dict()) for model in models]
-        for state, rows in zip(self.states[1:], self.rows, strict=True):
-            state.update({name: in_order(state[name], order) for name, order in rows.items()})
-        size = 4 * sum(parameter.numel() for parameter in models[0].parameters())
+        self.pairs, self.options, self.watch, self.label = pairs, options, watch, label
+        self.count, self.match = len(pairs) + 1, pairs[-1].options
+        module = (module.to(devices[0]) if devices else module).eval()
+        self.device, self.architecture = device_of(module), architecture_of(module, untie=True)
+        size = 4 * sum(parameter.numel() for parameter in module.parameters())
         keeps = size <= LARGEST_KEPT and not options.checkpointing
-        self.mixture = Mixture(self.architecture, self.states, self.folded, self.device, keeps)
-        self.model = mixed_model(models[0], self.mixture, options.checkpointing)
+        sides = [(pairs[0], 0), *((pair, 1) for pair in pairs)]
+        places = [devices[number % len(devices)] if devices else "cpu" for number in range(self.count)]
+        placed = [(replace(p, device=d, watched=False), n) for (p, n), d in zip(sides, places, strict=True)]
+        stored = [(pair.sources[number], pair.architecture) for pair, number in placed]
+        self.parents = [restructured(*source, self.architecture).cached(math.inf) for source in stored]
+        for pair, parent in zip(pairs, self.parents[1:], strict=True):
+            _check_names(self.architecture, pair, set(self.parents[0]) ^ set(parent))
+        self.mixture = Mixture(self.architecture, self.parents, pairs[-1].folded, self.device, keeps)
+        self.model = mixed_model(module, self.mixture, options.checkpointing)
         self.batches: list[Batch] = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
         count = max(1, round(len(batches) * options.held_out))
         order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(options.seed)).tolist()
@@ -232,7 +258,8 @@ class _Fit:
 
     def loss(self, batch: Batch, answers: list[Tensor] | None, coefficients: Tensor) -> Tensor:
         """Loss of the chosen model on one batch: from its labels, or from its parents' answers."""
-        with self._precision():
+        half = self.options.half and self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             outputs = self.model(**batch)
             if answers is None:
                 return labels_loss(outputs)
@@ -241,15 +268,11 @@ class _Fit:
     @torch.no_grad()
     def answers(self, batch: Batch) -> list[Tensor]:
         """The parents' answers to a batch, computed in float32 at least."""
-        return [taught_output(self._outputs_of(number, batch)).to(self.device) for number in range(len(self.models))]
-
-    def _outputs_of(self, number: int, batch: Batch) -> Any:
-        """A parent's outputs: of the model itself, unless it is stored in less or its classes have another order."""
-        model = self.models[number]
-        if all(p.dtype in WIDE for p in model.parameters()) and not (number and self.rows[number - 1]):
-            return model(**inputs_for(model, batch))
-        with self.mixture.at([{} for _ in self.states[1:]], torch.eye(len(self.models))[number]):
-            return self.model(**batch)
+        answers = []
+        for share in torch.eye(self.count):
+            with self.mixture.at([{}] * len(self.pairs), share):
+                answers.append(taught_output(self.model(**batch)))
+        return answers
 
     def batch_with_answers(self, number: int) -> tuple[Batch, list[Tensor] | None]:
         """A batch, with the parents' answers unless its labels count."""
@@ -278,34 +301,29 @@ class _Fit:
     def _pick(self) -> int:
         return self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
 
-    def _precision(self) -> torch.autocast:
-        half = self.options.half and self.device.type == "cuda"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=half)
-
     @torch.no_grad()
     def score(self, transforms: list[Transforms]) -> tuple[float, float]:
         """Held-out loss inside the path (mean), and the barrier: highest loss above the straight line."""
         samples = [self.batch_with_answers(number) for number in self.held_out]
         losses = []
         for point in POINTS:
-            coefficients = along(point, len(self.models)).to(self.device)
+            coefficients = along(point, self.count).to(self.device)
             with self.mixture.at(transforms, coefficients):
                 values = [float(self.loss(*sample, coefficients)) for sample in samples]
             losses.append(sum(values) / len(values))
         line = [losses[0] + point * (losses[-1] - losses[0]) for point in POINTS]
         barrier = max(value - straight for value, straight in zip(losses[1:-1], line[1:-1], strict=True))
-        return (sum(losses[1:-1]) / 3 if len(self.models) == 2 else losses[2]), barrier
+        return (sum(losses[1:-1]) / 3 if self.count == 2 else losses[2]), barrier
 
     def draw(self) -> Tensor:
         """Draw the coefficients of one step, mostly near the middle."""
         if self.options.coefficients is not None:
             return torch.tensor(self.options.coefficients, device=self.device)
-        if len(self.models) == 2:
+        if self.count == 2:
             first, second = torch.rand(2, generator=self.generator).tolist()
             share = 0.5 + 0.9 * (first - 0.5) * second
             return torch.tensor([1 - share, share], device=self.device)
-        shape = torch.full((len(self.models),), CONCENTRATION)
-        gamma = torch._standard_gamma(shape, generator=self.generator)
+        gamma = torch._standard_gamma(torch.full((self.count,), CONCENTRATION), generator=self.generator)
         return (gamma / gamma.sum()).to(self.device)
 
     # --- the fit -----------------------------------------------------------------------------------------------
@@ -315,97 +333,75 @@ class _Fit:
         starts: dict[str, list[Transforms]] = {}
         if self.options.start != "matched":
             groups = space_groups(self.architecture, self.match)
-            starts["identity"] = [{name: group.identity() for name, group in groups.items()} for _ in self.states[1:]]
+            starts["identity"] = [{name: group.identity() for name, group in groups.items()} for _ in self.pairs]
         if self.options.start != "identity":
-            anchor, *donors = (as_tensors(state).on(self.device) for state in self.states)
-            starts["matched"] = [
-                self._matcher(number)(self.architecture, anchor, donor, self.match, None).transforms
-                for number, donor in enumerate(donors, start=1)
-            ]
+            starts["matched"] = [self._matched(number) for number in range(1, self.count)]
         return starts
 
-    def _matcher(self, number: int) -> Match:
-        """Return the function that matches a donor: on weights, or also on the training samples."""
-        if self.options.match_on == WEIGHTS:
-            return match_model
-        samples = [self.batches[i] for i in self.training]
-        anchor, donor = (self._runnable(self.models[i]) for i in (0, number))
-        return activation_matcher(self.options.match_on, anchor, donor, samples, self.label)
+    def _matched(self, number: int) -> Transforms:
+        """The transforms that matching finds: on weights, or also on the training samples."""
+        pair = self.pairs[number - 1]
+        match: Match = match_model
+        if self.options.match_on != WEIGHTS:
+            samples = [self.batches[i] for i in self.training]
+            first, second = (self._runnable(view) for view in (pair.anchor, pair.donor))
+            match = activation_matcher(self.options.match_on, first, second, samples, self.label)
+        anchor, donor = (self.parents[place].on(self.device) for place in (0, number))
+        return match(self.architecture, anchor, donor, self.match, None).transforms
 
-    def _runnable(self, model: nn.Module) -> nn.Module:
-        """A model in float32 at least, on the samples' device; a copy if it has to change."""
-        if all(p.dtype in WIDE and p.device == self.device for p in model.parameters()):
-            return model
-        copy_of_model = copy.deepcopy(model).to(self.device)
-        for parameter in copy_of_model.parameters():
-            if parameter.dtype not in WIDE:
-                parameter.data = parameter.data.float()
-        return copy_of_model
+    def _runnable(self, view: View) -> nn.Module:
+        """A model in float32, on the samples' device; a copy of a module."""
+        module: nn.Module = module_of(view) if view.module is None else copy.deepcopy(view.module)
+        return module.to(self.device).float()
 
     def run(self) -> FitResult:
         began = time.perf_counter()
         starts = self.starts()
         scores = {name: self.score(transforms) for name, transforms in starts.items()}
-        plain = scores.get("identity") or self.score([{} for _ in self.models[1:]])
+        plain = scores.get("identity") or self.score([{} for _ in self.pairs])
         name = min(scores, key=lambda start: scores[start][0])
-        learned = nn.ModuleList(
-            LearnedTransforms(self.architecture, transforms, bool(self.match.scaling), self.options.permutations)
-            for transforms in starts[name]
-        ).to(self.device)
+        scaling = bool(self.match.scaling)
+        learned = [LearnedTransforms(self.architecture, maps, scaling) for maps in starts[name]]
         loss, barrier = scores[name]
         report = FitReport(name, self.objective, loss, loss, barrier, barrier, plain[0], 0, 0.0)
-        self._optimise(learned, report, began)
+        self._optimise(nn.ModuleList(learned).to(self.device), report, began)
         report.seconds = time.perf_counter() - began
-        final = [cast(LearnedTransforms, module).final_transforms() for module in learned]
         alignments = [
-            Alignment(transforms, self.folded, summary={"learned": report.to_dict()}, basis=basis)
-            for transforms, basis in zip(final, self._bases(), strict=True)
+            self._alignment(pair, module.final_transforms(), report)
+            for module, pair in zip(learned, self.pairs, strict=True)
         ]
-        return FitResult(self.architecture, alignments, report, self.match)
+        return FitResult(self.pairs[0].architecture, alignments, report, self.match)
 
-    def _bases(self) -> list[Basis]:
-        """The facts on every donor and the anchor for its alignment."""
-        untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
-        names = ["anchor", *(f"donor {number}" for number in range(1, len(self.models)))]
-        anchor, *donors = (open_model(*pair, untie=untie) for pair in zip(self.models, names, strict=True))
-        return [check_pair(anchor, donor, self.match, untie=untie).basis(self.folded) for donor in donors]
+    def _alignment(self, pair: Pair, transforms: Transforms, report: FitReport) -> Alignment:
+        """An alignment under the names of the pair's models, with a report."""
+        transforms = renamed(transforms, self.architecture, pair.architecture)
+        alignment = Alignment(transforms, pair.folded, summary={"learned": report.to_dict()})
+        return with_basis(pair, reported(pair, alignment))
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> None:
         """Take the steps, and leave the parameters with the lowest held-out loss."""
         if next(learned.parameters(), None) is None:
             problem = "the groups chosen have nothing to learn (signs and permutations only)"
-            remedy = "allow 'attention: rotation', 'scaling' or 'residual: rotation', or learn permutations"
+            remedy = "allow 'attention: rotation', 'scaling' or 'residual: rotation'"
             raise RecipeError(problem, remedy=remedy)
         options, steps = self.options, self.options.steps
         optimiser = torch.optim.Adam(learned.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
         report.history = [(0, 0.0, report.before, report.barrier_before)]
         step, look = partial(self._step, learned, optimiser), partial(self._look, learned, report)
-        run = Training(
-            learned,
-            optimiser,
-            schedule,
-            self.generator,
-            report,
-            step,
-            look,
-            steps,
-            LOOKS,
-            began,
-            options.patience,
-            options.minutes,
-        )
+        training = Training(learned, optimiser, schedule, self.generator, report, step, look)
+        seconds = 60 * options.minutes - (time.perf_counter() - began) if options.minutes else math.inf
 
         def watch(done: int, loss: float) -> None:
             self.watch(done, steps, {"loss": loss, "held out": report.after, "barrier": report.barrier_after})
 
         with kept_in(options.state, self._mark) as ledger:
-            train(run, watch, ledger)
+            training.run(steps, LOOKS, watch, ledger, options.patience, seconds)
 
     def _mark(self) -> str:
         """A stable key of the fit: models, data, and every option that has an effect."""
         chosen = {name: value for name, value in asdict(self.options).items() if name not in WITHOUT_EFFECT}
-        models = [(type(view.module).__name__, view.fingerprint) for view in self.views]
+        models = [view.fingerprint for view in (self.pairs[0].anchor, *(pair.donor.as_filed for pair in self.pairs))]
         batches = [{name: checksum(tensor) for name, tensor in batch.items()} for batch in self.batches]
         return mark_of([], fitted=models, batches=batches, match=asdict(self.match), options=chosen)
 
@@ -434,6 +430,14 @@ class _Fit:
             return False
         report.after, report.barrier_after, report.best_step = value, barrier, step
         return True
+
+
+def _check_names(architecture: Architecture, pair: Pair, odd: set[str]) -> None:
+    """Refuse a donor if one of the tensors that only one of the two has is more than a second copy of another."""
+    known = {name for info in architecture.tensors() if not info.tied for name in info.names}
+    if odd & known:
+        problem = f"tensor '{min(odd & known)}' is only in one of {pair.anchor.name} and {pair.donor.name}"
+        raise CheckpointError(problem, where=pair.donor.name, remedy="give models of one class")
 
 
 def along(point: float, models: int) -> Tensor:

@@ -13,8 +13,7 @@ biases take part, too, and queries and keys are permuted separately from values 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,11 +24,10 @@ from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
 from rotation_merge.linalg.scaling import best_scale, cost
-from rotation_merge.matching.matrix_pairs import Side
+from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch
 from rotation_merge.model.apply import at_least_float32
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
-from rotation_merge.symmetry.element import in_order
 from rotation_merge.symmetry.group import Group, Monomials
 from rotation_merge.symmetry.space import PAIRED
 
@@ -44,31 +42,25 @@ ENTRIES = 1 << 22
 NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
 SPECTRAL = "heads paired by their singular values, after TransFusion"
 
-Pairs = list[tuple[Tensor, Tensor]]
-"""(anchor, donor), (G, r, d, m) each, of any strides; r is 1 for keys and values."""
 
-
-def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> tuple[Transform, float, list[str]]:
-    """The best order of heads and maps inside them, within the options and the layer's groups.
-
-    Returns:
-        The transform, by how much it lowers the squared distance, and notes.
-    """
+def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
+    """The best order of heads and maps inside them, within the options and the layer's groups."""
     group = admitted(space, options)
-    parts = [part for name in PAIRED if (part := _part(space, sides, group, name)) is not None]
+    parts = [part for name in PAIRED if (part := HeadPart.of(space, sides, group, name)) is not None]
     pairing, notes = _best_order(group, parts)
-    elements = dict(group.identity().elements)
-    gained = 0.0
-    for part in parts:
-        element, gain = part.solved(pairing)
-        gained += gain
-        if part.name in elements and elements[part.name].shape[0] == len(pairing.donor):
-            elements[part.name] = element
-    shared = _shared_gains(space, sides, group)
+    elements, met = dict(group.identity().elements), [(part, pairing) for part in parts]
+    shared = HeadPart.of(space, sides, group, "gains", shared=True)
     if shared is not None:
-        elements["gains"], gain = shared.solved(Pairing.own(1, 1))
+        met.append((shared, shared.own))
+    gained = 0.0
+    for part, pairs in met:
+        element, gain = part.solved(pairs)
         gained += gain
-    return Transform("attention", elements, (pairing.donor, pairing.queries)), gained, notes
+        if part.name in elements and elements[part.name].shape[0] == len(pairs.donor):
+            elements[part.name] = element
+    before, anchor = (sum(float(part.squares[which].sum()) for part, _ in met) for which in (2, 0))
+    transform = Transform("attention", elements, (pairing.donor, pairing.queries))
+    return SpaceMatch(transform, (before, before - gained, anchor), notes)
 
 
 @dataclass(frozen=True)
@@ -89,19 +81,9 @@ class Pairing:
         """Every group of the anchor's, with the donor's groups in an order."""
         return cls(torch.arange(len(order)), order, queries)
 
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether every group meets itself, in the same order of heads."""
-        return in_order(self.donor) and torch.equal(self.anchor, self.donor) and in_order(self.queries)
-
-    @classmethod
-    def own(cls, groups: int, per_group: int) -> Pairing:
-        """Every group with itself."""
-        return cls.of_all(torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
-
     def equals(self, other: Pairing) -> bool:
-        """Whether both pair the anchor's heads with the same ones."""
-        return torch.equal(self.donor, other.donor) and torch.equal(self.queries, other.queries)
+        """Whether both pair the same heads."""
+        return all(map(torch.equal, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,25 +92,51 @@ class HeadPart:
 
     Attributes:
         name: of the element; None: numbers that only follow the order of the heads.
-        primal: keys or values, one head a group; `dual`: queries or outputs, r heads a group.
-        follow: what changes places with the coordinates and nothing more (rows of output gates), r heads a group.
+        sides: primal (keys or values, one head a group), dual (queries or outputs, r heads a group) and what changes
+            places with the coordinates and nothing more (rows of output gates, r heads a group); (G, 1 or r, d, m).
         shape: G, r and d.
         device: of the sums.
     """
 
     name: str | None
     group: Group
-    primal: Pairs
-    dual: Pairs
-    follow: Pairs
+    sides: tuple[Pairs, ...]
     shape: tuple[int, int, int]
     device: torch.device
+
+    @classmethod
+    def of(
+        cls, space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None, shared: bool = False
+    ) -> HeadPart | None:
+        """The part of an element's tensors; None if there are none. Without a group of their own they stay.
+
+        Args:
+            shared: of gains, those of norms that all heads of a layer share, as of one head.
+        """
+        sizes = space.sizes
+        size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
+        shape = (1, 1, size) if shared else (sizes["groups"], sizes["per_group"], size)
+        roles = ("k_norm", "q_norm") if shared else (*PAIRED[name], *(["gate"] if name == "vo" else []))
+
+        def apart(x: Tensor) -> Tensor:
+            return x.reshape(shape[0], -1, size, x.shape[-1])
+
+        pairs = tuple([(apart(s.anchor), apart(s.donor)) for s in sides if s.role == role] for role in roles)
+        if not any(pairs):
+            return None
+        of_coordinates = group.groups[name][0] if name in group.groups else Monomials()
+        return cls(name, of_coordinates, pairs if any(pairs[2:]) else pairs[:2], shape, sides[0].anchor.device)
+
+    @cached_property
+    def own(self) -> Pairing:
+        """Every group with itself."""
+        groups, per_group, _ = self.shape
+        return Pairing.of_all(torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
 
     @property
     def rounding(self) -> float:
         """Relative rounding of the products."""
-        pairs = (*self.primal, *self.dual, *self.follow)
-        double = all(torch.float64 in (a.dtype, b.dtype) for a, b in pairs)
+        double = all(torch.float64 in (a.dtype, b.dtype) for pairs in self.sides for a, b in pairs)
         return RANK_TOLERANCE if double else FLOAT32_RANK_TOLERANCE
 
     @cached_property
@@ -139,98 +147,91 @@ class HeadPart:
         for number in range(int(numbers.max()) + 1):
             coordinates = (numbers == number).nonzero()[:, 0]
             by_size.setdefault(len(coordinates), []).append(coordinates)
-        return [torch.stack(coordinates) for size, coordinates in by_size.items() if size]
-
-    @property
-    def sides(self) -> tuple[Pairs, ...]:
-        """Primal and dual, and what follows where there is any."""
-        return (self.primal, self.dual, self.follow) if self.follow else (self.primal, self.dual)
+        return [torch.stack(coordinates).to(self.device) for size, coordinates in by_size.items() if size]
 
     @cached_property
-    def norms(self) -> Tensor:
-        """Squared norms of anchor and donor on either side and of what follows, (2, 3, G, d)."""
-        groups, _, size = self.shape
-        total = torch.zeros(2, 3, groups, size, dtype=torch.float64, device=self.device)
+    def squares(self) -> Tensor:
+        """Squared norms of anchor and donor, and the squared distance of every group from itself, (3, sides, G, d)."""
+        return self._squares(self.own)
+
+    def _squares(self, pairing: Pairing) -> Tensor:
+        total = torch.zeros(3, len(self.sides), len(pairing.donor), self.shape[2]).to(self.device, torch.float64)
+        places = list(zip(pairing.anchor.tolist(), pairing.donor.tolist(), pairing.queries, strict=True))
+        still = pairing is self.own
         for side, pairs in enumerate(self.sides):
-            for which, model in ((which, pair[which]) for pair in pairs for which in (0, 1)):
-                for g, x in enumerate(model):
-                    squares = at_least_float32(x.to(self.device)).square().sum(-1)
-                    total[which, side, g] += squares.sum(0, dtype=torch.float64)
+            for a, b in pairs:
+                for n, (i, j, queries) in enumerate(places):
+                    x, y = at_least_float32(a[i].to(self.device)), at_least_float32(b[j].to(self.device))
+                    y = y if still or len(y) == 1 else y[queries.to(self.device)]
+                    for which, heads in enumerate((x, y, x - y)):
+                        total[which, side, n] += heads.square().sum(-1).sum(0, dtype=torch.float64)
         return total
 
     def stats(self, pairing: Pairing) -> Stats:
         """The statistics of pairs of groups."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        anchor, donor = self.norms[0][:, i], self.norms[1][:, j]
+        anchor, donor = self.squares[0][:, i], self.squares[1][:, j]
         primal, dual, *follow = (self._summed(side, pairing) for side in range(len(self.sides)))
         stats = Stats(primal, dual, (donor[0], donor[1]), (anchor[0], anchor[1]), rounding=self.rounding)
         return replace(stats, follow=follow[0], follow_norms=donor[2]) if follow else stats
 
-    def tabulate(self) -> None:
-        """Form the products of all heads with all; before, those inside every group with itself are known."""
-        self.__dict__["tables"] = [self._table(pairs, every=True) for pairs in self.sides]
+    @cached_property
+    def inside(self) -> list[list[Tensor]]:
+        """Products of the heads inside each group on each side, for the blocks of each size: (G, r, 1, r, k, s, s)."""
+        return self._tables(every=False)
 
     @cached_property
-    def tables(self) -> list[list[Tensor]]:
-        """Products of heads with heads on each side, for the blocks of each size, in the inputs' precision.
+    def across(self) -> list[list[Tensor]]:
+        """Products of all heads with all, (G, r, G, r, k, s, s)."""
+        return self._tables(every=True)
 
-        (G, r, 1, r, k, s, s) inside the groups, or of all with all (G, r, G, r, k, s, s).
-        """
-        return [self._table(pairs, every=False) for pairs in self.sides]
+    def _tables(self, every: bool) -> list[list[Tensor]]:
+        return [[self._table(blocks, pairs, every) for blocks in self.blocks] for pairs in self.sides]
 
-    def _tables_of(self, i: Tensor, j: Tensor) -> tuple[list[list[Tensor]], Tensor]:
-        """The tables, with the products of groups `i` with groups `j`, and where these are."""
-        if not (self.every or torch.equal(i, j)):
-            self.tabulate()
-        return self.tables, j if self.every else torch.zeros_like(j)
-
-    @property
-    def every(self) -> bool:
-        """Whether the products of all heads with all are known."""
-        return self.tables[0][0].shape[2] == self.shape[0]
-
-    def _table(self, pairs: Pairs, every: bool) -> list[Tensor]:
-        return [self._block_table(blocks, pairs, every) for blocks in self.blocks]
-
-    def _block_table(self, blocks: Tensor, pairs: Pairs, every: bool) -> Tensor:
+    def _table(self, blocks: Tensor, pairs: Pairs, every: bool) -> Tensor:
+        """The products of one side, in the inputs' precision."""
         groups, _, width = self.shape
         per_group = pairs[0][0].shape[1] if pairs else 1
         count, size = blocks.shape
         batch, met = (1, groups) if every else (groups, 1)
         heads = met * per_group
-        index = (torch.arange(heads)[None, :, None] * width + blocks[:, None]).flatten(1).to(self.device)
+        rows = (torch.arange(heads, device=self.device)[None, :, None] * width + blocks[:, None]).flatten(1)
+        whole = count == 1 and size == width  # no copy is needed
+
+        def picked(x: Tensor) -> Tensor:
+            x = x.flatten(0, 2).to(self.device).unflatten(0, (batch, -1))
+            return at_least_float32(x if whole else x[:, rows].flatten(0, 1))
+
         total = torch.zeros(1, device=self.device)
-        for pair in pairs:
-            x, y = (self._rows(t.flatten(0, 2).to(self.device).unflatten(0, (batch, -1)), index) for t in pair)
-            total = total + torch.bmm(*_alike(x, y))
+        for x, y in (map(picked, pair) for pair in pairs):
+            dtype = torch.promote_types(x.dtype, y.dtype)
+            total = total + torch.bmm(x.to(dtype), y.to(dtype).mT)
         total = total.expand(batch * count, heads * size, heads * size)
         apart = total.reshape(batch, count, met, per_group, size, met, per_group, size)
         return apart.permute(0, 2, 3, 5, 6, 1, 4, 7).flatten(0, 1)
 
-    @staticmethod
-    def _rows(x: Tensor, index: Tensor) -> Tensor:
-        """Some rows of (b, n, m), (b k, rows, m), widened; without a copy where these are all of them in order."""
-        whole = index.numel() == x.shape[1] and len(index) == 1
-        return at_least_float32(x if whole else x[:, index].flatten(0, 1))
+    def _tables_of(self, pairing: Pairing) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+        """The tables with the products of the pairs, and their places there."""
+        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
+        if "across" not in vars(self) and torch.equal(i, j):
+            return self.inside, i, torch.zeros_like(j)
+        return self.across, i, j
 
     def _summed(self, side: int, pairing: Pairing) -> Tensor:
         """A B^T of pairs of groups, summed over their heads, (N, d, d), zero outside of blocks."""
-        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        size, (tables, places) = self.shape[2], self._tables_of(i, j)
+        size, (tables, i, j) = self.shape[2], self._tables_of(pairing)
         result = torch.zeros(len(i), size, size, dtype=torch.float64, device=self.device)
         for blocks, table in zip(self.blocks, tables[side], strict=True):
-            rows = torch.arange(table.shape[1], device=self.device)
-            queries = pairing.queries.to(self.device) if len(rows) > 1 else torch.zeros_like(i)[:, None]
-            picked = table[i[:, None], rows, places[:, None], queries]
-            index = blocks.to(self.device)
-            result[:, index[:, :, None], index[:, None, :]] = picked.sum(1, dtype=torch.float64)
+            heads = torch.arange(table.shape[1], device=self.device)
+            queries = pairing.queries.to(self.device) if len(heads) > 1 else torch.zeros_like(i)[:, None]
+            picked = table[i[:, None], heads, j[:, None], queries]
+            result[:, blocks[:, :, None], blocks[:, None, :]] = picked.sum(1, dtype=torch.float64)
         return result
 
     def inner(self, pairing: Pairing) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
-        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        tables, places = self._tables_of(i, j)
-        return [table[i, :, places].double() for table in tables[1]]
+        tables, i, j = self._tables_of(pairing)
+        return [table[i, :, j].double() for table in tables[1]]
 
     @property
     def compact(self) -> bool:
@@ -243,78 +244,25 @@ class HeadPart:
         Without a table of all heads, or where the coordinates of a block have scales of their own, the anchor's squared
         norms: all that can be gained.
         """
-        if not self.every or (self.group.permutes and self.group.scaled):
-            return self.norms[0].sum((0, 2))[:, None].expand(-1, self.shape[0]).cpu()
-        total = self.norms[0, 2].sum(1)[:, None].repeat(1, self.shape[0])
-        for blocks, primal, dual in zip(self.blocks, *self.tables[:2], strict=True):
+        if "across" not in vars(self) or (self.group.permutes and self.group.scaled):
+            return self.squares[0].sum((0, 2))[:, None].expand(-1, self.shape[0]).cpu()
+        total = self.squares[0, 2:].sum((0, 2))[:, None].repeat(1, self.shape[0])
+        for blocks, primal, dual in zip(self.blocks, *self.across[:2], strict=True):
             root = blocks.shape[1] ** 0.5 * (1 + self.rounding)
             p, q = (root * torch.linalg.matrix_norm(table).double().amax(3).sum(1) for table in (primal, dual))
-            first, second = (x[:, blocks.to(self.device)].sum(-1)[None] for x in self.norms[1, :2])
+            first, second = (x[:, blocks].sum(-1)[None] for x in self.squares[1, :2])
             scale = best_scale(first, second, p, q) if self.group.scaled else torch.ones_like(p)
             total -= cost(scale, first, second, p, q).sum(-1)
         return total.cpu()
 
     def solved(self, pairing: Pairing) -> tuple[Monomial | Linear, float]:
         """The best element of each pair, the identity where both models are equal, and by how much it gains."""
-        stats = self.stats(pairing)
-        element = self.group.solve(stats.of_equals(self._equal(pairing)))
-        groups, per_group, size = self.shape
-        before = stats if pairing.changes_nothing else self.stats(Pairing.own(groups, per_group))
-        gained = stats.gain(element) - before.gain(Monomial.identity(groups, size))
-        return element, float(gained.sum())
-
-    def _equal(self, pairing: Pairing) -> Tensor:
-        """Whether the heads that meet are equal in both models, (N,)."""
-        equal = torch.ones(len(pairing.anchor), dtype=torch.bool, device=self.device)
-        places = list(zip(pairing.anchor.tolist(), pairing.donor.tolist(), pairing.queries, strict=True))
-        for a, b in itertools.chain.from_iterable(self.sides):
-            for n, (i, j, queries) in enumerate(places):
-                x, y = a[i].to(self.device), b[j].to(self.device, a.dtype)
-                equal[n] &= torch.equal(x, y if len(y) == 1 else y[queries.to(self.device)])
-        return equal
-
-    def chunks(self, pairing: Pairing) -> Iterator[tuple[Tensor, Pairing]]:
-        """A few pairs at a time, with their numbers."""
-        size = self.shape[2]
-        for chunk in torch.arange(len(pairing.anchor)).split(max(1, ENTRIES // (size * size * self.shape[1]))):
-            yield chunk, Pairing(pairing.anchor[chunk], pairing.donor[chunk], pairing.queries[chunk])
-
-
-def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """X and Y^T, in one dtype."""
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    return x.to(dtype), y.to(dtype).mT
-
-
-def _part(space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None) -> HeadPart | None:
-    """The part of an element's tensors; None if there are none. Without a group of their own they stay."""
-    roles, sizes = PAIRED[name], space.sizes
-    element_group = group.groups[name][0] if name in group.groups else Monomials()
-    size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
-    shape = (sizes["groups"], sizes["per_group"], size)
-    primal, dual = (_pairs(sides, role, shape) for role in roles)
-    gates = _pairs(sides, "gate", shape) if name == "vo" else []
-    if not (primal or dual or gates):
-        return None
-    return HeadPart(name, element_group, primal, dual, gates, shape, sides[0].anchor.device)
-
-
-def _pairs(sides: Sequence[Side], role: str, shape: tuple[int, int, int]) -> Pairs:
-    groups, _, size = shape
-    return [
-        (s.anchor.reshape(groups, -1, size, s.anchor.shape[-1]), s.donor.reshape(groups, -1, size, s.donor.shape[-1]))
-        for s in sides
-        if s.role == role
-    ]
-
-
-def _shared_gains(space: Space, sides: Sequence[Side], group: SpaceGroup) -> HeadPart | None:
-    """Gains of norms that all heads of a layer share, as those of one head."""
-    shape = (1, 1, space.sizes["head_dim"])
-    primal, dual = (_pairs(sides, role, shape) for role in ("k_norm", "q_norm"))
-    if not (primal or dual) or "gains" not in group.groups:
-        return None
-    return HeadPart("gains", group.groups["gains"][0], primal, dual, [], shape, sides[0].anchor.device)
+        still, stats = pairing.equals(self.own), self.stats(pairing)
+        apart = (self.squares if still else self._squares(pairing))[2]
+        element = self.group.solve(stats.of_equals(apart.sum((0, 2)) == 0))
+        before = stats if still else self.stats(self.own)
+        unmoved = Monomial.identity(len(self.own.donor), self.shape[2])
+        return element, float((stats.gain(element) - before.gain(unmoved)).sum())
 
 
 def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list[str]]:
@@ -329,14 +277,12 @@ def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list
         return _spectral(group, parts), [SPECTRAL]
     notes = [NOTE] if queries.shape[1] > 1 else []
     gains, inner = _inner_orders(parts, rows, rows)
-    orders = [(unmoved, float(_gains(parts, unmoved).sum())), (Pairing.of_all(rows, inner), float(gains.sum()))]
+    orders = [unmoved, Pairing.of_all(rows, inner)]
     if not (group.inside or _at_home(parts, gains)):
         count = len(rows)
         gains, every = _inner_orders(parts, rows.repeat_interleave(count), rows.repeat(count))
-        values = gains.reshape(count, count)
-        order = assign(values)
-        inner = every.reshape(count, count, -1)[rows, order]
-        orders.append((Pairing.of_all(order, inner), float(values[rows, order].sum())))
+        order = assign(gains.reshape(count, count))
+        orders.append(Pairing.of_all(order, every.reshape(count, count, -1)[rows, order]))
     return _chosen(parts, orders), notes
 
 
@@ -350,7 +296,7 @@ def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
     for compact in (True, False):
         for part in parts:
             if part.compact == compact:
-                part.tabulate()
+                _ = part.across  # from which its bounds are then taken
         values = torch.stack([part.bounds() for part in parts]).sum(0)
         values[rows, rows] = gains
         if torch.equal(assign(values), rows):
@@ -358,35 +304,41 @@ def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
     return False
 
 
-def _chosen(parts: list[HeadPart], orders: list[tuple[Pairing, float]]) -> Pairing:
+def _chosen(parts: list[HeadPart], orders: list[Pairing]) -> Pairing:
     """The first of the orders that gains most; where several gain nearly as much, under the best maps."""
-    most = max(gain for _, gain in orders)
-    close: list[Pairing] = []
-    for pairing, gain in orders:
-        if CLEARLY * max(gain, 0.0) >= most and not any(pairing.equals(other) for other in close):
-            close.append(pairing)
-    gains = [_gained(parts, pairing) for pairing in close] if len(close) > 1 else [most]
-    best = 0
-    for number, gain in enumerate(gains):
-        best = number if gain > gains[best] + GAINED * abs(gains[best]) else best
-    return close[best]
-
-
-def _gained(parts: list[HeadPart], pairing: Pairing) -> float:
-    """What an order gains under the best maps."""
-    every = [part.stats(pairing) for part in parts]
-    gains = (float(stats.gain(part.group.solve(stats)).sum()) for part, stats in zip(parts, every, strict=True))
-    return sum(gains)
+    distinct = [x for number, x in enumerate(orders) if not any(x.equals(other) for other in orders[:number])]
+    if len(distinct) == 1:
+        return distinct[0]
+    every = [[(part.group, part.stats(pairing)) for part in parts] for pairing in distinct]
+    gains = [sum(float(group.value(replace(s, turns=1)).sum()) for group, s in stats) for stats in every]
+    close = [number for number, gain in enumerate(gains) if CLEARLY * max(gain, 0.0) >= max(gains)]
+    best = close[0] if close else 0
+    if len(close) > 1:
+        exact = {n: sum(float(s.gain(group.solve(s)).sum()) for group, s in every[n]) for n in close}
+        for number in close:
+            best = number if exact[number] > exact[best] + GAINED * abs(exact[best]) else best
+    return distinct[best]
 
 
 def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-    """What N pairs of groups gain, (N,), and the best orders of the query heads inside them, (N, r)."""
+    """What N pairs of groups gain, (N,), and the best orders of their query heads, (N, r); a few pairs at a time."""
+    size = max(part.shape[1] * part.shape[2] ** 2 for part in parts)
+    chunks = zip(*(x.split(max(1, ENTRIES // size)) for x in (i, j)), strict=True)
+    gains, orders = zip(*(_alternated(parts, *chunk) for chunk in chunks), strict=True)
+    return torch.cat(gains), torch.cat(orders)
+
+
+def _alternated(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """Maps and the order of query heads in turn, from that of the heads and from that of the likeliest pairs."""
     per_group = parts[0].shape[1]
     unmoved = torch.arange(per_group).repeat(len(i), 1)
+    pairing = Pairing(i, j, unmoved)
     if per_group == 1:
-        return _gains(parts, Pairing(i, j, unmoved)), unmoved
+        stats = [(part, replace(part.stats(pairing), turns=1)) for part in parts]
+        return torch.stack([part.group.value(s).cpu() for part, s in stats]).sum(0), unmoved
     gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
-    likely = _assigned(_alone(parts, Pairing(i, j, unmoved)))
+    norms = (torch.linalg.matrix_norm(table).sum(-1).cpu() for part in parts for table in part.inner(pairing))
+    likely = _assigned(sum(norms, torch.zeros(len(i), per_group, per_group, dtype=torch.float64)))
     differs = (likely != unmoved).any(1).nonzero()[:, 0]
     for rows, queries in ((torch.arange(len(i)), unmoved), (differs, likely[differs])):
         for _ in range(TURNS):
@@ -405,70 +357,39 @@ def _assigned(values: Tensor) -> Tensor:
     return torch.stack([assign(m) for m in values])
 
 
-def _gains(parts: list[HeadPart], pairing: Pairing) -> Tensor:
-    """What N pairs gain under the best maps, or ones nearly the best, (N,), on the CPU."""
-    total = torch.zeros(len(pairing.anchor), dtype=torch.float64)
-    for part in parts:
-        for chunk, pairs in part.chunks(pairing):
-            total[chunk] += part.group.value(replace(part.stats(pairs), turns=1)).cpu()
-    return total
-
-
-def _alone(parts: list[HeadPart], pairing: Pairing) -> Tensor:
-    """The norms of the products of every pair of query heads, (N, r, r): those of heads that go together are larger."""
-    total = torch.zeros(len(pairing.anchor), *[parts[0].shape[1]] * 2, dtype=torch.float64)
-    for part in parts:
-        for chunk, pairs in part.chunks(pairing):
-            total[chunk] += sum(torch.linalg.matrix_norm(t).sum(-1).cpu() for t in part.inner(pairs))
-    return total
-
-
 def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
     """What N pairs of groups gain under nearly the best maps, (N,), and <A, g^-T B> of their query heads, (N, r, r)."""
     gains = torch.zeros(len(pairing.anchor), dtype=torch.float64)
     total = torch.zeros(len(gains), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
-        for chunk, pairs in part.chunks(pairing):
-            stats = replace(part.stats(pairs), turns=1)
-            element = part.group.solve(stats)
-            gains[chunk] += stats.gain(element).cpu()
-            maps = element.matrices(dual=True).to(part.device)
-            for blocks, table in zip(part.blocks, part.inner(pairs), strict=True):
-                index = blocks.to(part.device)
-                inside = maps[:, index[:, :, None], index[:, None, :]]
-                total[chunk] += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
+        stats = replace(part.stats(pairing), turns=1)
+        element = part.group.solve(stats)
+        gains += stats.gain(element).cpu()
+        maps = element.matrices(dual=True).to(part.device)
+        for blocks, table in zip(part.blocks, part.inner(pairing), strict=True):
+            inside = maps[:, blocks[:, :, None], blocks[:, None, :]]
+            total += torch.einsum("nkxy,nabkxy->nab", inside, table).cpu()
     return gains, total
 
 
 def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
     """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra."""
     groups, per_group = group.orders[1].shape
-    shared = torch.zeros(groups, groups, dtype=torch.float64)
-    every = torch.zeros(groups, per_group, groups, per_group, dtype=torch.float64)
-    for part in parts:
-        if part.name is not None:
-            if part.primal:
-                shared += _spectral_distances(part.primal, (groups, 1))[:, 0, :, 0]
-            if part.dual:
-                every += _spectral_distances(part.dual, (groups, per_group))
-    inner = every.permute(0, 2, 1, 3)
+    named = [part for part in parts if part.name is not None]
+    shared, every = (
+        sum((_spectral_distances(part.sides[side], shape) for part in named if part.sides[side]), torch.zeros(1))
+        for side, shape in enumerate([(groups, 1), (groups, per_group)])
+    )
+    inner = every.expand(groups, per_group, groups, per_group).permute(0, 2, 1, 3)
     queries = _assigned(-inner.flatten(0, 1)).reshape(groups, groups, per_group)
     chosen = inner.gather(3, queries[..., None])[..., 0].sum(-1)
     rows = torch.arange(groups)
-    order = rows if group.inside else assign(-(shared + chosen))
+    order = rows if group.inside else assign(-(shared.expand(groups, 1, groups, 1)[:, 0, :, 0] + chosen))
     return Pairing.of_all(order, queries[rows, order])
 
 
 def _spectral_distances(pairs: Pairs, shape: tuple[int, int]) -> Tensor:
     """Distances between the singular values of the anchor's and of the donor's heads, (G, r, G, r), biases included."""
-    anchor, donor = (
-        torch.linalg.eigvalsh(sum(_gram(pair[which]) for pair in pairs)).clamp_min(0).sqrt().flatten(0, 1)
-        for which in (0, 1)
-    )
+    grams = (sum(x.double() @ x.double().mT for x in of_model) for of_model in zip(*pairs, strict=True))
+    anchor, donor = (torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flatten(0, 1) for gram in grams)
     return torch.cdist(anchor, donor).reshape(*shape, *shape).cpu()
-
-
-def _gram(x: Tensor) -> Tensor:
-    """X X^T of each head, (G, r, d, d)."""
-    wide = x.double()
-    return wide @ wide.mT

@@ -13,20 +13,24 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import BlockMatch, row_of
+from rotation_merge.matching.block import BlockMatch, row_of, squared_distances
+from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.serialisation import match_of, packed, part_of, unpacked
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
 from rotation_merge.matching.visit import FINAL, MEASURE, PASS, Step, Visits
+from rotation_merge.model.biases import without_hidden_biases
+from rotation_merge.model.blocks import read_block
+from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import NOWHERE, Ledger
+from rotation_merge.symmetry.transform import packed, unpacked
 from rotation_merge.workers import Progress, Spread, in_threads
 
 SAMPLE = 4
@@ -100,6 +104,31 @@ def match_model(
     transforms, summary = matching.streams_matched(starts) if streams else ({}, {})
     rows = matching.final(transforms)
     return Alignment(transforms, folded, rows, summary)
+
+
+def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
+    """Add a report's rows to an alignment that was not matched, for example a learned one.
+
+    Each has the distance over the space before and after, with the other transforms applied.
+    """
+    anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
+    transforms = alignment.transforms
+    moved = [space for name, space in architecture.streams.items() if name in transforms]
+    rows, whole = [], [0.0, 0.0, 0.0]
+    for block in architecture.blocks:
+        a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
+        for space in (space for space in block.spaces.values() if space.name in transforms):
+            without = {name: t for name, t in transforms.items() if name != space.name}
+            before, after = (squared_distances(block, a, b, maps, [space]) for maps in (without, transforms))
+            rows.append(row_of(block, space, SpaceMatch(transforms[space.name], (before[0], *after))))
+        if moved:
+            before, after = (squared_distances(block, a, b, maps) for maps in ({}, transforms))
+            whole = [total + part for total, part in zip(whole, (before[0], *after), strict=True)]
+    rows += [
+        row_of(architecture.blocks[0], space, SpaceMatch(transforms[space.name], (whole[0], whole[1], whole[2])))
+        for space in moved
+    ]
+    return replace(alignment, rows=rows)
 
 
 @dataclass
@@ -272,8 +301,9 @@ class ModelMatching:
             rows += match.rows
             sums = [a + b for a, b in zip(sums, match.whole, strict=True)]
         seconds, notes = time.perf_counter() - began, ["distances of all tensors of the model"]
-        spaces = self.visits.architecture.streams
-        rows += [row_of(self.blocks[0], spaces[name], t, sums, seconds, notes) for name, t in streams.items()]
+        spaces, squares = self.visits.architecture.streams, (sums[0], sums[1], sums[2])
+        whole = {name: SpaceMatch(transform, squares, notes) for name, transform in streams.items()}
+        rows += [row_of(self.blocks[0], spaces[name], match, seconds) for name, match in whole.items()]
         return rows
 
     def _final_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
@@ -282,9 +312,9 @@ class ModelMatching:
         pending = [number for number, part in known.items() if part is None]
         fresh = self.each("matching", Step(FINAL, streams), pending, len(known) - len(pending), len(known))
         for number, block in enumerate(self.blocks):
-            match: BlockMatch = next(fresh) if (part := known[number]) is None else match_of(part)
+            match: BlockMatch = next(fresh) if (part := known[number]) is None else BlockMatch.of_part(part)
             if part is None and (match.transforms or any(match.whole)):
-                self.ledger.keep(block.name, partial(part_of, match))
+                self.ledger.keep(block.name, match.part)
             yield match
 
 

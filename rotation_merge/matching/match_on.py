@@ -26,9 +26,8 @@ from rotation_merge.architecture.model import Architecture, Axis, Block, TensorI
 from rotation_merge.errors import DataError
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
-from rotation_merge.matching.report_rows import recorded
 from rotation_merge.matching.stream import StreamSums, measured, piece, residual_groups
 from rotation_merge.model.blocks import read_tensor
 from rotation_merge.model.fold import folded_tensors

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Axis, Block, Part, Space, TensorInfo
@@ -13,6 +14,24 @@ from rotation_merge.symmetry import Transform
 
 Tensors = Mapping[str, Tensor]
 """Tensors of a block by key (`TensorInfo.key`); stacked ones stacked."""
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""(anchor, donor), of one shape, of any strides."""
+
+
+@dataclass(frozen=True)
+class SpaceMatch:
+    """The best transform of a space.
+
+    Attributes:
+        squares: the squared distance before and after, and the anchor's squared norm, over the space's sides; None: not
+            known.
+        notes: for the report.
+    """
+
+    transform: Transform
+    squares: tuple[float, float, float] | None = None
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -91,3 +110,15 @@ def axis_views(a: Tensor, b: Tensor, dim: int, axis: Axis) -> Iterator[tuple[Par
 def _to_front(x: Tensor, dim: int, count: int) -> Tensor:
     moved = x.movedim(tuple(range(dim, dim + count)), tuple(range(count)))
     return moved.reshape(*moved.shape[:count], -1)
+
+
+def chunks(a: Tensor, b: Tensor, entries: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Tensors of one shape in chunks of so many entries, widened to float32 at least: of rows, or of columns if these
+    are contiguous; with the slice of the rows."""
+    a, b = (x.reshape(1) if x.ndim == 0 else x for x in (a, b))
+    dim = int(a.ndim == 2 and a.stride(1) != 1 and a.shape[1] > 1)
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    step = max(1, entries * a.shape[dim] // max(1, a.numel()))
+    for start in range(0, a.shape[dim], step):
+        x, y = (t.narrow(dim, start, min(step, a.shape[dim] - start)) for t in (a, b))
+        yield slice(None) if dim else slice(start, start + step), x.to(dtype), y.to(a.device, dtype)

@@ -15,10 +15,9 @@ import torch
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import named, wanted_spaces
-from rotation_merge.matching.match import match_model
+from rotation_merge.matching.match import match_model, recorded
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.report_rows import recorded
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_biases
 from rotation_merge.model.fold import folded_tensors

@@ -1,4 +1,4 @@
-"""Matching the neurons of an FFN: their order, and the rescaling that their activation admits.
+"""Matching the neurons of an FFN or of experts: their order, and the rescaling that their activation admits.
 
 A neuron's squared distance under a scale a on its in side and 1/a^k on its out side (k the activation's degree) is
 
@@ -6,83 +6,63 @@ A neuron's squared distance under a scale a on its in side and 1/a^k on its out 
 
 With both sides of every neuron brought to one norm, which scales do, the order is one assignment over inner products;
 then each neuron has its scale in closed form.
+
+Which expert of a layer is which is told by the router's rows and by a sketch of what each expert computes that no order
+of its neurons changes. The order is kept if the matched neurons then lie nearer than those of experts at their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Space
+from rotation_merge.architecture.model import Block, Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale
-from rotation_merge.matching.matrix_pairs import Side
-from rotation_merge.symmetry import Monomial
+from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, Tensors, chunks, views
+from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
-
-Pairs = list[tuple[Tensor, Tensor]]
-"""(anchor, donor) matrices, (n, m) each, of any strides."""
+from rotation_merge.symmetry.group import Monomials
 
 CACHED = 1 << 16
 """Entries that are widened at a time, so that they stay in the processor's cache."""
 ROWS = 1 << 22
 """Entries of the similarity that are formed at a time."""
 SMALLEST = 64
-"""Below this many neurons all similarities are cheaper than a sketch."""
+"""Below this many neurons all similarities are cheaper than a proof from some coordinates."""
 WIDTHS = (16, 64, 256)
-"""Coordinates of sketches, tried in turn."""
+"""Numbers of coordinates that are tried in turn."""
 PROBED = 64
-"""Rows that tell whether a sketch is wide enough."""
+"""Neurons that tell whether all lie where they should."""
 ROUNDING = 1e-5
 """Share of the squared norms by which float32 may be wrong."""
+WIDTH = 32
+"""Random directions along which a sketch looks at the inputs and the outputs of an expert."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """Squared norms of both models and squared distances for every neuron of a role, float64 (n,)."""
-
-    anchor: Tensor
-    donor: Tensor
-    distance: Tensor
-
-    @property
-    def inner(self) -> Tensor:
-        """<A_i, B_i>."""
-        return (self.anchor + self.donor - self.distance) / 2
-
-    def scaled(self, factor: Tensor) -> Tensor:
-        """|A_i - a_i B_i|^2, without cancellation where a is near 1."""
-        return (1 - factor) * (self.anchor - factor * self.donor) + factor * self.distance
-
-
-@dataclass
 class Neurons:
-    """The sides of one FFN by role: rows into the neurons, gate rows, columns out of them.
+    """The sides of one FFN (or expert) by role, and the group of its neurons.
 
     Attributes:
-        ins, gates, outs: (anchor, donor) matrices of each role.
-        signed: factors may be negative, too (gated).
-        degree: k; 0 where neurons may not be rescaled.
-        permute: whether they may change places.
+        ins, gates, outs: (n, m) each: rows into the neurons, gate rows, columns out of them.
     """
 
     ins: Pairs
     gates: Pairs
     outs: Pairs
-    signed: bool
-    degree: int
-    permute: bool = True
+    group: Monomials
 
     @classmethod
     def of(cls, space: Space, by_role: dict[str, Pairs], options: GroupOptions) -> Neurons:
         """The sides of an FFN or of one expert, with what its activation and the options admit."""
-        group = admitted(space, options).groups["neurons"][0]
-        degree = space.degree if group.scaled else 0
-        return cls(by_role["in"], by_role["gate"], by_role["out"], space.gated and degree > 0, degree, group.permutes)
+        group = cast(Monomials, admitted(space, options).groups["neurons"][0])
+        return cls(by_role["in"], by_role["gate"], by_role["out"], group)
 
     @property
     def pairs(self) -> Pairs:
@@ -94,131 +74,92 @@ class Neurons:
         """n."""
         return len(self.pairs[0][0])
 
-    @property
-    def device(self) -> torch.device:
-        """The anchor's device."""
-        return self.pairs[0][0].device
-
     def reordered(self, index: Tensor) -> Neurons:
-        """The donor's neurons in another order (a copy); themselves in their own."""
-        if torch.equal(index.cpu(), torch.arange(self.size)):
-            return self
-
-        def moved(pairs: Pairs) -> Pairs:
-            return [(a, b[index.to(b.device)]) for a, b in pairs]
-
-        return replace(self, ins=moved(self.ins), gates=moved(self.gates), outs=moved(self.outs))
+        """The donor's neurons in another order (a copy)."""
+        ins, gates, outs = (
+            [(a, b[index.to(b.device)]) for a, b in pairs] for pairs in (self.ins, self.gates, self.outs)
+        )
+        return replace(self, ins=ins, gates=gates, outs=outs)
 
     @cached_property
-    def rows(self) -> tuple[Row, Row, Row]:
-        """Statistics of ins, gates and outs in the donor's present order."""
-        return self._row(self.ins), self._row(self.gates), self._row(self.outs)
-
-    def _row(self, pairs: Pairs) -> Row:
-        total = torch.zeros(3, self.size, dtype=torch.float64, device=self.device)
-        for pair in pairs:
-            for part, a, b in _blocks(*pair):
-                total[0, part] += (a * a).sum(1)
-                total[1, part] += (b * b).sum(1)
-                total[2, part] += (a - b).square_().sum(1)
-        return Row(*total)
+    def squares(self) -> Tensor:
+        """Squared norms of anchor and donor and their squared distance, of ins, gates and outs, float64 (3, 3, n)."""
+        total = torch.zeros(3, 3, self.size, dtype=torch.float64, device=self.pairs[0][0].device)
+        for side, pairs in enumerate((self.ins, self.gates, self.outs)):
+            for part, a, b in (piece for pair in pairs for piece in chunks(*pair, CACHED)):
+                total[side, 0, part] += (a * a).sum(1)
+                total[side, 1, part] += (b * b).sum(1)
+                total[side, 2, part] += (a - b).square_().sum(1)
+        return total
 
     @cached_property
     def factor(self) -> Tensor:
         """Every neuron's best scale in the donor's present order, float64 (n,)."""
-        ins, _, outs = self.rows
-        if not self.degree:
-            return torch.ones_like(ins.anchor)
-        return best_scale(ins.donor, outs.donor, ins.inner, outs.inner, self.signed, self.degree)
+        anchor, donor, apart = self.squares.unbind(1)
+        if not self.group.scaled:
+            return torch.ones_like(anchor[0])
+        inner = (anchor + donor - apart) / 2
+        return best_scale(donor[0], donor[2], inner[0], inner[2], self.group.signed, self.group.degree)
 
     @cached_property
     def distances(self) -> Tensor:
-        """Every neuron's squared distance in the donor's present order with the best scales, float64 (n,)."""
-        ins, gates, outs = self.rows
-        if not self.degree:
-            return ins.distance + gates.distance + outs.distance
-        return ins.scaled(self.factor) + gates.distance + outs.scaled(self.factor**-self.degree)
+        """Every neuron's squared distance at its best scale, without cancellation where that is near 1, (n,)."""
+        scales = torch.stack([self.factor, torch.ones_like(self.factor), self.factor**-self.group.degree])
+        anchor, donor, apart = self.squares.unbind(1)
+        return ((1 - scales) * (anchor - scales * donor) + scales * apart).sum(0)
 
     @property
     def before(self) -> float:
         """Squared distance before matching."""
-        return float(sum(row.distance.sum() for row in self.rows))
-
-    def _balance(self) -> tuple[Tensor, Tensor]:
-        """Scales, (n,), that give the in and the out side of each neuron one norm: the anchor's and the donor's."""
-        ins, _, outs = self.rows
-        sides = ((ins.anchor, outs.anchor), (ins.donor, outs.donor))
-        power = 0.5 / (1 + self.degree) if self.degree else 0.0
-        first, second = (torch.where((x > 0) & (y > 0), y / x, 1.0).pow(power) for x, y in sides)
-        return first, second
+        return float(self.squares[:, 2].sum())
 
     def similarity(self) -> Tensor:
         """Inner products of all pairs on balanced norms, signs marginalised where free; (n, n), float32 or float64."""
         double = all(torch.float64 in (a.dtype, b.dtype) for a, b in self.pairs)
-        dtype = torch.float64 if double else torch.float32
-        n = self.size
-        result = torch.empty(n, n, dtype=dtype, device=self.device)
-        first, second = (x.to(dtype)[:, None] for x in self._balance())
-        power = self.degree
+        n, power = self.size, -self.group.degree
+        result = torch.empty(n, n, dtype=torch.float64 if double else torch.float32, device=self.squares.device)
+        first, second = (scale.to(result)[:, None] for scale in self._balance())
         weighted = (
             (self.ins, first, second),
-            (self.outs, first**-power, second**-power),
+            (self.outs, first**power, second**power),
             (self.gates, torch.ones_like(first), torch.ones_like(second)),
         )
         donor = [[b.to(result, copy=True).mul_(t) for _, b in pairs] for pairs, _, t in weighted]
-        step = max(1, ROWS // n)
-        for part in (slice(start, start + step) for start in range(0, n, step)):
+        for rows in torch.arange(n).split(max(1, ROWS // n)):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
             total = result[part].zero_()
             for number, (pairs, scale, _) in enumerate(weighted):
-                if number == 2 and self.signed:
+                if number == 2 and self.group.signed:
                     total.abs_()
                 for (a, _), b in zip(pairs, donor[number], strict=True):
                     total.addmm_(a[part].to(result) * scale[part], b.T)
         return result
 
-
-def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of (n, m) matrices, widened to float32 at least: rows, or columns if these are contiguous."""
-    n, m = a.shape
-    dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
-    if a.stride(1) == 1 or m == 1:
-        step = max(1, CACHED // m)
-        for start in range(0, n, step):
-            part = slice(start, min(n, start + step))
-            yield part, a[part].to(dtype), b[part].to(a.device, dtype)
-        return
-    step = max(1, CACHED // n)
-    for start in range(0, m, step):
-        columns = slice(start, start + step)
-        yield slice(0, n), a[:, columns].to(dtype), b[:, columns].to(a.device, dtype)
+    def _balance(self) -> Tensor:
+        """Scales that give the in and the out side of each neuron one norm, the anchor's and the donor's, (2, n)."""
+        ins, outs = self.squares[0, :2], self.squares[2, :2]
+        power = 0.5 / (1 + self.group.degree) if self.group.scaled else 0.0
+        return torch.where((ins > 0) & (outs > 0), outs / ins, 1.0).pow(power)
 
 
-@dataclass(frozen=True)
-class Matched:
-    """The element of an FFN's neurons, with squared distances before and after and the anchor's squared norm."""
-
-    element: Monomial
-    before: float
-    after: float
-    anchor: float
-
-
-def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> Matched:
+def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
     """Order and rescaling of one FFN's neurons."""
     by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ("in", "gate", "out")}
-    return match_neurons(Neurons.of(space, by_role, options), space)
+    neurons = Neurons.of(space, by_role, options)
+    element, after = match_neurons(neurons)
+    squares = neurons.before, after, float(neurons.squares[:, 0].sum())
+    return SpaceMatch(Transform("ffn", {"neurons": element}), squares)
 
 
-def match_neurons(neurons: Neurons, space: Space) -> Matched:
-    """Order and scales, G = 1; never farther than the identity order."""
+def match_neurons(neurons: Neurons) -> tuple[Monomial, float]:
+    """Order and scales, G = 1, and the squared distance that they leave: never more than the identity order does."""
     index, best = torch.arange(neurons.size), neurons
-    if neurons.permute and neurons.before != 0:
-        order, moved = nearest_order(neurons) or assigned(neurons)
+    if neurons.group.permutes and neurons.before != 0:
+        order, moved = proven_order(neurons) or assigned(neurons)
         if float(moved.distances.sum()) < float(neurons.distances.sum()):
             index, best = order, moved
-    element = Monomial(index[None], best.factor[None].cpu(), space.degree or 1)
-    after = float(best.distances.clamp_min(0).sum())
-    return Matched(element, neurons.before, after, float(sum(row.anchor.sum() for row in neurons.rows)))
+    element = Monomial(index[None], best.factor[None].cpu(), neurons.group.degree)
+    return element, float(best.distances.clamp_min(0).sum())
 
 
 def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
@@ -230,75 +171,175 @@ def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
     return order, neurons.reordered(order)
 
 
-def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
-    """The same for the order of nearest neighbours in a sketch, if that proves it the best; None if it does not.
+def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
+    """The same for the order that neurons have, or that of nearest neighbours, if some coordinates prove it the best.
 
-    With D_ij the squared distance of anchor neuron i and donor neuron j, moved to where they should be, at their best
-    scale, the order is optimal if D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it
-    attains. For Q of orthonormal rows |Q (a_i - b_j)|^2, over the coordinates that no rescaling touches, is at most
-    D_ij.
+    They do so for fine-tunes and for twins; None if they do not.
+
+    With D_ij the squared distance of anchor neuron i and donor neuron j at their best scale, the order is optimal if
+    D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it attains. Over some of the
+    coordinates that no rescaling touches, |a_i - b_j|^2 is at most D_ij.
     """
-    pairs = neurons.gates if neurons.degree else neurons.pairs
+    pairs = _unscaled(neurons)
     if neurons.size < SMALLEST or not pairs:
         return None
-    anchor, donor = (torch.cat([_sketch(pair[which], n) for n, pair in enumerate(pairs)], 1) for which in (0, 1))
-    order = every = torch.arange(neurons.size, device=anchor.device)
-    probe = every[:: max(1, len(every) // PROBED)]
-    if float((_nearest(anchor, donor, probe) == probe).double().mean()) < 0.9:
-        order = _nearest(anchor, donor, every)
+    order, moved = torch.arange(neurons.size), neurons
+    probe = order[:: max(1, len(order) // PROBED)]
+    if float((_nearest(pairs, WIDTHS[0], probe) == probe).double().mean()) < 0.9:
+        order = _nearest(pairs, WIDTHS[1], order)
         if len(order.unique()) < len(order):
             return None
-    moved = neurons.reordered(order)
-    halves = (moved.distances / 2).to(anchor)
-    for width in WIDTHS:
-        sketches = [_folded(anchor, width), _folded(donor[order], width)]
-        if _all_apart(sketches, halves, probe) and _all_apart(sketches, halves, every):
-            return order.cpu(), moved
-    return None
+        moved = neurons.reordered(order)
+    pairs, halves = _unscaled(moved), (moved.distances / 2).float()
+    proven = any(_all_apart(_some(pairs, 0, width), _some(pairs, 1, width), halves) for width in WIDTHS)
+    return (order, moved) if proven else None
 
 
-def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
-    """The donor's rows that lie nearest to some of the anchor's."""
-    first, second = _folded(anchor, WIDTHS[1]), _folded(donor, WIDTHS[1])
-    return torch.cat([near.argmax(1) for _, near in _products(first, second, second.square().sum(1) / 2, rows)])
+def _unscaled(neurons: Neurons) -> Pairs:
+    """The sides that no rescaling touches."""
+    return neurons.gates if neurons.group.scaled else neurons.pairs
 
 
-def _all_apart(sketches: list[Tensor], halves: Tensor, rows: Tensor) -> bool:
-    """Whether the sketch excludes every pair (i, j) of these rows, j != i."""
-    first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in sketches)
-    for part, near in _products(sketches[0], sketches[1], second, rows):
-        near[torch.arange(len(part), device=part.device), part] = -torch.inf
-        if bool((near.amax(1) > first[part]).any()):
+def _nearest(pairs: Pairs, width: int, rows: Tensor) -> Tensor:
+    """The donor's neurons that lie nearest to some of the anchor's, over some coordinates."""
+    anchor, donor = (_some(pairs, which, width) for which in (0, 1))
+    offsets = donor.square().sum(1) / 2
+    return torch.cat([near.argmax(1) for _, near in _products(anchor, donor, offsets, rows.to(anchor.device))]).cpu()
+
+
+def _some(pairs: Pairs, which: int, width: int) -> Tensor:
+    """Some coordinates of every neuron, evenly spread, float32 (n, at most `width` a side)."""
+    sides = (pair[which] for pair in pairs)
+    return torch.cat([x[:, :: max(1, x.shape[1] // width)][:, :width].float() for x in sides], 1)
+
+
+def _all_apart(anchor: Tensor, donor: Tensor, halves: Tensor) -> bool:
+    """Whether the distances over some coordinates exclude every pair (i, j), j != i."""
+    first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in (anchor, donor))
+    for rows, near in _products(anchor, donor, second, torch.arange(len(anchor), device=anchor.device)):
+        near[torch.arange(len(rows), device=rows.device), rows] = -torch.inf
+        if bool((near.amax(1) > first[rows]).any()):
             return False
     return True
 
 
-def _products(anchor: Tensor, donor: Tensor, offsets: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """<a_i, b_j> - offset_j for some rows i of the anchor's, a few of them at a time."""
-    donor = torch.cat([donor, -offsets[:, None]], 1).T
-    anchor = torch.cat([anchor, torch.ones_like(anchor[:, :1])], 1)
-    for part in rows.split(max(1, 2 * CACHED // donor.shape[1])):
-        yield part, anchor[part] @ donor
+def _products(anchor: Tensor, donor: Tensor, offsets: Tensor, every: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows i of the anchor's, a few of them at a time, with <a_i, b_j> - offset_j."""
+    for rows in every.split(max(1, 8 * CACHED // len(donor))):
+        yield rows, torch.addmm(offsets, anchor[rows], donor.T, beta=-1)
 
 
-def _folded(sketch: Tensor, width: int) -> Tensor:
-    """The sketch in at most `width` dimensions: scaled sums of neighbours, so that the projection stays orthonormal."""
-    times = -(-sketch.shape[1] // width)
-    padded = torch.nn.functional.pad(sketch, (0, times * width - sketch.shape[1]))
-    return padded.unflatten(1, (width, times)).sum(2) * times**-0.5
+def match_experts(
+    block: Block,
+    space: Space,
+    anchor: Tensors,
+    donor: Tensors,
+    transforms: Mapping[str, Transform],
+    options: GroupOptions,
+) -> Transform:
+    """Order of a layer's experts and of their neurons."""
+    layer = _Layer(space, options, *_collect(block, space, anchor, donor, transforms))
+    group = admitted(space, options)
+    order = layer.order() if group.reorders else group.orders[0]
+    chosen = [layer.match(i, j)[0] for i, j in enumerate(order.tolist())]
+    index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
+    return Transform("experts", {"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
 
 
-def _sketch(matrix: Tensor, seed: int) -> Tensor:
-    """One side (n, m) projected to (n, at most 256), float32: coordinates k, k + r, k + 2 r, ... with fixed signs."""
-    n, m = matrix.shape
-    width = 1 << max(0, min(m // 8, WIDTHS[-1]).bit_length() - 1)
-    times = m // width
-    signs = (
-        torch.randint(0, 2, (times, width), generator=torch.Generator().manual_seed(seed)).to(matrix.device) * 2.0 - 1
-    )
-    result = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
-    for rows in torch.arange(n, device=matrix.device).split(max(1, 2 * CACHED // m)):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        summands = matrix[part, : times * width].float().unflatten(1, (times, width))
-        result[part] = (summands * signs).sum(1)
-    return result * times**-0.5
+def _collect(
+    block: Block, space: Space, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform]
+) -> tuple[Pairs, dict[str, Pairs]]:
+    """Router rows (E, m), and by role the neurons of all experts (E, n, m), of anchor and donor.
+
+    A tensor with a neuron axis counts its experts on dimension 0; one without is the router's.
+    """
+    router: Pairs = []
+    stacks: dict[str, Pairs] = {"in": [], "gate": [], "out": []}
+    for info, part, dim, a, b in views(block, space, anchor, donor, transforms):
+        if part.role != "index":
+            # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
+            moved = (x.movedim(dim, 1).reshape(space.sizes["count"], part.size, -1) for x in (a, b))
+            stacks[part.role].append((next(moved), next(moved)))
+        elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
+            first, second = (x.movedim(dim, 0).reshape(space.sizes["count"], -1) for x in (a, b))
+            router.append((first, second))
+    return router, stacks
+
+
+@dataclass
+class _Layer:
+    """The experts of one layer and the matches of their pairs."""
+
+    space: Space
+    options: GroupOptions
+    router: Pairs
+    stacks: dict[str, Pairs]
+    matched: dict[tuple[int, int], tuple[Monomial, float]] = field(default_factory=dict)
+
+    def match(self, i: int, j: int) -> tuple[Monomial, float]:
+        """The neurons of the anchor's expert i against those of the donor's j: element and squared distance."""
+        if (i, j) not in self.matched:
+            roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
+            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options))
+        return self.matched[i, j]
+
+    def order(self) -> Tensor:
+        """The order of the experts, int64 (E,)."""
+        count = self.space.sizes["count"]
+        routing, likeness = self._distances()
+        order, rows = self._assigned(-(routing + likeness)), torch.arange(count)
+        if torch.equal(order, rows):
+            return rows
+        moved, still = (
+            sum(self.match(i, j)[1] for i, j in enumerate(places.tolist())) + float(routing[rows, places].sum())
+            for places in (order, rows)
+        )
+        return order if moved < still else rows
+
+    def _distances(self) -> tuple[Tensor, Tensor]:
+        """Squared distances of all pairs: of the router's rows, and of sketches as shares of the experts' norms."""
+        count = self.space.sizes["count"]
+        routing, likeness = (torch.zeros(count, count, dtype=torch.float64) for _ in range(2))
+        for a, b in self.router:
+            routing += _squares(a.double().cpu(), b.double().cpu())
+        anchor, donor = (_sketch(self.stacks, which) for which in (0, 1))
+        experts = (x for pairs in self.stacks.values() for stack, _ in pairs for x in stack)
+        norm = sum(float(x.double().square().sum()) for x in experts) / count
+        scale = float(anchor.square().sum(1).mean())
+        if scale:
+            likeness = _squares(anchor, donor) * norm / scale
+        return routing, likeness
+
+    def _assigned(self, values: Tensor) -> Tensor:
+        """The best order for these values, (E, E); with routing groups, of the experts in each and of the groups."""
+        groups = self.space.sizes.get("groups", 1)
+        if groups == 1:
+            return assign(values)
+        size = len(values) // groups
+        inner = values.reshape(groups, size, groups, size).transpose(1, 2)
+        orders = torch.stack([assign(m) for m in inner.flatten(0, 1)]).unflatten(0, (groups, groups))
+        outer = assign(inner.gather(3, orders[..., None])[..., 0].sum(-1))
+        return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
+
+
+def _squares(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _sketch(stacks: Mapping[str, Pairs], which: int) -> Tensor:
+    """What no order, scale or sign of the neurons changes, along random directions, float64 on the CPU, (E, k).
+
+    Of gated experts the Gram of the gate's rows; else the product of the out and the in side (with a degree of one).
+    """
+    if stacks["gate"]:
+        return torch.cat([_looked(pair[which], pair[which], n) for n, pair in enumerate(stacks["gate"])], 1)
+    pairs = zip(stacks["in"][:1], stacks["out"][:1], strict=True)
+    return torch.cat([_looked(first[which], second[which], 0) for first, second in pairs], 1)
+
+
+def _looked(first: Tensor, second: Tensor, seed: int) -> Tensor:
+    """P X^T Y Q of matrices X, (E, n, m), and Y, (E, n, l), for random P and Q, flat, (E, WIDTH^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(x.shape[-1], WIDTH, generator=generator, dtype=torch.float64) for x in (first, second))
+    products = [(x.double().cpu() @ left).mT @ (y.double().cpu() @ right) for x, y in zip(first, second, strict=True)]
+    return torch.stack(products).flatten(1)

@@ -5,12 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from annotated_types import Predicate
 from pydantic.dataclasses import dataclass
 
-from rotation_merge.config import RECIPE, WHOLE, Config, Count, Kind, option
+from rotation_merge.config import (
+    FOLDER,
+    RECIPE,
+    WHOLE,
+    Config,
+    Count,
+    Kind,
+    NotNegative,
+    Numbers,
+    Rate,
+    Share,
+    option,
+)
 from rotation_merge.errors import RecipeError
 from rotation_merge.symmetry.admitted import GroupOptions
 
@@ -20,6 +33,9 @@ if TYPE_CHECKING:
 MatchOn = Literal["weights", "activations", "both"]
 WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = get_args(MatchOn)
 """What chooses the elements; both: weights and activations together, starting the streams from activations."""
+
+Objective = Literal["auto", "distill", "labels"]
+"""distill: the parents' outputs (no labels needed); labels: the model's own loss on the labels in the data."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
@@ -94,6 +110,56 @@ class MatchConfig(Config):
     seed: int = option(0, "seed of the samples that models write")
     untie: bool = option(
         False, "give a tied output head a tensor of its own, which a residual rotation needs", scope=RECIPE
+    )
+
+
+LOOKS = 12
+"""How often a fit looks at the held-out samples."""
+
+
+@dataclass(frozen=True)
+class FitConfig(Config):
+    """Options of learning an alignment."""
+
+    objective: Objective = option(
+        "auto",
+        "`distill`: match the parents' outputs, without labels; `labels`: the models' own loss; `auto`: `labels` if "
+        "the data has labels",
+    )
+    steps: Count = option(600, "optimiser steps")
+    minutes: NotNegative = option(0.0, "stop after this many minutes; `0`: no limit")
+    patience: Count = option(
+        5,
+        f"stop after this many evaluations on held-out samples ({LOOKS} in all) without a better state",
+        command=False,
+    )
+    learning_rate: Rate = option(0.02, "peak learning rate of Adam, with cosine decay to 0")
+    coefficients: Numbers | None = option(
+        None,
+        "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
+        command=False,
+    )
+    start: Literal["auto", "matched", "identity"] = option(
+        "auto",
+        "start of the search. `auto`: the better of the other two on held-out samples",
+    )
+    match_on: MatchOn = option(
+        "weights",
+        "what chooses the start's maps: `weights`, `activations` of both models on the samples, or `both`",
+    )
+    mixing: Share = option(
+        0.5,
+        "share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed",
+        command=False,
+    )
+    held_out: Share = option(0.15, "share of the batches that is held out to choose the best state", command=False)
+    seed: int = option(0, "seed of all random numbers")
+    half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
+    checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
+    state: Annotated[Path, FOLDER] | None = option(
+        None,
+        "folder for the state of an unfinished fit. The same fit continues from it if it exists",
+        command=False,
     )
 
 

@@ -7,15 +7,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+import yaml
 from torch import Tensor
 
+from rotation_merge.errors import AlignmentError, short
 from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.matching.report_rows import figures_in
-from rotation_merge.record import MergeReport, SpaceRow, versions
+from rotation_merge.record import MergeReport, SpaceRow, read_as, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
 
 LOG = logging.getLogger(__name__)
@@ -180,3 +181,35 @@ def _log(donor: str, rows: Sequence[SpaceRow]) -> None:
             parts = [f"{name} {value:.3g} from the identity" for name, value in row.from_identity.items()]
             LOG.debug("%s, %s: %s", donor, row.space, ", ".join([*parts, f"{row.seconds:.2f} s", *row.notes]))
         LOG.info("%s, %s: %s", donor, block, "; ".join(words))
+
+
+def file_metadata(report: MergeReport, donor: str, name: str | None = None) -> dict[str, Any]:
+    """The metadata of an alignment file, from the report of its match; `figures_in` reads the figures.
+
+    Args:
+        name: what the report calls the donor, if not the same.
+    """
+    rows = [asdict(row) for row in report.rows if row.donor == (name or donor)]
+    return {
+        "anchor": report.anchor,
+        "donor": donor,
+        "models": report.models,
+        "options": yaml.safe_load(report.recipe),
+        "versions": report.versions,
+        "figures": {"rows": rows, "whole": report.whole.get(name or donor, {})},
+    }
+
+
+def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:
+    """The figures in the metadata of an alignment file: rows, and those of the whole model; empty if it has none.
+
+    Raises:
+        AlignmentError: they are damaged.
+    """
+    try:
+        known = metadata.get("figures", {})
+        whole = known.get("whole", {})
+        return read_as(list[SpaceRow], known.get("rows", []), finite=True), whole if isinstance(whole, dict) else {}
+    except (ValueError, AttributeError) as error:
+        remedy = "write it again with 'rotation-merge align'"
+        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error

@@ -10,7 +10,6 @@ those of the moved donor, ones and zeros where they are folded. So nothing is di
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
@@ -27,8 +26,7 @@ from rotation_merge.model.blocks import moved_reader, reader
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.tensors import Tensors, TensorSource, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.sums import first_readers
+from rotation_merge.run.statistics import Statistics, first_readers
 
 NO_BIASES: tuple[TensorSource, TensorSource] = {}, {}
 
@@ -66,7 +64,6 @@ def moved_statistics(
             remedy="measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)",
         )
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
-    shared = {axis for axis, count in Counter(statistics.axes.values()).items() if count > 1}
     stored = statistics.tensors
     dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.dtypes.items()}
 
@@ -96,7 +93,7 @@ def moved_statistics(
         if kind == "count":
             return moved_experts(readers[name], statistics[key], transforms)
         if kind == "gram":
-            return gram_once(name) if name in shared else gram(name)
+            return gram_once(name)
         info = infos[name]
         return stack_once(info.name)[info.names.index(name)] if info.stacked else fisher(info)
 

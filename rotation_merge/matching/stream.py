@@ -28,9 +28,10 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
 from rotation_merge.matching.matrix_pairs import Tensors, axis_views
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
-from rotation_merge.symmetry.admitted import by_stream
+from rotation_merge.symmetry.admitted import SpaceGroup, admitted, by_stream
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""
@@ -352,8 +353,7 @@ def residual_groups(architecture: Architecture, residual: str, model: str = "the
                 where=model,
                 remedy=nearest(name, architecture.streams),
             )
-        admitted = architecture.stream_groups[name]
-        if group != "largest" and group not in admitted:
+        if group not in ("largest", *architecture.stream_groups[name]):
             out = architecture.handed_out.get(name)
             why = f", which this model gives out as '{out}'" if out else ""
             raise RecipeError(
@@ -372,3 +372,28 @@ def _smaller(architecture: Architecture, choices: Mapping[str, str]) -> str:
     if len(set(largest.values())) == 1:
         return f"the largest it admits is 'residual: {next(iter(largest.values()))}'"
     return f"the largest it admits is 'residual: {','.join(f'{name}={group}' for name, group in largest.items())}'"
+
+
+def space_groups(architecture: Architecture, options: AlignConfig) -> dict[str, SpaceGroup]:
+    """The group of every space that `options` match, by space name.
+
+    Raises:
+        RecipeError: the architecture does not admit the residual group asked for.
+    """
+    result: dict[str, SpaceGroup] = {}
+    for block in architecture.blocks:
+        if options.matches_layer(block.index):
+            for space in block.spaces.values():
+                result[space.name] = admitted(space, options)
+    for name, group in residual_groups(architecture, options.residual).items():
+        result[name] = architecture.stream_group(name, group)
+    return result
+
+
+def random_gauge(architecture: Architecture, options: AlignConfig, generator: torch.Generator) -> dict[str, Transform]:
+    """A random transform of every space that `options` match, by space name.
+
+    Applied to a model (`moved_tensors`) it gives other weights with the same outputs; a `residual: rotation` needs a
+    folded model.
+    """
+    return {name: group.random(generator) for name, group in space_groups(architecture, options).items()}

@@ -26,7 +26,7 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class Training:
-    """A run of training.
+    """What is trained, and all that a run needs to go on.
 
     Attributes:
         model: its parameters that require gradients are trained.
@@ -34,10 +34,6 @@ class Training:
         report: figures, with the number of the best step as `best_step`.
         step: takes one step, and gives its loss.
         look: judges the model after so many steps and seconds, for the report; whether it is the best so far.
-        looks: how often it is judged.
-        patience: looks without a better state after which training stops.
-        minutes: after which it stops; 0: no limit.
-        began: when the run began, by `time.perf_counter`.
     """
 
     model: nn.Module
@@ -47,11 +43,6 @@ class Training:
     report: Any
     step: Callable[[], float]
     look: Callable[[int, float], bool]
-    steps: int
-    looks: int
-    began: float
-    patience: float = math.inf
-    minutes: float = 0.0
 
     def state(self, done: int, best: Mapping[str, Tensor]) -> dict[str, Any]:
         """All that a later run needs to go on after so many steps, with the best parameters so far."""
@@ -70,30 +61,40 @@ class Training:
         vars(self.report).update(state["report"])
         return state["done"], state["best"]
 
+    def run(
+        self,
+        steps: int,
+        looks: int,
+        watch: Callable[[int, float], None],
+        ledger: Ledger,
+        patience: float = math.inf,
+        seconds: float = math.inf,
+    ) -> None:
+        """Take the steps; the model is then what was best on held-out samples.
 
-def train(run: Training, watch: Callable[[int, float], None], ledger: Ledger) -> None:
-    """Take the steps; the model is then what was best on held-out samples.
-
-    Args:
-        watch: told the steps that are done, and the loss of the last one.
-        ledger: keeps the state, from which the run goes on.
-    """
-    done, best = run.restored(ledger.get(STATE))
-    every = max(1, run.steps // run.looks)
-    for step in range(done + 1, run.steps + 1):
-        if step > run.report.best_step + run.patience * every:
-            break
-        loss = run.step()
-        run.schedule.step()
-        seconds = time.perf_counter() - run.began
-        late = 0 < 60 * run.minutes < seconds
-        if (step % every == 0 or step == run.steps or late) and run.look(step, seconds):
-            best = copy.deepcopy(trained(run.model))
-        ledger.keep(STATE, partial(run.state, step, best), large=True)
-        watch(step, loss)
-        if late:
-            break
-    restore(run.model, best)
+        Args:
+            looks: how often it is judged.
+            watch: told the steps that are done, and the loss of the last one.
+            ledger: keeps the state, from which the run goes on.
+            patience: looks without a better state after which training stops.
+            seconds: after which it stops.
+        """
+        (done, best), began = self.restored(ledger.get(STATE)), time.perf_counter()
+        every = max(1, steps // looks)
+        for step in range(done + 1, steps + 1):
+            if step > self.report.best_step + patience * every:
+                break
+            loss = self.step()
+            self.schedule.step()
+            taken = time.perf_counter() - began
+            late = taken > seconds
+            if (step % every == 0 or step == steps or late) and self.look(step, taken):
+                best = copy.deepcopy(trained(self.model))
+            ledger.keep(STATE, partial(self.state, step, best), large=True)
+            watch(step, loss)
+            if late:
+                break
+        restore(self.model, best)
 
 
 def kept_in(folder: Path | None, key: Callable[[], str]) -> AbstractContextManager[Ledger]:

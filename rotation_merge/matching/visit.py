@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -93,19 +94,6 @@ class Visits:
             source = folded_tensors(self.architecture, source, self.folded)
         return as_tensors(source).cached() if self.cached else source
 
-    @cached_property
-    def _ready(self) -> dict[str, dict[str, Tensor]]:
-        """The anchor's block that was read for its size, kept for its turn."""
-        return {}
-
-    @cached_property
-    def _weights(self) -> tuple[int, bool]:
-        """The number of weights in a block, and whether they are on an accelerator."""
-        for block in [block for block in self.architecture.blocks if block.index is not None][:1]:
-            self._ready[block.name] = read_block(block, self._sources[0])
-        tensors = [tensor for block in self._ready.values() for tensor in block.values()]
-        return sum(t.numel() for t in tensors), any(t.device.type != "cpu" for t in tensors)
-
     def is_plain(self, block: Block) -> bool:
         """Whether a block gives the same measurements in every pass.
 
@@ -119,12 +107,14 @@ class Visits:
     @property
     def at_once(self) -> int:
         """The number of blocks matched at once; 0 on an accelerator, which one block keeps busy."""
-        weights, accelerated = self._weights
-        return (
-            0
-            if accelerated
-            else workers_for(weights * (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) // BYTES_A_WEIGHT)
-        )
+        source = as_tensors(self.anchor)
+        layer = next((block for block in self.architecture.blocks if block.index is not None), None)
+        infos = () if layer is None else layer.tensors
+        sizes = {name: math.prod(source.shapes[name]) for i in infos for name in i.names if name in source.shapes}
+        if sizes and torch.device(self.device or source[min(sizes, key=sizes.__getitem__)].device).type != "cpu":
+            return 0
+        each = BYTES_FOLDED if self.folded else BYTES_A_WEIGHT
+        return workers_for(sum(sizes.values()) * each // BYTES_A_WEIGHT)
 
     def on(self, device: str, home: str) -> Visits:
         return replace(self, device=device, home=home)
@@ -144,8 +134,7 @@ class Visits:
         if step.kind == FINAL and not step.streams and not matched:
             return BlockMatch({}, [])
         with self._reading:
-            anchor = self._ready.pop(block.name, None) or read_block(block, self._sources[0])
-            donor = read_block(block, self._sources[1])
+            anchor, donor = (read_block(block, source) for source in self._sources)
         check_finite(block, anchor, "anchor")
         check_finite(block, donor, "donor")
         anchor, donor = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))
@@ -158,18 +147,20 @@ class Visits:
     def _passed(
         self, step: Step, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], options: AlignConfig
     ) -> StreamSums:
-        """Match all local spaces under the streams' transforms, and sum what the block says of the streams."""
-        maps, sums = dict(step.streams), StreamSums()
+        """Match all local spaces under the streams' transforms, and sum what the block says of the streams.
+
+        Tensors have the roots of their weights as factors, in place; not those that are stored without an offset.
+        """
+        maps, sums, weights = dict(step.streams), StreamSums(), dict[str, float]()
         if wanted_spaces(block, options):
-            exact = [_weigh(block, tensors, step.weights) for tensors in (anchor, donor)]
+            for info in (info for info in block.tensors if info.name in step.weights and not info.offset):
+                weights[info.name] = step.weights[info.name]
+                for tensors in (tensors for tensors in (anchor, donor) if info.key in tensors):
+                    tensors[info.key] = at_least_float32(tensors[info.key]) * weights[info.name] ** 0.5
             maps |= match_block(block, anchor, donor, options, step.streams, told=False).transforms
-            anchor.update(exact[0])
-            donor.update(exact[1])
         for tensor in measured([piece(block, anchor, donor)], maps, step.precise):
             sums.count(tensor, maps)
-        if maps.keys() != step.streams.keys():
-            weighted = {info.name for info in block.tensors if not info.offset}
-            sums.weights = {n: w * (step.weights.get(n, 1.0) if n in weighted else 1) for n, w in sums.weights.items()}
+        sums.weights = {name: weight * weights.get(name, 1.0) for name, weight in sums.weights.items()}
         return sums
 
     def _plain(self, step: Step, block: Block) -> Any:
@@ -216,20 +207,6 @@ def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slic
     """The vocabulary slices of a large tensor."""
     known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
     return vocabulary_slices(info, known) if len(known) == 2 else []
-
-
-def _weigh(block: Block, tensors: dict[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Multiply a model's tensors by the roots of their weights, in place, for weighted distances.
-
-    Returns the tensors whose measurements are not invariant under scale, without weights.
-    """
-    unweighted = {}
-    for info in block.tensors:
-        if info.name in weights and info.key in tensors:
-            stored = tensors[info.key]
-            unweighted.update({info.key: stored} if info.offset else {})
-            tensors[info.key] = at_least_float32(stored) * weights[info.name] ** 0.5
-    return unweighted
 
 
 def _final(

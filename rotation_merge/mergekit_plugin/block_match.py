@@ -20,7 +20,6 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.matching.serialisation import match_once
 from rotation_merge.mergekit_plugin.output import OutputBlock
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.tensors import Tensors
@@ -109,7 +108,7 @@ class BlockMatches:
         return on_device(self._transforms[job.key], device)
 
     def _match(self, job: BlockMatching, device: torch.device | None = None) -> BlockMatch:
-        return match_once(self.run.ledger, job.key, lambda: job.match(device))
+        return BlockMatch.once(self.run.ledger, job.key, lambda: job.match(device))
 
     def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""

@@ -21,8 +21,7 @@ from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, residual_of
-from rotation_merge.matching.report_rows import figures_in
-from rotation_merge.matching.run import AppliedAlignment
+from rotation_merge.matching.run import AppliedAlignment, figures_in
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of

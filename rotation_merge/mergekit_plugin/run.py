@@ -21,7 +21,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import AlignmentError, RecipeError, named, printable, short
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.report_rows import file_metadata
+from rotation_merge.matching.run import file_metadata
 from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.recipe import (
     ALIGNMENT,

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, short
-from rotation_merge.matching.report_rows import figures_in
+from rotation_merge.matching.run import figures_in
 from rotation_merge.record import MergeReport, gained, relative_distance
 
 NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align' or 'measure' wrote"

@@ -1,4 +1,4 @@
-"""transformers' models, created without weights."""
+"""transformers' models, created without weights, which some read whenever they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import copy
 from typing import Any
 
 from rotation_merge.architecture.sentence import KEY as MODULES
-from rotation_merge.run.functions import disable_extra_outputs, model_class
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.forms import restructured
+from rotation_merge.model.view import View
+from rotation_merge.run.functions import architecture_of, disable_extra_outputs, model_class
 from rotation_merge.run.sentence import with_modules
 
 
@@ -32,3 +35,20 @@ def empty_model(config: Any, untie: bool = False) -> Any:
             model = with_modules(model, modules)
     model.tie_weights()
     return model.eval()
+
+
+def streamed_model(view: View, device: str) -> Any:
+    """transformers' model in evaluation mode and float32, whose modules read their weights on each run.
+
+    Raises:
+        CheckpointError: weights are missing, or the files have them in another form.
+    """
+    from accelerate import cpu_offload
+
+    model = empty_model(view.transformers_config, view.untie)
+    tensors = restructured(view.tensors, view.architecture, architecture_of(model, view.untie))
+    if missing := sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - tensors.keys()):
+        problem = f"has no weight {missing[0]} in the form of {type(model).__name__}"
+        raise CheckpointError(problem, where=view.name, remedy="download it again, or run it as a whole")
+    model.hf_device_map = {"": device}
+    return cpu_offload(model, device, state_dict=tensors)

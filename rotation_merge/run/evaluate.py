@@ -1,4 +1,4 @@
-"""Loss, accuracy and other figures of merit of a model, and of the models on the straight path between two."""
+"""Loss and accuracy (of numbers, correlations) of a model, and of the models on the straight path between two."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -57,7 +58,7 @@ class Scores:
     Attributes:
         loss: mean, in nats for each token or example; of regressions the mean squared error, of similarities 1 -
             Spearman's correlation.
-        figures: see `metrics`; the first is the one that counts.
+        figures: accuracy, or correlations; the first is the one that counts.
     """
 
     loss: float
@@ -95,19 +96,16 @@ def score(model: Any, data: Data) -> Scores:
     check_labels(data.batches, model, data.task, data.source)
     if data.task in ("regression", "labels", "similarity"):
         return _of_floats(model, data)
-    total, guesses, truths = 0.0, [], []
+    total, hits = 0.0, list[Tensor]()
     for batch in _parts(model, data):
         logits, labels = _answers(model, batch, data.task)
         labelled = labels != -100
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        guesses.append(logits.argmax(-1)[labelled].cpu())
-        truths.append(labels[labelled].cpu())
-    predicted, labels = torch.cat(guesses), torch.cat(truths)
-    if not len(labels):
+        hits.append((logits.argmax(-1) == labels)[labelled])
+    hit = torch.cat(hits).double()
+    if not len(hit):
         raise DataError("no example has a label", remedy="give more data")
-    if data.task == "class":
-        return Scores(total / len(labels), of_classes(predicted, labels))
-    return Scores(total / len(labels), {"accuracy": float((predicted == labels).double().mean())})
+    return Scores(total / len(hit), {"accuracy": float(hit.mean())})
 
 
 def _of_floats(model: Any, data: Data) -> Scores:
@@ -130,13 +128,14 @@ def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
     """Scores of predicted numbers against the data's numbers, (n, outputs) each."""
     if task == "labels":
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        return Scores(float(loss), of_labels(logits > 0, labels > 0.5))
+        return Scores(float(loss), {"accuracy": float(((logits > 0) == (labels > 0.5)).double().mean())})
+    columns = list(zip(logits.T, labels.T, strict=True))
+    pearson = fmean(_correlation(x, y) for x, y in columns)
+    spearman = fmean(_correlation(_ranks(x), _ranks(y)) for x, y in columns)
     if task in ("similarity", "embedding"):
-        figures = of_numbers(logits[:, 0], labels[:, 0])
-        return Scores(1 - figures["spearman"], {name: figures[name] for name in reversed(NUMBERS)})
+        return Scores(1 - spearman, {"spearman": spearman, "pearson": pearson})
     loss = torch.nn.functional.mse_loss(logits, labels)
-    columns = [of_numbers(x, y) for x, y in zip(logits.T, labels.T, strict=True)]
-    return Scores(float(loss), {name: sum(c[name] for c in columns) / len(columns) for name in NUMBERS})
+    return Scores(float(loss), {"pearson": pearson, "spearman": spearman})
 
 
 def _parts(model: Any, data: Data) -> Iterator[Batch]:
@@ -217,57 +216,15 @@ def _place_between(model: Any, a: Any, b: Any, t: float, head_tensors: Collectio
             parameter.copy_(torch.lerp(first[key], second[key], t))
 
 
-NUMBERS = ("pearson", "spearman")
-
-
-def of_classes(predicted: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy, macro and micro F1, and Matthews' correlation, of one class for each example.
-
-    Args:
-        predicted, labels: int64, (n,).
-
-    Macro F1 is the mean over the classes that are predicted or true; micro F1 with one class an example is the
-    accuracy. Matthews' correlation is that of Gorodkin 2004 for any number of classes; 0 where it is not defined.
-    """
-    size = int(torch.maximum(predicted.max(), labels.max())) + 1
-    table = torch.bincount(labels * size + predicted, minlength=size * size).view(size, size).double()
-    hits, true, guessed = table.diagonal(), table.sum(1), table.sum(0)
-    count = table.sum()
-    f1 = 2 * hits / (true + guessed).clamp(min=1)
-    covariance = hits.sum() * count - (true * guessed).sum()
-    spread = ((count**2 - guessed.square().sum()) * (count**2 - true.square().sum())).sqrt()
-    return {
-        "accuracy": float(hits.sum() / count),
-        "macro_f1": float(f1[true + guessed > 0].mean()),
-        "micro_f1": float(hits.sum() / count),
-        "matthews": float(covariance / spread) if float(spread) > 0 else 0.0,
-    }
-
-
-def of_labels(predicted: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy, macro and micro F1 where an example has any number of labels; bool, (n, labels)."""
-    hits = (predicted & labels).sum(0).double()
-    total = (predicted.sum(0) + labels.sum(0)).double()
-    labelled = total > 0
-    return {
-        "accuracy": float((predicted == labels).double().mean()),
-        "macro_f1": float((2 * hits[labelled] / total[labelled]).mean()) if bool(labelled.any()) else 0.0,
-        "micro_f1": float(2 * hits.sum() / total.sum()) if bool(labelled.any()) else 0.0,
-    }
-
-
-def of_numbers(predicted: Tensor, labels: Tensor) -> dict[str, float]:
-    """Pearson's and Spearman's correlation of two (n,) vectors; ties share a rank, constants give 0."""
-    return {"pearson": _correlation(predicted, labels), "spearman": _correlation(_ranks(predicted), _ranks(labels))}
-
-
 def _correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's correlation of two (n,) vectors; of constants 0."""
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     spread = float(x.norm() * y.norm())
     return float(x @ y) / spread if spread > 0 else 0.0
 
 
 def _ranks(x: Tensor) -> Tensor:
+    """Ranks of (n,) numbers, for Spearman's correlation; ties share one."""
     _, place, counts = torch.unique(x, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() - 1) / 2)[place]

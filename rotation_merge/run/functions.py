@@ -209,9 +209,9 @@ def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of a model's parameters; the CPU for what has none."""
+    """The device of a model's parameters, or where its modules read them when they run; the CPU for what has none."""
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return torch.device("cpu") if first is None else first.device
+    return torch.device(getattr(model, "hf_device_map", {}).get("", "cpu" if first is None else first.device))
 
 
 def inputs_for(model: Any, batch: Mapping[str, Tensor]) -> Batch:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,77 +22,52 @@ SECONDS = 60.0
 """Seconds of work before anything is written, and between two writes of unfinished work."""
 
 
-class DelayedStore:
-    """A store that is written at most once in `SECONDS`; parts wait in memory meanwhile.
+class _DelayedStore:
+    """A store that is written at most once in `SECONDS`; parts wait in memory meanwhile (see `kept_beside`)."""
 
-    Args:
-        store: for the parts.
-        key: returns the key of all inputs and options of the run; called with the first result.
-        device: where tensors are put that are read.
-    """
-
-    def __init__(self, store: Store, key: Callable[[], str], device: str = "cpu") -> None:
-        self.store, self.device = store, device
-        self._key, self._known_key = key, ""
-        self._pending: dict[str, Callable[[], Any]] = {}
-        self._written, self._broken = time.monotonic(), False
-        self._lock = threading.RLock()
+    def __init__(self, store: Store, key: Callable[[], str], device: str) -> None:
+        self.store, self.key, self.device = store, cache(key), device
+        self.pending: dict[str, Callable[[], Any]] = {}
+        self.written, self.asked, self.broken = time.monotonic(), False, False
+        self.lock = threading.RLock()
 
     def get(self, name: str) -> Any:
-        """A part of an earlier run; None if there is none, or it is damaged."""
-        with self._lock:
-            if not self._known_key:
-                self._known_key = self._key()
-                if self.store.path.exists():
-                    self.store.begin(self._known_key)
+        with self.lock:
+            if not self.asked and self.store.path.exists():
+                self.store.begin(self.key())
+            self.asked = True
         return self.store.get(name, self.device)
 
     def keep(self, name: str, make_part: Callable[[], Any], large: bool) -> None:
-        """Store a part; one of the same name is replaced.
-
-        Args:
-            make_part: makes it, when it is written.
-            large: too large to wait in memory: it is written now or, where it is not yet time, not at all.
-        """
-        with self._lock:
-            due = time.monotonic() - self._written >= SECONDS
+        with self.lock:
+            due = time.monotonic() - self.written >= SECONDS
             if due or not large:
-                self._pending[name] = make_part
+                self.pending[name] = make_part
             if due:
                 self.write()
 
     def write(self) -> None:
         """Write pending parts. On a full disk, warn once and store nothing more."""
-        with self._lock:
-            pending, self._pending = self._pending, {}
-            if self._broken or not pending:
+        with self.lock:
+            pending, self.pending = self.pending, {}
+            if self.broken or not pending:
                 return
             try:
-                self._known_key = self._known_key or self._key()
-                self.store.begin(self._known_key)
+                self.store.begin(self.key())
                 for name, make_part in pending.items():
                     self.store.put(name, make_part())
             except OSError as error:
-                self._broken = True
+                self.broken = True
                 problem = "%s cannot be written (%s); after an interruption the run starts again"
                 LOG.warning(problem, self.store.path, short(error))
-            self._written = time.monotonic()
-
-    def interrupted(self) -> None:
-        """The run was interrupted: keep expensive results."""
-        if time.monotonic() - self._written >= SECONDS or self.store.path.exists():
-            self.write()
-        if self.store.is_empty():
-            self.store.remove()
-        else:
-            LOG.warning("progress is kept in %s; run the same command to continue", self.store.path)
+            self.written = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Ledger:
     """What is kept of one job, by name; without a store nothing is kept."""
 
-    store: DelayedStore | None = None
+    store: _DelayedStore | None = None
     prefix: str = ""
 
     def under(self, name: str) -> Ledger:
@@ -99,11 +75,16 @@ class Ledger:
         return Ledger(self.store, f"{self.prefix}{name}/")
 
     def get(self, name: str) -> Any:
-        """See `DelayedStore.get`."""
+        """A part of an earlier run; None if there is none, or it is damaged."""
         return None if self.store is None else self.store.get(self.prefix + name)
 
     def keep(self, name: str, make_part: Callable[[], Any], large: bool = False) -> None:
-        """See `DelayedStore.keep`."""
+        """Store a part; one of the same name is replaced.
+
+        Args:
+            make_part: makes it, when it is written.
+            large: too large to wait in memory: it is written now or, where it is not yet time, not at all.
+        """
         if self.store is not None:
             self.store.keep(self.prefix + name, make_part, large)
 
@@ -118,15 +99,23 @@ def kept_beside(
     """A ledger beside an output (None: nowhere): deleted when the block ends without an error, else kept.
 
     Args:
-        out, ending: see `Store`; `key`, `device`: see `DelayedStore`.
+        out, ending: see `Store`.
+        key: returns the key of all inputs and options of the run; called with the first result.
+        device: where tensors are put that are read.
     """
     if out is None:
         yield NOWHERE
         return
-    delayed = DelayedStore(Store(out, ending), key, str(device))
+    delayed = _DelayedStore(Store(out, ending), key, str(device))
+    store = delayed.store
     try:
         yield Ledger(delayed)
     except BaseException:
-        delayed.interrupted()
+        if time.monotonic() - delayed.written >= SECONDS or store.path.exists():
+            delayed.write()  # what was expensive
+        if store.is_empty():
+            store.remove()
+        else:
+            LOG.warning("progress is kept in %s; run the same command to continue", store.path)
         raise
-    delayed.store.remove()
+    store.remove()

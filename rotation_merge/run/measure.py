@@ -8,8 +8,7 @@ vocabulary of a language model one label is drawn at each position.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,16 +19,14 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError
-from rotation_merge.model.tensors import Tensors, as_tensors
+from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import Batch, check_answers, inputs_for
-from rotation_merge.run.layers import WatchedBlocks
-from rotation_merge.run.ledger import SECONDS
+from rotation_merge.run.maps import LinearMap
+from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, Statistic
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.sums import Collector, Sums, means
-from rotation_merge.run.unfinished import UnfinishedMeasurement, together
+from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement, first_readers
 from rotation_merge.workers import Progress
 
 INPUTS, FISHER = "inputs of the maps", "Fisher"
@@ -53,6 +50,54 @@ class MeasureConfig(Config):
     length: Length = option(128, "tokens in a window of text")
 
 
+class GramSums(Watcher):
+    """Sums of ``(x, 1) (x, 1)^T`` over the inputs x of maps, in float64, and their numbers, by (block, axis).
+
+    Inputs are normalised ones if a norm feeds their maps.
+
+    Args:
+        maps: by name.
+        axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
+    """
+
+    def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str]) -> None:
+        self.maps, self.axes = maps, {name: axis for axis, name in first_readers(axes).items()}
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+        if (axis := self.axes.get(name)) is None:
+            return
+        rows = x.detach().flatten(0, -2)
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        if axis not in self.sums:
+            experts = () if expert is None else (self.maps[name].info.axes[0].size or 1,)
+            size = (*experts, rows.shape[1], rows.shape[1])
+            self.sums[axis] = torch.zeros(size, dtype=torch.float64, device=x.device)
+            self.counts[axis] = torch.zeros(experts, dtype=torch.int64)
+        place = ... if expert is None else expert
+        self.sums[axis][place] += rows.T @ rows
+        self.counts[axis][place] += len(rows)
+
+    def means(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Grams, each divided by its number of rows (for each expert separately; zero without rows), and counts."""
+        results: dict[str, Tensor] = {}
+        for axis, total in self.sums.items():
+            divisor = self.counts[axis].clamp(min=1).double().to(total.device)
+            results[f"{axis}.gram"] = (total / divisor[..., None, None]).to(dtype)
+            results[f"{axis}.count"] = self.counts[axis]
+        return results
+
+
+def together(parts: Iterable[Tensors]) -> Tensors:
+    """The tensors of several sources under one."""
+    sources = {key: part for part in parts for key in part}
+    shapes = {key: part.shapes[key] for key, part in sources.items()}
+    dtypes = {key: part.dtypes[key] for key, part in sources.items()}
+    return Tensors(shapes, dtypes, by_name(lambda key: sources[key][key]))
+
+
 def grams(runner: Runner, state: UnfinishedMeasurement | None, progress: Progress) -> Statistics:
     """The Grams of all maps that run, under the names of the runner's model; a block's sums in memory at a time.
 
@@ -65,13 +110,13 @@ def grams(runner: Runner, state: UnfinishedMeasurement | None, progress: Progres
     while (block := watched.advance()) is not None:
         progress(INPUTS, len(parts), total)
         results = None if state is None else state.result(f"{INPUTS} {block.name}")
-        collector = Collector(watched.maps, watched.new_axes if results is None else {})
-        with watched.by(collector):
+        sums = GramSums(watched.maps, watched.new_axes if results is None else {})
+        with watched.by(sums):
             for batch in range(len(runner.batches)):
-                runner.run(batch)
+                runner.run(batch, record=True)
         if results is None:
-            sums = means(collector.sums, dtype)
-            results = as_tensors(sums) if state is None else state.done(f"{INPUTS} {block.name}", sums)
+            means = sums.means(dtype)
+            results = as_tensors(means) if state is None else state.done(f"{INPUTS} {block.name}", means)
         parts.append(results)
     progress(INPUTS, total, total)
     return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)
@@ -83,9 +128,8 @@ def fisher_diagonals(
     batches: Sequence[Batch],
     task: str,
     options: MeasureConfig,
-    state: UnfinishedMeasurement | None,
     progress: Progress,
-) -> Tensors:
+) -> dict[str, Tensor]:
     """Fisher diagonals of a model's parameters, `TENSOR.fisher` by its own names.
 
     Args:
@@ -93,31 +137,22 @@ def fisher_diagonals(
         architecture: under the names of its state dict.
         batches: without padding.
         task: of their labels.
-        state: sums are kept there once a minute; None: nothing is.
     """
-    if state is not None and (results := state.result(FISHER)) is not None:
-        return results
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = [name for name in architecture.named() if name in parameters]
-    weights = {f"{name}.fisher": parameters[name].requires_grad_() for name in names}
+    weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
+    sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
     examples = [example for batch in batches for example in one_by_one(batch)]
-    done, sums = (0, Sums()) if state is None else state.begun(FISHER)
-    written = time.monotonic()
-    for step in range(done, len(examples)):
-        progress(FISHER, step, len(examples))
-        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-        _add_squares(sums, model, weights, examples[step], task, options.labels, draw)
-        if state is not None and time.monotonic() - written > SECONDS:
-            state.keep(FISHER, step + 1, sums)
-            written = time.monotonic()
+    for number, example in enumerate(examples):
+        progress(FISHER, number, len(examples))
+        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
+        _add_squares(sums, model, weights, example, task, options.labels, draw)
     progress(FISHER, len(examples), len(examples))
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    diagonals = {key: (total / len(examples)).to(dtype) for key, total in sums.items()}
-    return as_tensors(diagonals) if state is None else state.done(FISHER, diagonals)
+    return {f"{name}.fisher": (total / len(examples)).to(dtype) for name, total in sums.items()}
 
 
 def _add_squares(
-    sums: Sums,
+    sums: Mapping[str, Tensor],
     model: nn.Module,
     weights: Mapping[str, Tensor],
     example: Batch,
@@ -125,7 +160,7 @@ def _add_squares(
     labels: str,
     draw: torch.Generator,
 ) -> None:
-    """Add the squared gradients of one example's scores to the sums, by the same keys as the weights."""
+    """Add the squared gradients of one example's scores to the sums, by the same names as the weights."""
     dtype = next(model.parameters()).dtype
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
     with torch.enable_grad():
@@ -135,41 +170,13 @@ def _add_squares(
     for number, score in enumerate(label_scores, 1):
         again = number < len(label_scores)
         gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
-        for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
-            if key not in sums:
-                sums[key] = torch.zeros(weight.shape, dtype=torch.float64, device=weight.device)
+        for total, gradient in zip(sums.values(), gradients, strict=True):
             if gradient is not None:
-                sums[key] += gradient.double().square()
+                total += gradient.double().square()
 
 
 MOST_LABELS = 100
 """Classifiers with more labels have one drawn for each example."""
-
-
-def label_kind(logits: Tensor, config: Any, label_source: str) -> str:
-    """The source of labels: exact, sampled, data, or gaussian for a regression."""
-    if label_source == "data":
-        return "data"
-    if logits.ndim != 2:
-        return "sampled"
-    if getattr(config, "problem_type", None) == "regression" or logits.shape[-1] == 1:
-        return "gaussian"
-    return "exact" if logits.shape[-1] <= MOST_LABELS else "sampled"
-
-
-def answers(model: Any, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The logits of a model's heads.
-
-    Raises:
-        DataError: it has none.
-    """
-    logits = {k: v for k, v in outputs.items() if k.endswith("logits") and isinstance(v, Tensor)}
-    if not logits:
-        raise DataError(
-            f"{type(model).__name__} has no head that gives probabilities",
-            remedy="measure the kind 'gram', or a model with its head",
-        )
-    return logits
 
 
 def scores(
@@ -187,24 +194,36 @@ def scores(
         task: task of the labels (see `samples`).
         label_source: sampled (or exact, where that can be), or data: the labels that came with the samples.
         draw: where drawn labels come from.
+
+    Raises:
+        DataError: the model has no head that gives probabilities, or the samples have no labels for it.
     """
-    for logits in answers(model, outputs).values():
-        logits = logits.float() if logits.dtype != torch.float64 else logits
-        kind = label_kind(logits, model.config, label_source)
-        multiple = getattr(model.config, "problem_type", None) == "multi_label_classification"
-        if kind == "data" and task in ("regression", "labels"):
+    heads = [x for name, x in outputs.items() if name.endswith("logits") and isinstance(x, Tensor)]
+    if not heads:
+        problem = f"{type(model).__name__} has no head that gives probabilities"
+        raise DataError(problem, remedy="measure the kind 'gram', or a model with its head")
+    from_data, kind = label_source == "data", getattr(model.config, "problem_type", None)
+    for logits in (x if x.dtype == torch.float64 else x.float() for x in heads):
+        regression = kind == "regression" or logits.shape[-1] == 1
+        if from_data and task in ("regression", "labels"):
             yield _of_numbers(logits, batch, task)
-        elif kind == "gaussian":
-            yield from (logits[:, c].sum() for c in range(logits.shape[1]))
-        elif kind == "exact" and multiple:
-            spread = (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach()
-            yield from ((spread * logits)[:, c].sum() for c in range(logits.shape[1]))
-        elif kind == "exact":
-            logs = logits.log_softmax(-1)
-            weighted = (logs.detach() / 2).exp() * logs
-            yield from (weighted[:, c].sum() for c in range(logits.shape[1]))
+        elif from_data or logits.ndim != 2 or (logits.shape[-1] > MOST_LABELS and not regression):
+            yield _of_labels(logits, batch, task, from_data, draw)
         else:
-            yield _of_labels(logits, batch, task, kind, draw)
+            weighted = logits if regression else _weighted(logits, kind == "multi_label_classification")
+            yield from (weighted[:, label].sum() for label in range(logits.shape[1]))
+
+
+def _weighted(logits: Tensor, several: bool) -> Tensor:
+    """Log-probabilities times the roots of their probabilities, (n, labels), so that a sum over labels is expected.
+
+    Args:
+        several: whether an example may have several labels.
+    """
+    if several:
+        return (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach() * logits
+    logs = logits.log_softmax(-1)
+    return (logs.detach() / 2).exp() * logs
 
 
 def _of_numbers(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> Tensor:
@@ -215,7 +234,9 @@ def _of_numbers(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> Tenso
     return -torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
-def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str, draw: torch.Generator) -> Tensor:
+def _of_labels(
+    logits: Tensor, batch: Mapping[str, Tensor], task: str, from_data: bool, draw: torch.Generator
+) -> Tensor:
     """The log-probability of one label for each example or position."""
     labels = batch.get("labels")
     if task == "next token":
@@ -223,11 +244,11 @@ def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str
         labels = None if labels is None else labels[:, 1:]
     if labels is not None and labels.shape != logits.shape[:-1]:
         labels = None
-    if kind == "data" and labels is None:
+    if from_data and labels is None:
         raise DataError("the samples have no labels for this head", remedy="leave out 'labels: data'")
     labelled = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
     logs = logits[labelled].log_softmax(-1)
-    if kind == "data" and labels is not None:
+    if from_data and labels is not None:
         chosen = labels[labelled]
     else:
         chosen = torch.multinomial(logs.detach().exp().cpu(), 1, generator=draw)[:, 0].to(logs.device)

@@ -7,8 +7,8 @@ not.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,18 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import StatisticsError
 from rotation_merge.model.card import origins
 from rotation_merge.model.forms import names_in, restructured
-from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
-from rotation_merge.run.empty_models import empty_model
+from rotation_merge.run.empty_models import empty_model, streamed_model
 from rotation_merge.run.functions import Batch, architecture_of, load
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map, same_map
-from rotation_merge.run.measure import MeasureConfig, fisher_diagonals, grams
-from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics import NAME, SPACE, Statistics
+from rotation_merge.run.measure import FISHER, MeasureConfig, fisher_diagonals, grams, together
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.statistics import NAME, SPACE, Statistics, UnfinishedMeasurement, first_readers
 from rotation_merge.run.store import StateStore
-from rotation_merge.run.sums import first_readers
-from rotation_merge.run.unfinished import UnfinishedMeasurement, together
 from rotation_merge.workers import Progress, free_memory
 
 
@@ -68,102 +66,37 @@ def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, 
     fisher, name = "fisher" in options.kinds, str(checkpoint.reference)
     if not fisher and data != SELF:
         return empty_model(checkpoint.transformers_config)
-    if not (not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer):
-        return load(name).to(device)
-    if fisher:
+    streamed = not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer
+    if streamed and fisher:
         problem = "a Fisher diagonal needs the whole model in memory"
         remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
         raise StatisticsError(problem, where=name, remedy=remedy)
-    return streamed_model(checkpoint, torch.float32, device)
+    return streamed_model(checkpoint, device) if streamed else load(name).to(device)
 
 
-def record(
-    checkpoint: View,
+def measured(
+    view: View,
     module: nn.Module | None,
     data: Data,
     options: MeasureConfig,
-    out: Path,
-    progress: Progress,
+    out: Path | None = None,
+    progress: Progress = lambda *_: None,
     device: str = "cpu",
 ) -> Statistics:
-    """Measure a model and write its statistics; what was interrupted continues.
+    """Measure a model, under the names of its files.
 
     Args:
-        module: see `measured`.
+        module: the model in memory, in evaluation mode, for Fisher diagonals.
+        out: the statistics are written to, beside which finished parts and hidden states wait; what was interrupted
+            continues. None: all stays in memory.
 
     Raises:
         RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
             except an earlier run's results.
     """
     batches = unpadded(data.batches, data.source)
-    origin = {"model": str(checkpoint.reference), "models": origins([checkpoint.reference])}
-    metadata = _metadata(checkpoint, origin, data, batches, options)
-    os.makedirs(out.resolve().parent, exist_ok=True)
-    with UnfinishedMeasurement(out, metadata) as state:
-        statistics = measured(checkpoint, module, batches, data.task, options, metadata, state, progress, device)
-        statistics.write(out)
-    return statistics
-
-
-def measured_in_memory(opened: View, module: nn.Module | None, data: Data, options: MeasureConfig) -> Statistics:
-    """Measure a model and keep its statistics in memory.
-
-    Args:
-        module: see `measured`.
-
-    Raises:
-        RotationMergeError: the model or the data do not allow it.
-    """
-    batches = unpadded(data.batches, data.source)
-    metadata = _metadata(opened, {}, data, batches, options)
-    return measured(opened, module, batches, data.task, options, metadata, None, lambda *_: None)
-
-
-def measured(
-    view: View,
-    module: nn.Module | None,
-    batches: Sequence[Batch],
-    task: str,
-    options: MeasureConfig,
-    metadata: Mapping[str, Any],
-    state: UnfinishedMeasurement | None,
-    progress: Progress,
-    device: str = "cpu",
-) -> Statistics:
-    """Everything that the options ask for, under the names of a model's files.
-
-    Args:
-        module: the model in memory, in evaluation mode, for Fisher diagonals.
-        batches: without padding.
-        state: where finished parts and hidden states are; None: in memory.
-    """
-    model = empty_model(view.transformers_config) if module is None else module
-    architecture, result = architecture_of(model), Statistics(together([]), {}, frozenset(), frozenset())
-    if "gram" in options.kinds:
-        result = _grams(view, batches, state, progress, device)
-    if "fisher" in options.kinds:
-        diagonals = fisher_diagonals(model, architecture, batches, task, options, state, progress)
-        result = replace(result, tensors=together([result.tensors, diagonals]))
-    buffers = {name for name, _ in model.named_buffers()}
-    return as_stored(result, architecture, view, buffers, metadata)
-
-
-def _grams(
-    view: View, batches: Sequence[Batch], state: UnfinishedMeasurement | None, progress: Progress, device: str
-) -> Statistics:
-    store = StateStore(None if state is None else str(state.path), SPACE)
-    few_first = with_small_first_batch(batches)
-    try:
-        return grams(Runner(view, few_first, store, device=device), state, progress)
-    finally:
-        store.close()
-
-
-def _metadata(
-    view: View, origin: Mapping[str, Any], data: Data, batches: Sequence[Batch], options: MeasureConfig
-) -> dict[str, Any]:
-    """What statistics are of: model, samples and options."""
-    return {
+    origin = {} if out is None else {"model": str(view.reference), "models": origins([view.reference])}
+    metadata = {
         "model": view.name,
         "fingerprint": view.fingerprint,
         "family": view.architecture.family,
@@ -174,18 +107,49 @@ def _metadata(
         "seed": options.seed,
         "versions": versions(),
     }
+    model = empty_model(view.transformers_config) if module is None else module
+    with nullcontext() if out is None else UnfinishedMeasurement(out, metadata) as state:
+        result = _measured(view, model, batches, data.task, options, state, progress, device)
+        statistics = _as_stored(result, model, view, metadata)
+        if out is not None:
+            statistics.write(out)
+    return statistics
 
 
-def as_stored(
-    measured: Statistics, module: Architecture, view: View, buffers: Collection[str], metadata: Mapping[str, Any]
+def _measured(
+    view: View,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    task: str,
+    options: MeasureConfig,
+    state: UnfinishedMeasurement | None,
+    progress: Progress,
+    device: str,
 ) -> Statistics:
+    """Everything that the options ask for, under the names of a module."""
+    result = Statistics(together([]), {}, frozenset(), frozenset())
+    if "gram" in options.kinds:
+        store = StateStore(None if state is None else str(state.path), SPACE)
+        try:
+            result = grams(Runner(view, with_small_first_batch(batches), store, device=device), state, progress)
+        finally:
+            store.close()
+    if "fisher" in options.kinds:
+        diagonals = None if state is None else state.result(FISHER)
+        if diagonals is None:
+            computed = fisher_diagonals(model, architecture_of(model), batches, task, options, progress)
+            diagonals = as_tensors(computed) if state is None else state.done(FISHER, computed)
+        result = replace(result, tensors=together([result.tensors, diagonals]))
+    return result
+
+
+def _as_stored(measured: Statistics, model: nn.Module, view: View, metadata: Mapping[str, Any]) -> Statistics:
     """Statistics of a module under the names of its checkpoint.
 
     Args:
-        module: whose names they have.
-        buffers: names of its buffers.
         metadata: of the result, what it holds of itself left out.
     """
+    module, buffers = architecture_of(model), {name for name, _ in model.named_buffers()}
     stored = resolve(dict(view.config), view.names, view.name, untie=True)
     readers, names = _maps(module, stored), names_in(module, stored)
     axes = {name: measured.axes[reader] for name, reader in readers.items() if reader in measured.axes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,12 +71,10 @@ class ModelOutputs:
         view = open_model(self.path)
         if self.like is not None:
             view = with_classes_of(view, open_model(self.like))
-        run = Runner(
-            view,
-            inputs,
-            dtype=self.dtype,
-            fill=lambda _, tensor: _noisy(self._cast(tensor), unit, draw) if unit else tensor,
-        )
+        if unit:
+            noisy = view.tensors.map(lambda _, tensor: _noisy(self._cast(tensor), unit, draw))
+            view = replace(view, tensors=noisy)
+        run = Runner(view, inputs, dtype=self.dtype)
         run.run_through()
         return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 

@@ -1,33 +1,35 @@
-"""Records activations while a model runs, for any class of model: of all of its linear maps, or of one block.
+"""Records activations of all linear maps of a model, block by block: one layer's weights are in memory.
 
-`HookedModel` reports every product of activations with a weight of the running module to a watcher, whatever function
+`WatchedBlocks` reports every product of activations with a weight of the running module to a watcher, whatever function
 computes it (a linear layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps, it is
 run without gain and shift, which are applied on the way into each of its readers: so the normalised inputs are
-recorded, and the model's outputs stay the same. Layer scales likewise: they are applied on the way out of the map
-before them.
-
-`BlockHooks` gives the activations of one block of a `Runner`: inputs and outputs of its maps, also of those whose
-outputs are replayed, and the stream where norms read it and where the layer ends. The block may be ended early, or
-disturbed.
+recorded, and the model's outputs stay the same; hidden states are those of that run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from transformers.pytorch_utils import Conv1D
+from torch.utils.hooks import RemovableHandle
 
-from rotation_merge.architecture.model import Architecture, Block, Norm, Scale
-from rotation_merge.run.maps import LinearMap, along_inputs, linear_map, linear_maps
-from rotation_merge.run.runner import Halt, Runner
-from rotation_merge.run.store import SettledOutputs, hooked
+from rotation_merge.architecture.model import Block, Norm
+from rotation_merge.errors import StatisticsError
+from rotation_merge.run.functions import SAME, check_answers
+from rotation_merge.run.maps import along_inputs, linear_maps
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.store import hooked
+
+MOST_DIFFERENCE = 1e-3
+"""Of outputs while the maps are watched, relative to their size; more means that they cannot be watched in this way."""
 
 _PRODUCTS = {
     torch.nn.functional.linear: 0,
@@ -61,52 +63,81 @@ class _Owned:
     expert: int | None
 
 
-@dataclass
-class HookedModel:
-    """A model with hooks on its maps.
+class WatchedBlocks:
+    """A run of a model through its blocks, with its maps watched.
 
     Attributes:
-        model: in evaluation mode.
-        architecture: under the names of the model's own state dict.
-        maps: by the first name of their tensors.
-        splits: by map: its norm's gain and shift, where that norm is split.
-        scales: by map: the layer scale behind it.
+        maps: all of the model's, by the first name of their tensors.
+        axes: by map that ran so far, the (block, axis) that it reads.
+        new_axes: those of the maps that run first in the present block.
+        split: of `axes`: those whose norm ran without gain and shift.
+        gains: by map: gain and shift of its norm, while it runs without them.
+        scales: by map: name of the layer scale behind it.
+
+    Args:
+        runner: about to run on samples without padding.
     """
 
-    model: nn.Module
-    architecture: Architecture
-    maps: dict[str, LinearMap]
-    splits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    scales: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.maps = runner, linear_maps(runner.architecture)
+        self.axes: dict[str, str] = {}
+        self.new_axes: dict[str, str] = {}
+        self.split: set[str] = set()
+        self.gains: dict[str, tuple[Tensor, Tensor]] = {}
+        self.scales: dict[str, str] = {}
+        for block in runner.architecture.blocks:
+            names = {info.key: info.name for info in block.tensors}
+            for scale in (scale for scale in block.scales if scale.gain in names):
+                written = [names[key] for key in scale.writes if names.get(key) in self.maps]
+                self.scales.update(dict.fromkeys(written, names[scale.gain]))
+        self._called: Iterable[str] = ()
 
-    @classmethod
-    def of(cls, model: nn.Module, architecture: Architecture) -> HookedModel:
-        return cls(model, architecture, linear_maps(architecture))
+    @property
+    def uncalled(self) -> frozenset[str]:
+        """Maps that have not run."""
+        return frozenset(self.maps) - self.axes.keys()
+
+    def advance(self) -> Block | None:
+        """Open the next block, and find the inputs of the maps that run in it for the first time; None at the end."""
+        block = self.runner.advance()
+        if block is not None:
+            self.runner.attend("eager")
+            inputs = _Inputs()
+            plain = self._outputs(block, inputs)
+            check_answers(self.runner.model, plain)
+            self.new_axes = self._axes(inputs)
+            self._settle(block, plain)
+            self.axes.update(self.new_axes)
+        return block
 
     @contextmanager
-    def split(self, called: Iterable[str]) -> Iterator[None]:
-        """Run norms without gain and shift, and layer scales as one, if all their readers are recorded.
+    def by(self, watcher: Watcher) -> Iterator[None]:
+        """The watcher sees the maps of the present block, as those batches run that carry their hidden states on."""
+        with self.without_gains(self._called), self.watched(watcher):
+            yield
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Report every map that runs to the watcher."""
+        mode = _Mode(self, watcher)
+        with hooked(mode.hooks()), mode:
+            yield
+
+    @contextmanager
+    def without_gains(self, called: Iterable[str]) -> Iterator[None]:
+        """Run norms without gain and shift, if all their readers are recorded.
 
         Args:
             called: the maps that run at all.
         """
-        running, changed = set(called), []
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for block in self.architecture.blocks:
-            names = {info.key: info.name for info in block.tensors}
-            for norm in block.norms:
-                readers = [m for m in self.maps.values() if m.block is block and m.norm is norm]
-                if readers and self._readable(norm, names, running):
-                    gain, shift = parameters[names[norm.gain]], parameters.get(names.get(norm.shift or "", ""))
-                    gain_and_shift = gain.detach() + norm.offset, None if shift is None else shift.detach().clone()
-                    self.splits.update({m.info.name: along_inputs(m, *gain_and_shift) for m in readers})
-                    changed.append((gain, gain.detach().clone(), 1.0 - norm.offset))
-                    changed += [] if shift is None else [(shift, shift.detach().clone(), 0.0)]
-            for scale in block.scales:
-                if (written := self._written(scale, names, running)) is not None:
-                    gain = parameters[names[scale.gain]]
-                    self.scales[written] = gain.detach().clone()
-                    changed.append((gain, gain.detach().clone(), 1.0))
+        parameters = dict(self.runner.model.named_parameters(remove_duplicate=False))
+        changed = list[tuple[Tensor, Tensor, float]]()  # a parameter, its value, and that which it has meanwhile
+        for norm, names, readers in self._norms_read_by(set(called)):
+            gain, shift = parameters[names[norm.gain]], parameters.get(names.get(norm.shift or "", ""))
+            changed.append((gain, gain.detach().clone(), 1.0 - norm.offset))
+            changed += [] if shift is None else [(shift, shift.detach().clone(), 0.0)]
+            gain_and_shift = gain.detach() + norm.offset, None if shift is None else shift.detach().clone()
+            self.gains.update({name: along_inputs(self.maps[name], *gain_and_shift) for name in readers})
         try:
             with torch.no_grad():
                 for parameter, _, value in changed:
@@ -116,54 +147,115 @@ class HookedModel:
             with torch.no_grad():
                 for parameter, stored, _ in changed:
                     parameter.copy_(stored)
-            self.splits.clear()
-            self.scales.clear()
+            self.gains.clear()
 
-    def _readable(self, norm: Norm, names: dict[str, str], running: set[str]) -> bool:
-        """Whether every tensor that reads the norm is a map that runs."""
-        stems = {key.removesuffix(".weight"): name for key, name in names.items() if not key.endswith(".bias")}
-        readers = [stems[stem] for stem in (r.removesuffix(".weight") for r in norm.reads) if stem in stems]
-        return norm.gain in names and bool(readers) and all(name in running for name in readers)
+    def _norms_read_by(self, running: set[str]) -> Iterator[tuple[Norm, dict[str, str], list[str]]]:
+        """Norms that are read by maps that run alone, with their block's names by key, and those maps."""
+        for block in self.runner.architecture.blocks:
+            names = {info.key: info.name for info in block.tensors}
+            stems = {key.removesuffix(".weight"): name for key, name in names.items() if not key.endswith(".bias")}
+            for norm in (norm for norm in block.norms if norm.gain in names):
+                readers = {stems[stem] for stem in (r.removesuffix(".weight") for r in norm.reads) if stem in stems}
+                maps = [name for name in self.maps if name in readers and self.maps[name].norm is norm]
+                if maps and readers <= running:
+                    yield norm, names, maps
 
-    @staticmethod
-    def _written(scale: Scale, names: dict[str, str], running: set[str]) -> str | None:
-        scaled_maps = [names[key] for key in scale.writes if names.get(key) in running]
-        return scaled_maps[0] if scaled_maps and scale.gain in names else None
+    def _settle(self, block: Block, plain: Sequence[Tensor]) -> None:
+        """Settle whether norms run without gains, and whether attention is fused.
 
-    @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Report every map that runs to the watcher."""
-        stack: list[nn.Module] = []
-        owned = self._owned()
+        Args:
+            plain: outputs without either.
 
-        def left(module: nn.Module, *_: Any) -> None:
-            if stack and stack[-1] is module:  # a hook before ours may have ended the forward where it would enter
-                stack.pop()
+        Raises:
+            StatisticsError: recording changes a layer's outputs.
+        """
+        fused, split, whole = ("sdpa", self.new_axes), ("eager", self.new_axes), ("eager", ())
+        for attention, self._called in (split, whole) if block.index is None else (fused, split):
+            self.runner.attend(attention)
+            with self.without_gains(self._called):
+                axes = {self.new_axes[name] for name in self.gains}
+                watched = self._outputs(block, _Inputs())
+            if _difference(plain, watched) <= (SAME if attention == "sdpa" else MOST_DIFFERENCE):
+                self.split |= axes
+                return
+        raise StatisticsError(
+            f"the maps of {type(self.runner.model).__name__} cannot be recorded without changing its outputs",
+            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
+        )
 
-        hooks = [module.register_forward_pre_hook(lambda m, _: stack.append(m)) for module in owned]
-        hooks += [module.register_forward_hook(left, always_call=True) for module in owned]
-        with hooked(hooks), _Mode(self, watcher, stack, owned):
-            yield
+    def _outputs(self, block: Block, watcher: Watcher) -> list[Tensor]:
+        """Outputs of a layer (or, outside of the layers, the model) for the first batch; else what goes on from it."""
+        outputs: list[Any] = []
+        place = self.runner.module_of(block) or self.runner.model
+        hook = place.register_forward_hook(lambda _, __, output: outputs.append(output))
+        with hooked([hook]), self.watched(watcher):
+            further = self.runner.run(0)
+        leaves = _pytree.tree_leaves(outputs[-1] if outputs else further)
+        return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
-    def _owned(self) -> dict[nn.Module, list[_Owned]]:
-        """The modules that hold weights of maps."""
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        owned: dict[nn.Module, list[_Owned]] = {}
+    def _axes(self, inputs: _Inputs) -> dict[str, str]:
+        """The (block, axis) of each map that ran first; those that read one tensor behind one norm share it."""
+        axes: dict[str, str] = {}
+        by_input: dict[tuple[Any, ...], str] = {}
         for name, linear in self.maps.items():
+            if name in inputs.seen and name not in self.axes:
+                read = linear.block.name, tuple(map(id, inputs.seen[name])), linear.norm, linear.stacked
+                if read not in by_input:
+                    taken = {*self.axes.values(), *by_input.values()}
+                    by_input[read] = _unused(f"{linear.block.name}/{linear.inputs.label}", taken)
+                axes[name] = by_input[read]
+        return axes
+
+
+def _unused(axis: str, taken: Collection[str]) -> str:
+    """A name for an input along an axis of a block; further ones are numbered."""
+    names = chain([axis], (f"{axis}/{number}" for number in count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def _difference(plain: Sequence[Tensor], watched: Sequence[Tensor]) -> float:
+    """The largest difference of outputs, relative to the size of each; infinite for those of another form."""
+    if [x.shape for x in plain] != [x.shape for x in watched]:
+        return math.inf
+    pairs = zip(plain, watched, strict=True)
+    return max((float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
+
+
+class _Inputs(Watcher):
+    """Holds the input tensors of the maps that run."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+        self.seen.setdefault(name, []).append(x)
+
+
+class _Mode(TorchFunctionMode):
+    """Reports products with weights of the running module."""
+
+    def __init__(self, blocks: WatchedBlocks, watcher: Watcher) -> None:
+        super().__init__()
+        self.blocks, self.watcher = blocks, watcher
+        self.stack: list[nn.Module] = []
+        self.owned: dict[nn.Module, list[_Owned]] = {}
+        modules = dict(blocks.runner.model.named_modules(remove_duplicate=False))
+        for name, linear in blocks.maps.items():
             for number, stored in enumerate(linear.info.names):
                 owner, _, leaf = stored.rpartition(".")
                 if owner in modules and isinstance(getattr(modules[owner], leaf, None), Tensor):
                     expert = number if len(linear.info.names) > 1 else None
-                    owned.setdefault(modules[owner], []).append(_Owned(leaf, name, expert))
-        return owned
+                    self.owned.setdefault(modules[owner], []).append(_Owned(leaf, name, expert))
 
+    def hooks(self) -> list[RemovableHandle]:
+        """Hooks that tell which module runs."""
 
-class _Mode(TorchFunctionMode):
-    def __init__(
-        self, tapped: HookedModel, watcher: Watcher, stack: list[nn.Module], owned: dict[nn.Module, list[_Owned]]
-    ) -> None:
-        super().__init__()
-        self.tapped, self.watcher, self.stack, self.owned = tapped, watcher, stack, owned
+        def left(module: nn.Module, *_: Any) -> None:
+            if self.stack and self.stack[-1] is module:  # a hook before may have ended the forward at its entry
+                self.stack.pop()
+
+        hooks = [module.register_forward_pre_hook(lambda m, _: self.stack.append(m)) for module in self.owned]
+        return hooks + [module.register_forward_hook(left, always_call=True) for module in self.owned]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,14 +275,12 @@ class _Mode(TorchFunctionMode):
         name, expert = owner
         x = args[place]
         self.watcher.on_input(name, expert, x)
-        split = self.tapped.splits.get(name)
-        if split is not None:
-            args = (*args[:place], x * split[0] + split[1], *args[place + 1 :])
+        if name in self.blocks.gains:
+            gain, shift = self.blocks.gains[name]
+            args = (*args[:place], x * gain + shift, *args[place + 1 :])
         y = func(*args, **kwargs)
-        scale = self.tapped.scales.get(name)
-        if scale is not None:
-            y = y * scale
-        self.watcher.on_output(name, expert, y)
+        scale = self.blocks.scales.get(name)
+        self.watcher.on_output(name, expert, y if scale is None else y * self.blocks.runner.model.get_parameter(scale))
         return y
 
     def _experts(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -233,165 +323,3 @@ class _Mode(TorchFunctionMode):
 
 def _within(weight: Tensor, parameter: Tensor) -> bool:
     return weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-
-
-LAYER = "layer"
-"""Name of the place where a layer passes the stream to the next one."""
-
-
-@dataclass
-class BlockActivations:
-    """Activations of one run of a block, by key of the map or name of the place in the stream.
-
-    Attributes:
-        inputs, outputs: of the maps.
-        stream: inputs of norms, and the layer's output.
-        order: keys and places in the order in which they were seen.
-    """
-
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    stream: dict[str, Tensor] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-
-    def part(self, whole: frozenset[str], outputs_only: frozenset[str], mask: Tensor | None) -> BlockActivations:
-        """Inputs and outputs (or only outputs) of some maps, and the stream at some places, without padding."""
-        real: dict[int, Tensor] = {}
-        at = None if mask is None else mask.flatten().nonzero()[:, 0]
-
-        def cut(tensors: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
-            part = {name: x for name, x in tensors.items() if name in names}
-            if mask is None or at is None:
-                return part
-            for x in part.values():
-                if id(x) not in real:
-                    real[id(x)] = _real(x, mask, at)
-            return {name: real[id(x)] for name, x in part.items()}
-
-        every = whole | outputs_only
-        return BlockActivations(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
-
-
-class BlockHooks:
-    """Hooks on one block of a model.
-
-    Attributes:
-        maps: the linear maps that are modules of their own, by key.
-        modules: those modules.
-        names: of all tensors of the block, by key.
-        places: where the stream can be looked at: keys of norms, and LAYER.
-        settled: modules that are not run again.
-    """
-
-    def __init__(self, runner: Runner, block: Block) -> None:
-        self.runner = runner
-        self.maps: dict[str, LinearMap] = {}
-        self.modules: dict[str, nn.Module] = {}
-        for info in block.tensors:
-            linear = linear_map(block, info)
-            module = None if linear is None or linear.stacked else _submodule(runner, info.name)
-            if linear is not None and isinstance(module, nn.Linear | Conv1D) and info.name.endswith(".weight"):
-                self.maps[info.key], self.modules[info.key] = linear, module
-        self.names = {info.key: info.name for info in block.tensors}
-        norms = {norm.gain: _submodule(runner, self.names.get(norm.gain, "")) for norm in block.norms}
-        self.places: dict[str, nn.Module] = {key: module for key, module in norms.items() if module is not None}
-        self.layer = runner.module_of(block)
-        self.settled = SettledOutputs(runner.store, runner.prefix, self.modules, self.layer)
-
-    @contextmanager
-    def watching(
-        self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None
-    ) -> Iterator[BlockActivations]:
-        """Record activations within the block.
-
-        Args:
-            until: end the forward when all of these (keys or places) have been seen.
-            disturb: added to the outputs of maps.
-        """
-        activations = BlockActivations()
-
-        def note(name: str) -> None:
-            activations.order.append(name)
-            if until and until.issubset(activations.order):
-                raise Halt
-
-        def on_output(key: str, arguments: Any, output: Tensor) -> Tensor:
-            if disturb and key in disturb:
-                output = output + disturb[key]
-            activations.inputs[key], activations.outputs[key] = arguments[0], output
-            note(key)
-            return output
-
-        def entered(place: str, arguments: Any) -> None:
-            activations.stream[place] = arguments[0]
-            note(place)
-
-        def left(output: Any) -> None:
-            activations.stream[LAYER] = next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
-            note(LAYER)
-
-        hooks = [
-            module.register_forward_hook(lambda _, arguments, output, key=key: on_output(key, arguments, output))
-            for key, module in self.modules.items()
-        ]
-        hooks += [
-            module.register_forward_pre_hook(lambda _, arguments, place=place: entered(place, arguments))
-            for place, module in self.places.items()
-        ]
-        if self.layer is not None:
-            hooks.append(self.layer.register_forward_hook(lambda _, __, output: left(output)))
-        with hooked(hooks):
-            yield activations
-
-    def first(self, disturb: dict[str, Tensor] | None = None) -> BlockActivations:
-        """Activations of the smallest batch, with padding."""
-        with self.watching(disturb=disturb) as activations, self.settled.counting():
-            self.runner.run(self.runner.least)
-        return activations
-
-    def see(
-        self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()
-    ) -> BlockActivations:
-        """Activations of one batch, without padding, (positions, width).
-
-        Args:
-            until: end the forward when all of these have been recorded, and return them with the inputs of such maps.
-            also: keys and places that are shown, whatever else runs.
-        """
-        with self.settled.replaying(batch, self.runner.device), self.watching(until) as activations:
-            self.runner.run(batch)
-        return activations.part(until, also, self.runner.batches[batch].get("attention_mask"))
-
-    def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> BlockActivations:
-        """Activations of one batch at some keys and places; the layer's outputs are recorded for the next ones.
-
-        Outside of the layers the forward ends where all of these have been seen.
-        """
-        if self.layer is None:
-            return self.see(batch, also)
-        with self.runner.recording():
-            return self.see(batch, also=also)
-
-    def forget(self) -> None:
-        """Forget the cached outputs of solved modules."""
-        self.settled.forget()
-
-
-def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
-    """The module that owns a tensor, if the model has it."""
-    try:
-        return runner.module(tensor.rpartition(".")[0]) if "." in tensor else None
-    except AttributeError:
-        return None
-
-
-def _real(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    """The positions without padding, (positions, width); tensors without positions unchanged.
-
-    Args:
-        mask: (texts, positions), 1 where they are real.
-        at: where they are among all of them.
-    """
-    if x.ndim > 2 and x.shape[:2] == mask.shape:
-        return x.flatten(0, 1).index_select(0, at)
-    return x.index_select(0, at) if len(x) == mask.numel() else x

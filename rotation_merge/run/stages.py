@@ -2,14 +2,143 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
 
-from rotation_merge.run.maps import LinearMap
-from rotation_merge.run.recorder import BlockActivations, BlockHooks
+from rotation_merge.architecture.model import Block
+from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.runner import Halt, Runner
+from rotation_merge.run.store import hooked
+
+LAYER = "layer"
+"""Name of the place where a layer passes the stream to the next one."""
+
+
+@dataclass
+class BlockActivations:
+    """Activations of one run of a block.
+
+    Attributes:
+        mask: (texts, positions), 1 where they are real; None: all are.
+        inputs: of maps, by key.
+        values: outputs of maps by key, and the stream by place: inputs of norms by key of their gain, and LAYER.
+        order: keys and places in the order in which they were seen.
+    """
+
+    mask: Tensor | None = None
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+    def rows(self, name: str, inputs: bool = False) -> Tensor:
+        """The values of a key or place, or a map's inputs, without padding, (positions, width)."""
+        x, mask = (self.inputs if inputs else self.values)[name], self.mask
+        if mask is not None and x.ndim > 2 and x.shape[:2] == mask.shape:
+            x = x.flatten(0, 1)
+        if mask is not None and len(x) == mask.numel():
+            x = x.index_select(0, mask.flatten().nonzero()[:, 0])
+        return rows(x)
+
+
+def rows(x: Tensor) -> Tensor:
+    """All positions of all samples, (positions, width)."""
+    return x.flatten(0, -2)
+
+
+class BlockHooks:
+    """Hooks on one block of a model.
+
+    Attributes:
+        maps: the linear maps that are modules of their own, by key.
+        modules: those modules.
+        places: where the stream can be looked at outside of LAYER: norms, by key of their gain.
+    """
+
+    def __init__(self, runner: Runner, block: Block) -> None:
+        self.runner, self.layer = runner, runner.module_of(block)
+        self.maps: dict[str, LinearMap] = {}
+        self.modules: dict[str, nn.Module] = {}
+        owners = dict(runner.model.named_modules(remove_duplicate=False))
+        for info in block.tensors:
+            linear, module = linear_map(block, info), owners.get(info.name.removesuffix(".weight"))
+            if linear is not None and not linear.stacked and isinstance(module, nn.Linear | Conv1D):
+                self.maps[info.key], self.modules[info.key] = linear, module
+        names = {info.key: info.name.rpartition(".")[0] for info in block.tensors}
+        norms = {norm.gain: owners.get(names.get(norm.gain, "")) for norm in block.norms if names.get(norm.gain)}
+        self.places = {key: module for key, module in norms.items() if module is not None}
+
+    def first(self, disturb: Mapping[str, Tensor] | None = None) -> BlockActivations:
+        """All activations of the smallest batch, with padding.
+
+        Args:
+            disturb: added to the outputs of maps.
+        """
+        activations = BlockActivations()
+        with hooked(self._hooks(activations, {*self.maps, *self.places, LAYER}, frozenset(), disturb or {})):
+            self.runner.run(self.runner.least)
+        return activations
+
+    def see(self, batch: int, names: frozenset[str], record: bool = False) -> BlockActivations:
+        """Activations of one batch at some keys and places.
+
+        Args:
+            record: the layer's outputs for the next ones; else the forward ends where all names have been seen.
+        """
+        activations = BlockActivations(self.runner.batches[batch].get("attention_mask"))
+        with hooked(self._hooks(activations, names, frozenset() if record else names)):
+            self.runner.run(batch, record)
+        return activations
+
+    def pass_on(self, batch: int, names: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """Outputs of maps and the stream at places, by name; of a layer the outputs are recorded for the next ones."""
+        activations = self.see(batch, names, record=self.layer is not None)
+        return {name: activations.rows(name) for name in activations.values}
+
+    def _hooks(
+        self,
+        activations: BlockActivations,
+        names: Collection[str],
+        until: frozenset[str] = frozenset(),
+        disturb: Mapping[str, Tensor] | None = None,
+    ) -> list[RemovableHandle]:
+        """Hooks that put activations there, and end the forward when all of `until` have been seen."""
+
+        def note(name: str, value: Tensor) -> None:
+            activations.values[name] = value
+            activations.order.append(name)
+            if until and until <= activations.values.keys():
+                raise Halt
+
+        def on_output(key: str, arguments: Any, output: Tensor) -> Tensor:
+            if disturb and key in disturb:
+                output = output + disturb[key]
+            activations.inputs[key] = arguments[0]
+            note(key, output)
+            return output
+
+        def on_layer(output: Any) -> None:
+            note(LAYER, next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor)))
+
+        hooks = [
+            module.register_forward_hook(lambda _, arguments, output, key=key: on_output(key, arguments, output))
+            for key, module in self.modules.items()
+            if key in names
+        ]
+        hooks += [
+            module.register_forward_pre_hook(lambda _, arguments, place=place: note(place, arguments[0]))
+            for place, module in self.places.items()
+            if place in names
+        ]
+        if self.layer is not None and LAYER in names:
+            hooks.append(self.layer.register_forward_hook(lambda _, __, output: on_layer(output)))
+        return hooks
 
 
 @dataclass(frozen=True)
@@ -80,25 +209,21 @@ def _writes(linear: LinearMap) -> bool:
 
 def _places(taps: BlockHooks, key: str, activations: BlockActivations) -> dict[str, Tensor]:
     """Places that follow a map's output, with the gains: found out by disturbing it."""
-    output = activations.outputs[key]
+    output = activations.values[key]
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(output.shape, generator=draw).to(output) * output.detach().std().clamp_min(1e-6)
     disturbed, noise_rows = taps.first({key: noise}), rows(noise)
     gains = {}
     for place in activations.order[activations.order.index(key) + 1 :]:
-        answer = disturbed.stream[place] - activations.stream[place] if place in activations.stream else None
-        if answer is None or rows(answer).shape != noise_rows.shape or activations.order.count(place) != 1:
+        if place in taps.maps or activations.order.count(place) != 1:
             continue
-        flat = rows(answer)
+        flat = rows(disturbed.values[place] - activations.values[place])
+        if flat.shape != noise_rows.shape:
+            continue
         gain = (flat * noise_rows).sum(0) / noise_rows.square().sum(0)
         if float((flat - gain * noise_rows).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
             gains[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
     return gains
-
-
-def rows(x: Tensor) -> Tensor:
-    """All positions of all samples, (positions, width)."""
-    return x.flatten(0, -2)
 
 
 def _branch(key: str, gains: dict[str, dict[str, Tensor]], activations: BlockActivations) -> Branch:

@@ -13,12 +13,12 @@ import yaml
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.matching.fit import fit
-from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.options import FitConfig
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.generated_samples import SOURCES
 from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import model_for, record
+from rotation_merge.run.measuring import measured, model_for
 from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.workers import listener
@@ -211,7 +211,7 @@ class CandidateFiles:
             module = model_for(opened, MeasureConfig(), source, device, None)
             limit = self.config.samples if source in SOURCES else None
             data = read_samples(model, source, limit, *self.config.reading, module)
-            record(opened, module, data, MeasureConfig(), path, listener(), device)
+            measured(opened, module, data, MeasureConfig(), path, listener(), device)
         return str(path)
 
     def _learned(self, candidate: Candidate, seconds: float) -> dict[str, str]:
@@ -220,9 +220,13 @@ class CandidateFiles:
         del files[candidate.anchor]
         if all(os.path.exists(file) for file in files.values()):
             return files
-        anchor, *donors = map(self.config.load, candidate.models)
         batches = [batch for data in self.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
-        result = fit(anchor, donors, batches, None, options, lambda done, total, _: tell("learning", done, total))
-        result.write(candidate.anchor, {file: model for model, file in files.items()}, self.tied)
+        donors, devices = candidate.models[1:], [self.config.device]
+        result = fit(
+            *(candidate.anchor, donors, batches, None, options, lambda done, total, _: tell("learning", done, total)),
+            untie=self.tied,
+            devices=devices,
+        )
+        result.write([files[model] for model in donors])
         return files

@@ -64,13 +64,11 @@ class Monomial:
         index: int64, (G, d).
         factor: float64, (G, d), not zero.
         degree: k of an activation f(c x) = c^k f(x) between both sides; the factors are those of the first (`powered`).
-        soft: while the order is learned, a differentiable matrix that stands for it, (1, d, d), float32.
     """
 
     index: Tensor
     factor: Tensor
     degree: int = 1
-    soft: Tensor | None = None
 
     @classmethod
     def identity(cls, batch: int, size: int, degree: int = 1) -> Monomial:
@@ -84,7 +82,7 @@ class Monomial:
 
     @cached_property
     def _reorders(self) -> bool:
-        return self.soft is not None or not in_order(self.index)
+        return not in_order(self.index)
 
     @cached_property
     def _rescales(self) -> bool:
@@ -106,9 +104,7 @@ class Monomial:
         Args:
             dual: act by the inverse transpose.
         """
-        if self.soft is not None:
-            x = act_by_matrices(self.soft, x, batch_dim, dim)
-        elif self._reorders:
+        if self._reorders:
             x = gather(x, self.index, batch_dim, dim)
         if not self._rescales:
             return x

@@ -8,7 +8,6 @@ groups of a space.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,60 +15,107 @@ import torch
 from torch import Tensor
 
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.linalg.polar import complement_of_ones, exp_skew, nuclear_norm, procrustes, random_orthogonal
+from rotation_merge.linalg.polar import (
+    RANK_TOLERANCE,
+    complement_of_ones,
+    exp_skew,
+    nuclear_norm,
+    procrustes,
+    random_orthogonal,
+)
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.symmetry.element import LARGEST_ENTRY, Element, Linear, Monomial, in_order
-from rotation_merge.symmetry.stats import Stats, summed
 
 SETTLED = 1e-9
 """Change of a logarithm of a scale at which the turns end."""
 NEAR = 1e-6
 """Largest deviation of an entry of a map from the group that it belongs to."""
 
-Steps = Mapping[str, Tensor]
-"""What is learned of an element, float32: a `step`, and `scores` of its order; zero, and the identity, at the start."""
 
+@dataclass(frozen=True)
+class Stats:
+    r"""Second-order statistics of N (anchor, donor) pairs, float64, which the best element of every group follows from.
 
-class Group:
-    """A group of maps of d coordinates.
+    The squared distance that a map g (primal side) leaves is a constant minus the gain
+
+        gain(g) = 2 <g B_P, A_P> - |g B_P|^2 + 2 <g^-T B_D, A_D> - |g^-T B_D|^2,
+
+    with P the primal side (keys, values), D the dual one (queries, outputs), A anchor and B donor.
 
     Attributes:
-        words: its elements, in words.
-        scaled: whether they have factors of any size.
-        permutes: whether they are permutations.
+        primal, dual: A B^T of either side, (N, d, d).
+        donor: squared norms of the donor's coordinates on either side, (N, d) each.
+        anchor: the same of the anchor.
+        follow: A B^T, (N, d, d), of tensors that are permuted with the coordinates and neither scaled nor turned.
+        follow_norms: the donor's squared norms there, (N, d).
+        rounding: relative rounding of the products.
+        turns: how often map and scale take turns at most, where both are free.
     """
 
-    words: Any = "none"
-    scaled: Any = False
-    permutes: Any = False
+    primal: Tensor
+    dual: Tensor
+    donor: tuple[Tensor, Tensor]
+    anchor: tuple[Tensor, Tensor]
+    follow: Tensor | None = None
+    follow_norms: Tensor | None = None
+    rounding: float = RANK_TOLERANCE
+    turns: int = 60
 
-    def identity(self, batch: int, size: int) -> Any:
-        """Identities, in the form that `solve` gives."""
-        raise NotImplementedError
+    @classmethod
+    def of_products(cls, products: Tensor, gains: Tensor) -> Stats:
+        """Of one side whose maps keep norms, as a stream's: products of its axes and of gains, (N, d, d) each."""
+        nothing = torch.zeros_like(products[:, 0])
+        return cls(products, torch.zeros_like(products), (nothing, nothing), (nothing, nothing), gains, nothing)
 
-    def random(self, batch: int, size: int, generator: torch.Generator) -> Any:
-        """Random elements, for tests and twins."""
-        raise NotImplementedError
+    def balanced(self, groups: Tensor) -> Tensor:
+        """The scales that give the donor the anchor's ratio of primal to dual norm, 1 where a side is zero.
 
-    def solve(self, stats: Stats) -> Any:
-        """The best elements for the statistics, one for each pair; ties go to the identity."""
-        raise NotImplementedError
+        Args:
+            groups: numbers, (d,), of the coordinates that share a scale.
 
-    def value(self, stats: Stats) -> Tensor:
-        """The gains of the best elements, (N,), or of ones that are nearly the best: enough to choose pairs by."""
-        return stats.gain(self.solve(stats))
+        Returns:
+            (N, number of groups).
+        """
+        sums = [summed(x, groups) for x in (*self.donor, *self.anchor)]
+        ratio = (sums[1] * sums[2]) / (sums[0] * sums[3])
+        return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio)) ** 0.25
 
-    def project(self, element: Any) -> Any:
-        """The nearest elements of the group; its own come back as they are, up to rounding."""
-        raise NotImplementedError
+    def part(self, dims: slice) -> Stats:
+        """The statistics of some of the coordinates."""
+        donor, anchor = ((x[0][:, dims], x[1][:, dims]) for x in (self.donor, self.anchor))
+        return replace(
+            self, primal=self.primal[:, dims, dims], dual=self.dual[:, dims, dims], donor=donor, anchor=anchor
+        )
 
-    def blocks(self, size: int) -> Tensor:
-        """Numbers, (d,), of the blocks of coordinates that maps stay inside."""
-        raise NotImplementedError
+    def gain(self, element: Monomial | Linear) -> Tensor:
+        """The gain of one element for each pair, (N,)."""
+        total = torch.zeros_like(self.primal[:, 0, 0])
+        sides = (element.matrices(), self.primal), (element.powered().matrices(dual=True), self.dual)
+        for (maps, products), norms in zip(sides, self.donor, strict=True):
+            maps = maps.to(products)
+            total = total + 2 * (maps * products).sum((1, 2)) - (maps.square().sum(1) * norms).sum(1)
+        if self.follow is None or self.follow_norms is None:
+            return total
+        return (
+            total
+            + 2 * (element.order().matrices().to(self.follow) * self.follow).sum((1, 2))
+            - self.follow_norms.sum(1)
+        )
+
+    def of_equals(self, equal: Tensor) -> Stats:
+        """The same with exact statistics where both models are equal, (N,): nothing moves there."""
+        if not bool(equal.any()):
+            return self
+        primal, dual = (
+            torch.where(equal[:, None, None], torch.diag_embed(norms), m)
+            for norms, m in zip(self.anchor, (self.primal, self.dual), strict=True)
+        )
+        donor = tuple(torch.where(equal[:, None], a, b) for a, b in zip(self.anchor, self.donor, strict=True))
+        return replace(self, primal=primal, dual=dual, donor=(donor[0], donor[1]))
 
 
 @dataclass(frozen=True)
-class Monomials(Group):
+class Monomials:
     """Orders and factors of coordinates, as far as they are free: the identity alone where nothing is.
 
     Gains of the norms of queries and keys, for instance, have factors with a sign: a score is a sum of
@@ -92,6 +138,7 @@ class Monomials(Group):
 
     @property
     def words(self) -> str:
+        """Its elements, in words."""
         sizes = f"{'signed' if self.signed else 'positive'} rescaling"
         factors = sizes if self.scaled else "signs" if self.signed else ""
         if factors and self.ties is not None:
@@ -100,12 +147,15 @@ class Monomials(Group):
 
     @property
     def permutes(self) -> bool:
+        """Whether they are permutations."""
         return self.first is not None
 
     def identity(self, batch: int, size: int) -> Monomial:
+        """Identities, in the form that `solve` gives."""
         return Monomial.identity(batch, size, self.degree)
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
+        """Random elements, for tests and twins."""
         index, first = torch.arange(size).repeat(batch, 1), size if self.first is None else self.first
         for row in index[:, first:] if first < size else ():
             row.copy_(torch.randperm(size - first, generator=generator) + first)
@@ -115,7 +165,10 @@ class Monomials(Group):
         return Monomial(index, factor if self.permutes else factor[:, self.blocks(size)], self.degree)
 
     def solve(self, stats: Stats) -> Monomial:
-        """Assignment over the gains of pairs of coordinates, each with its best sign or factor."""
+        """The best elements for the statistics, one for each pair; ties go to the identity.
+
+        Assignment over the gains of pairs of coordinates, each with its best sign or factor.
+        """
         p, q, primal, dual = stats.primal, stats.dual, *(norm[:, None] for norm in stats.donor)
         numbers = self.blocks(p.shape[-1]).to(p.device)
         if not self.permutes:
@@ -137,7 +190,12 @@ class Monomials(Group):
         first = self.first or 0
         return torch.cat([torch.arange(first), assign(gain[first:, first:]) + first])
 
-    def project(self, element: Monomial) -> Monomial:
+    def value(self, stats: Stats) -> Tensor:
+        """The gains of the best elements, (N,), or of ones that are nearly the best: enough to choose pairs by."""
+        return stats.gain(self.solve(stats))
+
+    def project(self, element: Any) -> Monomial:
+        """The nearest elements of the group; its own come back as they are, up to rounding."""
         keeps = self.permutes and in_order(element.index[:, : self.first])
         index = element.index if keeps else torch.arange(element.shape[1]).expand(element.shape)
         factor = _alike(self, element.factor)
@@ -146,13 +204,14 @@ class Monomials(Group):
         return Monomial(index, factor if self.signed else factor.abs(), self.degree)
 
     def blocks(self, size: int) -> Tensor:
+        """Numbers, (d,), of the blocks of coordinates that maps stay inside."""
         if self.ties is not None:
             return torch.tensor(self.ties)
         return torch.arange(size).clamp_max(size if self.first is None else self.first)
 
 
 @dataclass(frozen=True)
-class Rotations(Group):
+class Rotations:
     """O(d), reflections included, with one positive factor for each map (`scaled`).
 
     The best maps are found in blocks, (N, k, s, s) for k blocks of s coordinates: here, of all coordinates.
@@ -165,6 +224,8 @@ class Rotations(Group):
     scaled: bool = False
     sequential: bool = False
     fixes_ones: bool = False
+
+    permutes = False
 
     @property
     def words(self) -> str:
@@ -226,12 +287,12 @@ class Rotations(Group):
     def value(self, stats: Stats) -> Tensor:
         """From the singular values at the balanced scale."""
         if self.fixes_ones:
-            return super().value(stats)
+            return stats.gain(self.solve(stats))
         norms, scale = self._balance(stats, 1)
         best = nuclear_norm((scale * stats.primal[:, None] + stats.dual[:, None] / scale)[:, 0])
         return 2 * best - (scale**2 * norms[0] + norms[1] / scale**2).flatten()
 
-    def project(self, element: Linear | Monomial) -> Linear:
+    def project(self, element: Any) -> Linear:
         matrix = element.matrices()
         if not self.scaled:
             return Linear(self._best(matrix, 0.0))
@@ -298,13 +359,18 @@ class Planar(Rotations):
         unturned = self.unturned.random(batch, size - self._rest.start, generator).matrix if self.unturned else None
         return Linear(self._joined(torch.polar(scale, angle)[..., None, None], size, unturned))
 
-    def project(self, element: Linear | Monomial) -> Linear:
+    def project(self, element: Any) -> Linear:
         matrix = element.matrices()
         z = self._inside(matrix) / 2
         unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
         return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned))
 
-    value = Group.value
+    def value(self, stats: Stats) -> Tensor:
+        return stats.gain(self.solve(stats))
+
+
+Group = Monomials | Rotations
+"""A group of maps of d coordinates; both have the same members."""
 
 
 def nearest_member(group: Group, element: Element, shape: tuple[int, int], deviation: float = NEAR) -> Element | None:
@@ -313,54 +379,35 @@ def nearest_member(group: Group, element: Element, shape: tuple[int, int], devia
     kinds = (Linear, Monomial) if isinstance(form, Linear) else type(form)
     if not (isinstance(element, kinds) and element.degree == form.degree and element.fits(shape)):
         return None
-    member = group.project(element)
+    member: Any = group.project(element)
     return member if member.inverse().compose(element).deviation() <= deviation else None
 
 
-def learnable(group: Group, element: Element, scales: bool, orders: bool) -> dict[str, Tensor]:
-    """The steps at which learning begins: maps and, if wanted, scales and the order of a single element."""
+def learnable(group: Group, element: Element, scales: bool) -> Tensor | None:
+    """The step at which learning begins, float32: a map's or, if wanted, that of scales; None: nothing is learned."""
     batch, size = element.shape
     if isinstance(element, Linear):
-        return {"step": torch.zeros(batch, size, size)}
-    steps = {"step": torch.zeros(batch, size)} if scales and group.scaled else {}
-    free = orders and batch == 1 and isinstance(group, Monomials) and group.first == 0
-    return {**steps, "scores": torch.eye(size)} if free else steps
+        return torch.zeros(batch, size, size)
+    return torch.zeros(batch, size) if scales and group.scaled else None
 
 
-def moved(group: Group, element: Any, steps: Steps, scales: bool, exact: bool) -> Element:
-    """The element where steps have led, differentiable in them.
+def moved(group: Group, element: Any, step: Tensor, scales: bool, exact: bool) -> Element:
+    """The element where a step has led, differentiable in it.
 
-    Maps are the exponential of the step's direction times the element, factors likewise; an order is the best one of
-    the scores after the element's, through which gradients go straight to the scores.
+    Maps are the exponential of the step's direction times the element, factors likewise.
 
     Args:
         exact: in float64 and inside the group to the last digit, else in float32.
-
-    Source of the orders: Git Re-Basin (Ainsworth and others, 2023), section 3.3.
     """
-    device = next(iter(steps.values())).device
-
-    def wide(x: Tensor) -> Tensor:
-        return x.to(device=device, dtype=torch.float64 if exact else torch.float32)
-
-    if isinstance(element, Linear):
-        turn = (torch.matrix_exp if exact else exp_skew)(_skew(group, wide(steps["step"])))
-        result = Linear(turn @ wide(element.matrix))
-        if scales and group.scaled:
-            growth = _alike(group, wide(steps["step"]).diagonal(dim1=1, dim2=2))
-            result = Linear(result.matrix * growth.exp()[..., None])
-        return group.project(result) if exact else result
-    growth = _alike(group, wide(steps["step"])) if "step" in steps else torch.zeros(())
-    element = replace(element, factor=wide(element.factor) * growth.to(device).exp())
-    if "scores" not in steps:
-        return element
-    scores = steps["scores"]
-    best = assign(scores.detach())[None]
-    if exact:
-        return replace(element, index=element.index.gather(1, best))
-    hard = torch.zeros_like(scores).scatter(1, best.T.to(device), 1.0)
-    soft = (hard + scores - scores.detach())[:, element.index[0].argsort().to(device)]
-    return replace(element, soft=soft[None])
+    dtype = torch.float64 if exact else torch.float32
+    step = step.to(dtype)
+    if not isinstance(element, Linear):
+        return replace(element, factor=element.factor.to(step) * _alike(group, step).exp())
+    turn = (torch.matrix_exp if exact else exp_skew)(_skew(group, step))
+    result = Linear(turn @ element.matrix.to(step))
+    if scales and group.scaled:
+        result = Linear(result.matrix * _alike(group, step.diagonal(dim1=1, dim2=2)).exp()[..., None])
+    return group.project(result) if exact else result
 
 
 def _skew(group: Group, step: Tensor) -> Tensor:
@@ -392,3 +439,9 @@ def signs(x: Tensor) -> Tensor:
 def random_factors(batch: int, size: int, generator: torch.Generator) -> Tensor:
     """Positive factors, (G, d), float64."""
     return (0.5 * torch.randn(batch, size, dtype=torch.float64, generator=generator)).exp()
+
+
+def summed(x: Tensor, groups: Tensor) -> Tensor:
+    """Sums of (N, d) over the coordinates of each group, (N, k); on the CPU, as a GPU adds in any order."""
+    sums = torch.zeros(*x.shape[:-1], int(groups.max()) + 1, dtype=x.dtype)
+    return sums.index_add_(-1, groups.cpu(), x.cpu()).to(x.device)

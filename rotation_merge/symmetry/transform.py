@@ -204,6 +204,27 @@ class Transform:
         return self.from_tensors(self.kind, {name: tensor.to(device) for name, tensor in self.tensors().items()})
 
 
+def packed(transforms: Mapping[str, Transform]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by ``space|name``, and the kinds of the spaces."""
+    tensors = {f"{space}|{key}": x for space, transform in transforms.items() for key, x in transform.tensors().items()}
+    return tensors, {space: transform.kind for space, transform in transforms.items()}
+
+
+def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, Transform]:
+    """Restore the transforms, in the order of the kinds.
+
+    Raises:
+        ValueError: they are of other spaces than the kinds; whatever a transform says of tensors that are not its.
+    """
+    spaces: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        space, _, name = key.partition("|")
+        spaces.setdefault(space, {})[name] = tensor
+    if spaces.keys() != kinds.keys():
+        raise ValueError("its header lists other spaces than it holds")
+    return {space: Transform.from_tensors(kind, spaces[space]) for space, kind in kinds.items()}
+
+
 def _selected(element: Any, index: Tensor) -> Any:
     """An element in another order of its groups; one for all groups has none."""
     return element if element.shape[0] != len(index) else element.select(index)

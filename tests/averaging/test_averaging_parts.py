@@ -19,7 +19,7 @@ from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.ot_fusion import Solver
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
 from rotation_merge.averaging.regmean import RegMean
-from rotation_merge.matching.teachers import answer, divergence, read_answers, write_answers
+from rotation_merge.matching.objective import answer, divergence, read_answers, write_answers
 from rotation_merge.run.measure import scores
 
 

@@ -12,18 +12,17 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.statistics import moved_fisher, moved_statistics
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.measure import fisher_diagonals, grams
-from rotation_merge.run.recorder import HookedModel
+from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics import Statistics
-from rotation_merge.run.unfinished import UnfinishedMeasurement
+from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
@@ -31,12 +30,11 @@ LOCAL = {"heads": "permutation"}
 
 
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, kind: str):
-    batches, state = [inputs(case, model)], UnfinishedMeasurement(where, {})
+    batches = [inputs(case, model)]
     with keep_float64():
         if kind == "gram":
-            return grams(Runner.of_module(model, batches), state, lambda *_: None)
-        options = MeasureConfig((kind,))
-        return fisher_diagonals(model, architecture, batches, "none", options, state, lambda *_: None)
+            return grams(Runner.of_module(model, batches), UnfinishedMeasurement(where, {}), lambda *_: None)
+        return fisher_diagonals(model, architecture, batches, "none", MeasureConfig((kind,)), lambda *_: None)
 
 
 def read(found: Statistics, one: LinearMap, tensors: dict[str, Tensor]) -> Tensor:
@@ -132,7 +130,7 @@ def test_a_fisher_diagonal_survives_permutations_signs_and_scales(case: Case, tm
     assert compared >= 4
 
 
-def _stacked(found: Statistics, info) -> Tensor:
+def _stacked(found: dict[str, Tensor], info) -> Tensor:
     pieces = [found[f"{name}.fisher"] for name in info.names]
     return torch.stack(pieces) if info.stacked else pieces[0]
 
@@ -152,7 +150,7 @@ def test_what_norms_do_is_put_back_by_multiplication(case: Case, tmp_path: Path,
     architecture = architecture_of(model)
     own = measured(model, case, architecture, tmp_path / "own", "gram")
     with keep_float64():
-        monkeypatch.setattr(HookedModel, "split", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(WatchedBlocks, "without_gains", lambda *_: contextlib.nullcontext())
         raw = measured(model, case, architecture, tmp_path / "raw", "gram")
     for block in architecture.blocks:
         tensors = read_block(block, model.state_dict())

@@ -41,7 +41,7 @@ def training() -> Training:
         optimiser.step()
         schedule.step()
     generator = torch.Generator().manual_seed(5)
-    return Training(module, optimiser, schedule, generator, Report(1 / 3), float, lambda *_: False, 9, 3, 0.0)
+    return Training(module, optimiser, schedule, generator, Report(1 / 3), float, lambda *_: False)
 
 
 def interrupted(folder: Path, work: Callable[[Ledger], None]) -> None:

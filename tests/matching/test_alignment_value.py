@@ -13,7 +13,7 @@ import pytest
 import torch
 from cli_support import run
 from plugin_support import reads_of_files
-from residual_support import Checkpoint, checkpoint, twin
+from residual_support import Checkpoint, checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import difference, inputs, outputs
@@ -42,6 +42,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return anchor, donor, rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
 
 
+@pytest.fixture(scope="module")
+def anchor(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return checkpoint("llama", "llama", tmp_path_factory.mktemp("anchor") / "0")
+
+
+@pytest.fixture(scope="module")
+def donor(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return checkpoint("llama", "llama", tmp_path_factory.mktemp("donor") / "1", seed=1)
+
+
 def answers(view: rm.View, like: Checkpoint, where: Path) -> dict[str, torch.Tensor]:
     """What a view computes once it has been written."""
     view.save_pretrained(where)
@@ -58,15 +68,6 @@ def test_applied_alignment_keeps_the_function(pair: Pair, tmp_path: Path) -> Non
     assert {name: tensor.dtype for name, tensor in moved.items()} == {n: t.dtype for n, t in stored.items()}
     still = answers(alignment.apply_anchor(anchor.path), anchor, tmp_path / "still")
     assert difference(still, anchor.outputs()) <= 1e-4
-
-
-def test_files_need_no_model_and_give_the_same_bytes(pair: Pair, tmp_path: Path) -> None:
-    _, donor, alignment = pair
-    alignment.save(tmp_path / "map.safetensors")
-    moved = alignment.apply(donor.path).state_dict()
-    loaded = rm.Alignment.load(tmp_path / "map.safetensors").apply(donor.path)
-    assert moved.keys() == set(loaded)
-    assert all(torch.equal(tensor, moved[name]) for name, tensor in loaded.items())
 
 
 def test_any_form_of_a_model_is_moved_alike(pair: Pair) -> None:
@@ -92,17 +93,6 @@ def test_the_inverse_brings_the_function_back_to_the_old_coordinates(pair: Pair,
         assert bool(alignment.folded) or "Biases" in alignment.irreversible_notes()[-1]
 
 
-@pytest.mark.slow
-def test_a_twin_is_averaged_as_if_it_lay_in_the_anchors_coordinates(tmp_path: Path) -> None:
-    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
-    donor = twin(anchor, tmp_path / "twin", "rotation")
-    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual="rotation")
-    mean = rm.average([alignment.apply_anchor(anchor.path), alignment.apply(donor.path)])
-    assert difference(answers(mean, anchor, tmp_path / "mean"), anchor.outputs()) <= 1e-4
-    plain = rm.average([anchor.path, donor.path])
-    assert difference(answers(plain, anchor, tmp_path / "plain"), anchor.outputs()) > 1e-2
-
-
 def test_weights_of_an_average_count(tmp_path: Path) -> None:
     first, second = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     mean = rm.average([first.path, second.path], weights=[3, 1])
@@ -112,8 +102,9 @@ def test_weights_of_an_average_count(tmp_path: Path) -> None:
     assert torch.equal(rm.average([first.path])["lm_head.weight"], a["lm_head.weight"])
 
 
-def test_views_compute_nothing_before_they_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_views_compute_nothing_before_they_are_asked(
+    anchor: Checkpoint, donor: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
     reads, name = reads_of_files(monkeypatch), "model.layers.1.mlp.up_proj.weight"
     view = alignment.apply(donor.path)
@@ -122,12 +113,13 @@ def test_views_compute_nothing_before_they_are_asked(tmp_path: Path, monkeypatch
     assert set(reads) == {(str(donor.path), name)}
 
 
-def test_checksums_are_taken_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_taken_when_they_are_needed(
+    anchor: Checkpoint, donor: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An alignment that is not saved reads stored models for nothing but itself."""
     taken: list[int] = []
     real = zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda data: (taken.append(1), real(data))[1])
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
     moved = alignment.apply(donor.path).state_dict()
     assert not taken
@@ -139,9 +131,8 @@ def test_checksums_are_taken_when_they_are_needed(tmp_path: Path, monkeypatch: p
         again.apply(anchor.path).state_dict()
 
 
-def test_a_model_that_was_moved_is_another(tmp_path: Path) -> None:
+def test_a_model_that_was_moved_is_another(anchor: Checkpoint, donor: Checkpoint) -> None:
     """Also where it comes from the very files that the alignment was made for."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
     moved = alignment.apply(donor.path)
     unmoved = rm.align(donor.path, anchor.path, heads="permutation").apply_anchor(donor.path)
@@ -193,8 +184,7 @@ def test_classes_in_another_order_take_their_names_along(form: str, tmp_path: Pa
     assert [moved.to_module().config.id2label[i] for i in range(count)] == names
 
 
-def test_gradients_flow_through_a_view(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_gradients_flow_through_a_view(anchor: Checkpoint, donor: Checkpoint) -> None:
     alignment = rm.align(anchor.path, donor.path, heads="permutation", scaling=False)
     state = {name: tensor.clone().requires_grad_() for name, tensor in donor.state.items()}
     view = alignment.apply((state, donor.config))
@@ -206,8 +196,7 @@ def test_gradients_flow_through_a_view(tmp_path: Path) -> None:
     torch.testing.assert_close(gradient.norm(), weights.norm())  # rotations and orders keep norms
 
 
-def test_dtypes_are_rounded_to_once(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_dtypes_are_rounded_to_once(anchor: Checkpoint, donor: Checkpoint, tmp_path: Path) -> None:
     half = tmp_path / "half"
     module = donor.case.model_class.from_pretrained(donor.path, dtype=torch.bfloat16)
     module.save_pretrained(half)
@@ -230,34 +219,9 @@ def test_shards_and_small_files_are_written(tmp_path: Path) -> None:
         view.save_pretrained(tmp_path / "out")
 
 
-@pytest.mark.slow
-def test_transfer_gives_the_change_to_another_base(tmp_path: Path) -> None:
-    old = checkpoint("llama", "llama", tmp_path / "old")
-    new = twin(old, tmp_path / "new", "rotation")
-    generator = torch.Generator().manual_seed(3)
-    tuned = old.write(
-        {n: t + 0.01 * torch.randn(t.shape, generator=generator) if t.ndim > 1 else t for n, t in old.state.items()},
-        tmp_path / "tuned",
-    )
-    carried = rm.transfer(tuned.path, old.path, new.path, heads="permutation", residual="rotation")
-    assert difference(answers(carried, old, tmp_path / "carried"), tuned.outputs()) <= 1e-3
-    assert difference(old.outputs(), tuned.outputs()) > 1e-2
-
-
-@pytest.mark.slow
-def test_what_was_learned_is_applied_alike(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
-    models = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
-    generator = torch.Generator().manual_seed(0)
-    batches = [{"input_ids": torch.randint(0, 32, (2, 8), generator=generator)} for _ in range(4)]
-    result = rm.fit(models[0], models[1], batches, options=rm.FitConfig(steps=2))
-    moved = result.alignments[0].apply(models[1]).to_module()
-    given = batches[0]
-    assert difference(outputs(moved, given), outputs(models[1], given)) <= 1e-4
-
-
-def test_other_weights_are_refused_and_fine_tunes_where_asked(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_other_weights_are_refused_and_fine_tunes_where_asked(
+    anchor: Checkpoint, donor: Checkpoint, tmp_path: Path
+) -> None:
     alignment = rm.align(anchor.path, donor.path, heads="permutation")
     with pytest.raises(RotationMergeError, match=r"tensor '.*' is not that of .*donor|1.*strict=False"):
         alignment.apply(anchor.path).state_dict()
@@ -286,9 +250,10 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_any_form_of_a_model_is_matched_on_samples_and_fitted(tmp_path: Path) -> None:
+def test_any_form_of_a_model_is_matched_on_samples_and_fitted(
+    anchor: Checkpoint, donor: Checkpoint, tmp_path: Path
+) -> None:
     """Folders, states with a config and views as modules; files that are loaded again move the stored model."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     generator = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(3, 32, (2, 8), generator=generator)} for _ in range(4)]
     given = batches[0]
@@ -306,9 +271,8 @@ def test_any_form_of_a_model_is_matched_on_samples_and_fitted(tmp_path: Path) ->
     assert rm.fit(anchor.path, [donor.path], "self", options=rm.FitConfig(steps=2)).alignments
 
 
-def test_a_view_is_matched_on_its_own_activations(tmp_path: Path) -> None:
+def test_a_view_is_matched_on_its_own_activations(anchor: Checkpoint, donor: Checkpoint) -> None:
     """Not on those of the module that it was made of, whose neurons have another order."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     modules = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
     samples = [{"input_ids": torch.randint(3, 32, (8, 12), generator=torch.Generator().manual_seed(0))}]
     twin_view = rm.Alignment.random(modules[1], scaling=False).apply(modules[1])
@@ -317,8 +281,7 @@ def test_a_view_is_matched_on_its_own_activations(tmp_path: Path) -> None:
     torch.testing.assert_close(alignment.apply(twin_view)[name], modules[1].state_dict()[name], atol=1e-4, rtol=1e-4)
 
 
-def test_bad_samples_and_options_of_matching_are_one_line(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_bad_samples_and_options_of_matching_are_one_line(anchor: Checkpoint, donor: Checkpoint) -> None:
     models = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
     batches = [{"input_ids": torch.randint(3, 32, (2, 8))} for _ in range(4)]
     far = [{"input_ids": torch.full((2, 8), 4000)} for _ in range(4)]
@@ -342,17 +305,17 @@ def test_bad_samples_and_options_of_matching_are_one_line(tmp_path: Path) -> Non
         assert "\n" not in str(error.value)
 
 
-def test_what_is_refused_is_called_by_another_name_than_what_was_expected(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_what_is_refused_is_called_by_another_name_than_what_was_expected(
+    anchor: Checkpoint, donor: Checkpoint
+) -> None:
     module = anchor.case.model_class.from_pretrained(anchor.path)
     alignment = rm.align(anchor.path, donor.path)
     with pytest.raises(RotationMergeError, match=rf"^the given model: tensor '.*' is not that of {donor.path}, which"):
         alignment.apply(module).state_dict()
 
 
-def test_dtypes_and_places_that_cannot_be_are_one_line(tmp_path: Path) -> None:
+def test_dtypes_and_places_that_cannot_be_are_one_line(anchor: Checkpoint, donor: Checkpoint, tmp_path: Path) -> None:
     """And nothing is left behind."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path)
     view = alignment.apply(donor.path)
     for dtype in ("bfloat16", "cpu", torch.int8):
@@ -370,8 +333,7 @@ def test_dtypes_and_places_that_cannot_be_are_one_line(tmp_path: Path) -> None:
     assert rm.Alignment.load(tmp_path / "new" / "folder" / "alignment.safetensors").basis is not None
 
 
-def test_another_vocabulary_is_one_line_that_names_both(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_another_vocabulary_is_one_line_that_names_both(anchor: Checkpoint, donor: Checkpoint, tmp_path: Path) -> None:
     config = {**donor.config, "vocab_size": donor.config["vocab_size"] + 8}
     grown = donor.case.model_class(donor.case.model_class.config_class.from_dict(config))
     grown.save_pretrained(tmp_path / "grown")
@@ -451,8 +413,7 @@ def test_what_a_file_says_of_its_models_is_not_believed(change: Any, words: str,
             read_alignment_file(path, architecture)
 
 
-def test_an_alignment_is_pickled_with_what_it_knows_of_its_models(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_an_alignment_is_pickled_with_what_it_knows_of_its_models(anchor: Checkpoint, donor: Checkpoint) -> None:
     alignment = rm.align(anchor.path, donor.path)
     again = pickle.loads(pickle.dumps(alignment))
     assert again.basis.donor.fingerprint == alignment.basis.donor.fingerprint
@@ -477,19 +438,9 @@ def test_a_model_without_its_task_is_moved_under_its_own_names(side: str, tmp_pa
             torch.testing.assert_close(tensor, moved[name if name in moved else f"model.{name}"], atol=1e-6, rtol=0)
 
 
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
-    rm.align(anchor.path, donor.path).save(tmp_path / "map.safetensors")
-    tensors = load_file(tmp_path / "map.safetensors")
-    save_file(tensors, tmp_path / "bare.safetensors")
-    with pytest.raises(RotationMergeError, match="is not an alignment file"):
-        rm.Alignment.load(tmp_path / "bare.safetensors")
-
-
 @pytest.mark.slow
-def test_values_say_what_they_are_in_one_line(tmp_path: Path) -> None:
+def test_values_say_what_they_are_in_one_line(anchor: Checkpoint, donor: Checkpoint) -> None:
     """In a notebook; and nothing is read for it."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     batches = [{"input_ids": torch.randint(3, 32, (2, 8))} for _ in range(4)]
     alignment = rm.align(anchor.path, donor.path, residual="rotation")
     statistics, view = rm.measure(donor.path, batches), alignment.apply(donor.path, dtype=torch.float64)
@@ -507,8 +458,7 @@ def test_values_say_what_they_are_in_one_line(tmp_path: Path) -> None:
     assert list(statistics) == sorted(statistics.keys)
 
 
-def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+def test_what_is_no_model_is_one_line(anchor: Checkpoint, donor: Checkpoint) -> None:
     alignment, delta = rm.align(anchor.path, donor.path), rm.Delta.between(anchor.path, donor.path)
     arrays = {name: tensor.numpy() for name, tensor in donor.state.items()}
     for call, words in [
@@ -541,9 +491,8 @@ def test_a_folded_donor_is_not_averaged_with_the_anchor_as_it_is(family: str, na
     assert all(torch.equal(again[key], tensor) for key, tensor in expected.items())
 
 
-def test_training_a_module_leaves_the_model_that_it_came_from(tmp_path: Path) -> None:
+def test_training_a_module_leaves_the_model_that_it_came_from(anchor: Checkpoint, donor: Checkpoint) -> None:
     """Readers of safetensors give the same memory again, also to whoever opens the folder next."""
-    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment, state = rm.align(anchor.path, donor.path), anchor.state
     before = {name: tensor.clone() for name, tensor in state.items()}
     for form in (anchor.path, (state, anchor.config)):

@@ -18,14 +18,14 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, heads, match, mean
 from rotation_merge.matching.activations import Activations
+from rotation_merge.matching.between import LearnedTransforms
 from rotation_merge.matching.fit import fit
-from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.learned import LearnedTransforms
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import ROWS, match_on_activations
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import Mover
+from rotation_merge.matching.options import FitConfig
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, load, outputs, unlabelled
@@ -107,7 +107,7 @@ def tensors(architecture: Architecture, donor: dict[str, Tensor], alignment: Ali
 
 def learned(architecture: Architecture, start: dict[str, Transform], donor: dict[str, Tensor]) -> None:
     """Learned transforms act where the model is, and end on the CPU."""
-    module = LearnedTransforms(architecture, start, permutations=True)
+    module = LearnedTransforms(architecture, start)
     for name, parameter in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(Far(parameter.detach().clone())))
@@ -135,7 +135,7 @@ def test_matching_applying_folding_and_learning(family: str) -> None:
                 assert all(isinstance(x, Far) for x in tensors(architecture, donor, alignment).values())
             again = {name: transform.inverse().compose(transform) for name, transform in found.transforms.items()}
             assert all(d < 1e-5 for transform in again.values() for d in transform.distances().values())
-            together |= found.transforms
+            together = found.transforms | together  # those of the widest groups
         learned(architecture, together, donor)
 
 

@@ -170,7 +170,7 @@ def test_impossible_objectives_are_refused(vits, change, message):
 
 
 def test_models_of_other_classes_are_refused(vits):
-    with pytest.raises(RotationMergeError, match="only in one"):
+    with pytest.raises(RotationMergeError, match="only models of one architecture"):
         fit(vits[0], tiny_llama(0), batches(64, labels=False))
     with pytest.raises(RotationMergeError, match="two batches"):
         fit(vits[0], vits[1], batches(32, labels=False))

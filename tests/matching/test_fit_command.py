@@ -14,8 +14,9 @@ from click.testing import Result
 from plugin_support import mergekit_yaml
 from safetensors.torch import load_file, save_file
 from test_fit import tiny_llama, token_batches
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+
+from rotation_merge.matching.between import Mixture
 
 
 @pytest.fixture(scope="module")
@@ -85,24 +86,20 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless numbers would change: what is learned is what models of the same numbers in float32 learn."""
-    options, held = "--start matched --match-on both", list[dict[str, torch.dtype]]()
-    to = nn.Module.to
+    options, held = "--start matched --match-on both", list[list[set[torch.dtype]]]()
+    stock = Mixture.__init__
 
-    def watched(model: nn.Module, *place: Any, **how: Any) -> nn.Module:
-        if isinstance(model, PreTrainedModel) and place == ("cpu",):  # as the command places what it has loaded
-            held.append({name: parameter.dtype for name, parameter in model.named_parameters()})
-        return to(model, *place, **how)
+    def watched(self: Mixture, architecture: Any, parents: Any, *arguments: Any) -> None:
+        held.append([{tensor.dtype for tensor in parent.values()} for parent in parents])
+        stock(self, architecture, parents, *arguments)
 
-    monkeypatch.setattr(nn.Module, "to", watched)
+    monkeypatch.setattr(Mixture, "__init__", watched)
     found, wanted = (
         learned(models, tmp_path / kind, str(models / f"anchor-{kind}"), str(models / f"donor-{kind}"), options=options)
         for kind in ("half", "rounded")
     )
     same(found, wanted, 1e-5)
-    assert [set(kinds.values()) for kinds in held] == [{torch.bfloat16}] * 2 + [{torch.float32}] * 2
-    learned(models, tmp_path / "tuned", str(models / "anchor-half"), f"{models / 'donor-half'}+{models / 'lora'}")
-    kinds = [held[-1][f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"]
-    assert kinds == [torch.float32, torch.bfloat16]
+    assert held == [[{torch.bfloat16}] * 2, [{torch.float32}] * 2]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from test_measuring import tiny
 
 from rotation_merge import AlignConfig, FitConfig
-from rotation_merge.matching.fit import _Fit, along
+from rotation_merge.matching.fit import _Fit, _pairs, along
 from rotation_merge.matching.objective import distillation
 
 
@@ -30,7 +30,8 @@ def test_masked_positions_do_not_count_in_distillation():
 def a_fit() -> _Fit:
     generator = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(1, 12, (2, 6), generator=generator)} for _ in range(8)]
-    return _Fit([tiny(0), tiny(1)], batches, AlignConfig(), FitConfig(steps=1, held_out=0.25), lambda *_: None, "")
+    models = [tiny(0), tiny(1)]
+    return _Fit(_pairs(models, AlignConfig()), models[0], batches, FitConfig(steps=1, held_out=0.25), lambda *_: None)
 
 
 def test_held_out_batches_are_never_trained_on(a_fit: _Fit):

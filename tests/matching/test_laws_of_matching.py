@@ -15,13 +15,13 @@ from rotation_merge.architecture.build import Scope, stream_groups
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Space, TensorInfo
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.block import squared_distances
-from rotation_merge.matching.experts import match_experts
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
 from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.neurons import match_experts
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.tensors import mean_of
 
@@ -134,7 +134,7 @@ def test_heads_that_are_equal_stay_beside_heads_that_are_not(dtype: torch.dtype,
         anchor = (x * (3 * normal(heads, 1, 1)).exp()).reshape(*space.factors(role), width).to(dtype)
         kept = equal.reshape(heads, *[1] * (anchor.ndim - 1))
         found.append(Side(role, anchor, torch.where(kept, anchor, torch.flip(anchor, [0]))))
-    transform = match_heads(space, found, AlignConfig())[0]
+    transform = match_heads(space, found, AlignConfig()).transform
     for side in found:
         moved = transform.act(side.donor, side.role, 0)
         assert torch.equal(moved[equal], side.anchor[equal]), side.role

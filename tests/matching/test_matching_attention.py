@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig
 from rotation_merge.architecture.model import Space
-from rotation_merge.matching.heads import Pairing, _part, match_heads
+from rotation_merge.matching.heads import HeadPart, Pairing, match_heads
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import admitted
@@ -55,11 +55,12 @@ Tensors = dict[str, Tensor]
 
 def match(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Transform:
     config = AlignConfig(**{"heads": "permutation", **options})
-    transform, gain, _ = match_heads(space, sides_of(anchor, donor), config)
-    assert admitted(space, config).admits(transform)
-    before = distance(anchor, donor)
-    assert before - gain == pytest.approx(left(anchor, donor, transform), rel=1e-5, abs=1e-5 * before + 1e-9)
-    return transform
+    found = match_heads(space, sides_of(anchor, donor), config)
+    assert admitted(space, config).admits(found.transform)
+    before, norm = distance(anchor, donor), sum(float(x.double().square().sum()) for x in anchor.values())
+    after = left(anchor, donor, found.transform)
+    assert found.squares == pytest.approx((before, after, norm), rel=1e-5, abs=1e-5 * before + 1e-9)
+    return found.transform
 
 
 def after(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> float:
@@ -122,7 +123,7 @@ def test_bounds_are_never_below_what_a_pair_gains(
     count = shape[0]
     i, j = torch.arange(count).repeat_interleave(count), torch.arange(count).repeat(count)
     for name in PAIRED:
-        part = _part(space, sides_of(anchor, donor), group, name)
+        part = HeadPart.of(space, sides_of(anchor, donor), group, name)
         if part is None:
             continue
         untabulated = part.bounds().flatten()
@@ -164,9 +165,9 @@ def test_spectral_pairing_finds_permuted_heads(free: bool) -> None:
     anchor = tensors(space, 30, 0, spread=0.5)
     order, queries = torch.tensor([2, 0, 1] if free else [0, 1, 2]), torch.tensor([[1, 0], [0, 1], [1, 0]])
     donor = reordered(space, anchor, order, queries)
-    transform, _, notes = match_heads(space, sides_of(anchor, donor), AlignConfig(heads="spectral"))
-    assert left(anchor, donor, transform) == 0
-    assert "singular values" in notes[0]
+    found = match_heads(space, sides_of(anchor, donor), AlignConfig(heads="spectral"))
+    assert left(anchor, donor, found.transform) == 0
+    assert "singular values" in found.notes[0]
 
 
 def test_one_side_alone_is_matched() -> None:
@@ -181,9 +182,9 @@ def test_one_side_alone_is_matched() -> None:
 def test_orders_that_are_not_free_stay() -> None:
     fixed = attention(3, 2, 4, free_order=False)
     anchor, donor = tensors(fixed, 9, 0), tensors(fixed, 9, 1)
-    transform, _, notes = match_heads(fixed, sides_of(anchor, donor), AlignConfig(heads="permutation"))
-    assert transform.head_order().tolist() == list(range(6))  # type: ignore[union-attr]
-    assert "fixed" in notes[0]
+    found = match_heads(fixed, sides_of(anchor, donor), AlignConfig(heads="permutation"))
+    assert found.transform.head_order().tolist() == list(range(6))  # type: ignore[union-attr]
+    assert "fixed" in found.notes[0]
     inside = attention(2, 3, 4, free_groups=False)
     anchor, donor = tensors(inside, 9, 0), tensors(inside, 9, 1)
     best = match(inside, anchor, donor)
@@ -235,8 +236,8 @@ def test_half_precision_agrees_with_double(facts: dict[str, Any], dtype: torch.d
     low, high = match(space, anchor, donor), match(space, *double)
     assert torch.equal(low.head_order(), high.head_order())
     assert left(*double, low) == pytest.approx(left(*double, high), rel=1e-5)
-    mixed = match_heads(space, [Side(r, anchor[r], double[1][r]) for r in anchor], AlignConfig(heads="permutation"))[0]
-    assert torch.equal(mixed.head_order(), high.head_order())
+    mixed = match_heads(space, [Side(r, anchor[r], double[1][r]) for r in anchor], AlignConfig(heads="permutation"))
+    assert torch.equal(mixed.transform.head_order(), high.head_order())
 
 
 def test_strides_of_the_tensors_do_not_matter() -> None:

@@ -104,7 +104,9 @@ def test_moved_models_lie_around_their_mean_as_the_report_says(kind: Kind, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, ("gemma2", "tied", "signed_permutation")], ids=lambda kind: kind[0])
+@pytest.mark.parametrize(
+    "kind", [*KINDS, ("gemma2", "tied", "signed_permutation"), ("bert", "classifier", "none")], ids="-".join
+)
 def test_planted_twins_through_mergekit(kind: Kind, tmp_path: Path) -> None:
     models = family(tmp_path, kind, noise=0.0, names="bc")
     merged(recipe(*models.values(), residual=kind[2], anchor="mean"), tmp_path / "out")
@@ -112,13 +114,6 @@ def test_planted_twins_through_mergekit(kind: Kind, tmp_path: Path) -> None:
     whole = report(tmp_path / "out")["whole"]
     assert set(whole) == {str(models[n].path) for n in "bc"}
     assert all("rounds" in summary for summary in whole.values())
-
-
-@pytest.mark.slow
-def test_mean_without_a_residual_group(tmp_path: Path) -> None:
-    models = family(tmp_path, ("bert", "classifier", "none"), noise=0.0)
-    merged(recipe(*models.values(), residual="none", anchor="mean"), tmp_path / "out")
-    assert models["a"].differs(tmp_path / "out") <= 1e-4
 
 
 def test_mean_refuses_what_it_cannot_do(tmp_path: Path) -> None:

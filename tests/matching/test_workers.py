@@ -27,10 +27,10 @@ from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import visit
-from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.matching.pair import open_pair
 from rotation_merge.matching.run import Run
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.matching.visit import Visits
 from rotation_merge.mergekit_plugin import block_match
 from rotation_merge.workers import (

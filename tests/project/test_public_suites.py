@@ -91,6 +91,7 @@ UNITS = {
         "architecture linalg matching run search symmetry",
         "that each step stays on its device, with a stand-in of a second one",
     ),
+    "matching/test_fit_command.py": ("matching model", "in which type and on which device parents are held"),
     "matching/test_fit_figures.py": (
         "matching",
         "losses of a fit, what is held out and its path, against a hand computation",
@@ -101,7 +102,7 @@ UNITS = {
         "single lines of matching, each on an input made for it",
     ),
     "matching/test_learned_maps.py": (
-        "architecture matching run",
+        "matching run",
         "the parts of a fit: learned transforms and mixes",
     ),
     "matching/test_matching_attention.py": (
@@ -156,7 +157,6 @@ UNITS = {
     "run/test_proof_by_layer.py": ("model run", "a lowered limit on models that are held whole"),
     "run/test_backends.py": ("matching workers", "how blocks are shared in a cluster"),
     "run/test_runner.py": ("architecture model run", "the runner of layers alone"),
-    "run/test_settled.py": ("run", "the store of states alone"),
     "run/test_written.py": ("run", "samples that models write, token by token"),
     "search/test_merge_changes.py": ("model run search", "parts of the search alone: its judge and candidates"),
     "search/test_merge_command.py": (

@@ -24,17 +24,13 @@ from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.run import measure
 from rotation_merge.run.data import Data
-from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.layers import WatchedBlocks
-from rotation_merge.run.measure import fisher_diagonals, grams
-from rotation_merge.run.measuring import record
-from rotation_merge.run.recorder import HookedModel
-from rotation_merge.run.runner import Runner, streamed_model
-from rotation_merge.run.statistics import NAME, write_error
-from rotation_merge.run.sums import Collector, means
-from rotation_merge.run.unfinished import UnfinishedMeasurement
+from rotation_merge.run.empty_models import streamed_model
+from rotation_merge.run.measure import GramSums, grams
+from rotation_merge.run.measuring import measured
+from rotation_merge.run.recorder import WatchedBlocks
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.statistics import NAME, UnfinishedMeasurement, write_error
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -49,15 +45,17 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
     given: Any = inputs(case, model)
     config, state = save(model, tmp_path / "model")
     stored = resolve(config, list(state), case.name)
-    monkeypatch.setattr(HookedModel, "split", lambda *_: nullcontext())
+    monkeypatch.setattr(WatchedBlocks, "without_gains", lambda *_: nullcontext())
     with keep_float64(), torch.no_grad():
         runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
         found = grams(runner, UnfinishedMeasurement(tmp_path / "layers", {}), lambda *_: None)
-        whole = HookedModel.of(model, architecture_of(model))
-        collector = Collector(whole.maps, found.axes)
-        with whole.watched(collector):
-            model(**given)
-    wanted = means(collector.sums, torch.float64)
+        whole = Runner.of_module(model, [given])
+        whole.fill_all()
+        watched = WatchedBlocks(whole)
+        sums = GramSums(watched.maps, found.axes)
+        with watched.watched(sums):
+            whole.answer(0)
+    wanted = sums.means(torch.float64)
     assert found.tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
@@ -95,7 +93,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
         options, out, seen = MeasureConfig(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
         forget()
-        record(open_model(str(path), any_base=True), None, data, options, out, lambda *_, s=seen: s.append(alive()))
+        measured(open_model(str(path), any_base=True), None, data, options, out, lambda *_, s=seen: s.append(alive()))
         peaks.append(max(seen))
     assert 0 < peaks[1] <= 1.02 * peaks[0]
 
@@ -153,10 +151,10 @@ class Counted(dict[str, torch.Tensor]):
 
 def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> None:
     case = next(case for case in ALL if case.family == "llama")
-    config, state = save(make(case), tmp_path / "model")
+    config, state = save(make(case).float(), tmp_path / "model")
     source = Counted(state)
     architecture = resolve(config, list(state), case.name)
-    model = streamed_model(View(case.name, config, architecture, as_tensors(source)), torch.float64)
+    model = streamed_model(View(case.name, config, architecture, as_tensors(source)), "cpu")
     weights = [name for name in state if name.endswith("down_proj.weight")]
     assert all(source.reads[name] == 0 for name in weights)
     ids = torch.ones(1, 3, dtype=torch.int64)
@@ -164,36 +162,11 @@ def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> No
         with torch.no_grad():
             logits = model(input_ids=ids).logits
         assert all(source.reads[name] == count for name in weights)
-        assert all(model.get_parameter(name).isnan().all() for name in weights)
+        assert all(model.get_parameter(name).is_meta for name in state)
         assert logits.isfinite().all()
-
-
-def diagonals(model: Any, state: UnfinishedMeasurement | None) -> dict[str, torch.Tensor]:
-    batches = [{"input_ids": torch.arange(24).view(4, 6)}]
-    options = MeasureConfig(("fisher",))
-    return {**fisher_diagonals(model, architecture_of(model), batches, "next token", options, state, lambda *_: None)}
-
-
-def test_what_is_stopped_within_a_step_counts_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of whole steps are kept, and the next run adds the others."""
-    model = make(next(case for case in ALL if case.family == "llama")).float()
-    wanted, stock, calls = diagonals(model, None), measure._add_squares, []
-
-    def stopped(sums: dict[str, torch.Tensor], *arguments: Any) -> None:
-        stock(sums, *arguments)
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
-    monkeypatch.setattr(measure, "_add_squares", stopped)
-    with pytest.raises(KeyboardInterrupt), UnfinishedMeasurement(tmp_path / "out", {}) as state:
-        diagonals(model, state)
-    with UnfinishedMeasurement(tmp_path / "out", {}) as again:
-        found = diagonals(model, again)
-        assert len(calls) == 3 + 2
-        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
-    assert not list(tmp_path.iterdir())
+    del state[weights[0]]
+    with pytest.raises(RotationMergeError, match=rf"no weight {weights[0]}"):
+        streamed_model(View(case.name, config, architecture, as_tensors(state)), "cpu")
 
 
 @pytest.mark.parametrize(("done", "kept"), [(True, True), (False, False)])

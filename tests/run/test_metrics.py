@@ -1,4 +1,4 @@
-"""Figures of merit by hand and against scikit-learn and scipy, and models measured by them."""
+"""Figures of merit by hand and against scipy, and models measured by them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,25 @@ import torch
 from cli_support import parsed, run
 from plugin_support import make
 from scipy import stats
-from sklearn import metrics
 
-from rotation_merge.run.evaluate import of_classes, of_labels, of_numbers
-
-
-def test_classes_by_hand():
-    found = of_classes(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1]))
-    assert found == pytest.approx(
-        {"accuracy": 0.75, "macro_f1": (2 / 3 + 4 / 5) / 2, "micro_f1": 0.75, "matthews": 3**-0.5}
-    )
+from rotation_merge.run.evaluate import of_floats
 
 
-def test_figures_agree_with_scikit_learn_and_scipy():
+@pytest.mark.parametrize("task", ["regression", "similarity"])
+def test_correlations_agree_with_scipy(task: str):
     draw = np.random.default_rng(0)
-    predicted, labels = draw.integers(0, 5, 200), draw.integers(0, 4, 200)
-    found = of_classes(torch.tensor(predicted), torch.tensor(labels))
-    assert found["macro_f1"] == pytest.approx(metrics.f1_score(labels, predicted, average="macro"))
-    assert found["micro_f1"] == pytest.approx(metrics.f1_score(labels, predicted, average="micro"))
-    assert found["matthews"] == pytest.approx(metrics.matthews_corrcoef(labels, predicted))
-    a, b = draw.integers(0, 2, (50, 4)).astype(bool), draw.integers(0, 2, (50, 4)).astype(bool)
-    several = of_labels(torch.tensor(a), torch.tensor(b))
-    assert several["macro_f1"] == pytest.approx(metrics.f1_score(b, a, average="macro"))
-    assert several["micro_f1"] == pytest.approx(metrics.f1_score(b, a, average="micro"))
     x, y = draw.integers(0, 9, 100).astype(float), draw.normal(size=100)
-    numbers = of_numbers(torch.tensor(x), torch.tensor(y))
-    assert numbers["pearson"] == pytest.approx(stats.pearsonr(x, y)[0])
-    assert numbers["spearman"] == pytest.approx(stats.spearmanr(x, y)[0])
-    assert of_numbers(torch.ones(3), torch.arange(3.0)) == {"pearson": 0.0, "spearman": 0.0}
+    scores = of_floats(torch.tensor(x)[:, None], torch.tensor(y)[:, None], task)
+    assert scores.figures["pearson"] == pytest.approx(stats.pearsonr(x, y)[0])
+    assert scores.figures["spearman"] == pytest.approx(stats.spearmanr(x, y)[0])
+    assert scores.loss == pytest.approx(np.square(x - y).mean() if task == "regression" else 1 - scores.main)
+    constant = of_floats(torch.ones(3, 1), torch.arange(3.0)[:, None], task)
+    assert set(constant.figures.values()) == {0.0}
+
+
+def test_several_labels_an_example_by_hand():
+    scores = of_floats(torch.tensor([[2.0, -1.0], [1.0, 1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), "labels")
+    assert scores.figures == {"accuracy": 0.75}
 
 
 @pytest.mark.slow
@@ -58,7 +49,7 @@ def test_models_with_classes_and_with_one_output(tmp_path: Path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (found,) = parsed("evaluate", several, "--data", tmp_path / "classes.jsonl")
     assert found["task"] == "class"
-    assert (found["accuracy"], found["macro_f1"], found["micro_f1"]) == (1.0, 1.0, 1.0)
+    assert found["accuracy"] == 1.0
     (found,) = parsed("evaluate", one, "--data", tmp_path / "numbers.jsonl")
     assert found["task"] == "regression"
     assert found["loss"] == pytest.approx(0.0, abs=1e-9)

@@ -43,9 +43,8 @@ def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
     filled = []
     with keep_float64():
         while (block := run.advance()) is not None:
-            with run.recording():
-                for batch in range(2):
-                    run.run(batch)
+            for batch in range(2):
+                run.run(batch, record=True)
             layers = [run.module_of(b) for b in run.architecture.blocks if b.index is not None]
             filled.append(sum(all(p.device.type != "meta" for p in m.parameters()) for m in layers if m is not None))
             assert filled[-1] <= 1, block.name
@@ -60,10 +59,7 @@ def test_states_wait_on_disk(tmp_path: Path) -> None:
     case = next(case for case in ALL if case.family == "llama")
     run, expected = runner(case, tmp_path / "model", store)
     with keep_float64():
-        while run.advance() is not None:
-            with run.recording():
-                for batch in range(2):
-                    run.run(batch)
+        run.run_through()
         assert len(list((tmp_path / "spill").rglob("*.safetensors"))) == 2
         assert difference(outputs(run.model, run.batches[0]), expected) <= 1e-9
     store.close()

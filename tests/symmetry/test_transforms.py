@@ -16,7 +16,7 @@ from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import families, table
 from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.architecture.schema import ArchitectureSpec
-from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_axis
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform
