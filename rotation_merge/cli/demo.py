@@ -36,7 +36,7 @@ SCALE = 0.75
 """Of the task vector that is carried over; chosen before measuring."""
 
 
-class Stage(NamedTuple):
+class DemoStage(NamedTuple):
     """One merge of the demo.
 
     Attributes:
@@ -63,13 +63,13 @@ class Stage(NamedTuple):
 
 CARRIED = f"English fine-tune carried to Llama 1 (x {SCALE})"
 STAGES = {
-    "twin": Stage("ViT and its rotated twin", "vit-0", "twin", ("digits",), ("plain", "whole")),
-    "vits": Stage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*GROUPS, LEARNED)),
-    "finetunes": Stage(
+    "twin": DemoStage("ViT and its rotated twin", "vit-0", "twin", ("digits",), ("plain", "whole")),
+    "vits": DemoStage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*GROUPS, LEARNED)),
+    "finetunes": DemoStage(
         "two fine-tunes of one Llama", "llama-0-english", "llama-0-c", ("english", "c"), ("plain", "local")
     ),
-    "llamas": Stage("two Llamas, seeds 0 and 1", "llama-0", "llama-1", ("python",), tuple(GROUPS)),
-    "transport": Stage(CARRIED, "llama-1", "llama-0-english", ("english",), tuple(GROUPS), old="llama-0"),
+    "llamas": DemoStage("two Llamas, seeds 0 and 1", "llama-0", "llama-1", ("python",), tuple(GROUPS)),
+    "transport": DemoStage(CARRIED, "llama-1", "llama-0-english", ("english",), tuple(GROUPS), old="llama-0"),
 }
 
 
@@ -122,7 +122,7 @@ def command(only: tuple[str, ...], keep: str | None) -> Answer:
     return Answer({"seconds": seconds, "results": [asdict(result) for result in results]}, show)
 
 
-def _merged(stage: Stage, place: Path) -> Result:
+def _merged(stage: DemoStage, place: Path) -> Result:
     """Merge a stage in each of its ways, and measure the results."""
     place.mkdir(parents=True, exist_ok=True)
     anchor, donor = str(CHECKPOINTS / stage.anchor), str(CHECKPOINTS / stage.donor)
@@ -143,7 +143,7 @@ def _merged(stage: Stage, place: Path) -> Result:
     return result
 
 
-def _recipe(stage: Stage, anchor: str, donor: str, way: str, place: Path) -> str:
+def _recipe(stage: DemoStage, anchor: str, donor: str, way: str, place: Path) -> str:
     """The recipe of one way to merge two models."""
     settings: dict[str, dict[str, Any]] = {anchor: {"weight": 0.5}, donor: {"weight": 0.5}}
     if stage.old:

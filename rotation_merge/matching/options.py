@@ -143,17 +143,14 @@ class FitConfig(Config):
         "auto",
         "start of the search. `auto`: the better of the other two on held-out samples",
     )
-    match_on: MatchOn = option(
-        "weights",
-        "what chooses the start's maps: `weights`, `activations` of both models on the samples, or `both`",
-    )
+    match_on: MatchOn = option("weights", "what chooses the start's maps, on the same samples", command=False)
     mixing: Share = option(
         0.5,
         "share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed",
         command=False,
     )
     held_out: Share = option(0.15, "share of the batches that is held out to choose the best state", command=False)
-    seed: int = option(0, "seed of all random numbers")
+    seed: int = option(0, "seed of all random numbers", command=False)
     half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
     state: Annotated[Path, FOLDER] | None = option(

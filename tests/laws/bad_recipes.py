@@ -43,7 +43,7 @@ KEYS = [
 SETTINGS = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor, parameters: {weight: 1}}]\nparameters:"
 PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
 SHARE = "from 0 to 1"
-OF_LAYERS = "align anchor donor out", "compare anchor donor", "inspect anchor"
+OF_LAYERS = "align anchor donor out", "align anchor donor", "inspect anchor"
 LAYERS = {
     "100": "layers from 0 to 1", "0,2-5": "'2-5'", "0-99": "no layer 2", "1-999999999": "no layer 2",
     "0-999999999999": "ranges such as 0-5,11",

@@ -270,7 +270,8 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     def match(device: None) -> Any:
         if failing:
             raise AlignmentError("no")
-        return SimpleNamespace(rows=[], transforms={"threads": torch.get_num_threads()})
+        transforms = {"threads": torch.get_num_threads()}
+        return SimpleNamespace(rows=[], transforms=transforms, part=lambda: transforms)
 
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)

@@ -215,7 +215,7 @@ def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, 
     for now[0], done in ((1.0, 1), (29.0, 2), (31.0, 3), (40.0, 4), (95.0, 5)):
         progress("matching", done, 8)
     progress.close()
-    assert capsys.readouterr().err.splitlines() == ["matching 3 of 8, 31 s so far", "matching 5 of 8, 2 min so far"]
+    assert capsys.readouterr().err.splitlines() == ["matching 3 of 8, 31 s so far", "matching 5 of 8, 95 s so far"]
 
 
 def test_no_color_is_heard(monkeypatch: pytest.MonkeyPatch):
