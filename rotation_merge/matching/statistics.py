@@ -10,7 +10,7 @@ those of the moved donor, ones and zeros where they are folded. So nothing is di
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -56,13 +56,7 @@ def moved_statistics(
             not allow it; names the model.
     """
     maps, infos = linear_maps(architecture), architecture.named()
-    names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
-    if unknown := sorted(names - infos.keys()):
-        raise StatisticsError(
-            f"hold '{unknown[0]}', which the alignment does not know",
-            where=statistics.path,
-            remedy="measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)",
-        )
+    _check_known(statistics, infos)
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
     stored = statistics.tensors
     dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.dtypes.items()}
@@ -70,18 +64,12 @@ def moved_statistics(
     def gram(axis: str) -> Tensor:
         linear = readers[axis]
         if linear.norm is not None and linear.norm.stream in folded and axis not in statistics.split:
-            raise StatisticsError(
-                f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds",
-                remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
-            )
+            raise _folded_error(linear)
         return moved_gram(linear, statistics[f"{axis}.gram"], transforms, value_shift(linear, *biases, transforms))
 
     def fisher(info: TensorInfo) -> Tensor:
         if folded:
-            raise StatisticsError(
-                "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs",
-                remedy="leave that out, or use regmean",
-            )
+            raise _folded_error()
         pieces = [in_order(statistics[f"{name}.fisher"], (rows or {}).get(name)) for name in info.names]
         return moved_fisher(info, torch.stack(pieces) if info.stacked else pieces[0], transforms)
 
@@ -105,6 +93,24 @@ def moved_statistics(
             raise StatisticsError(error.what, where=where, remedy=error.remedy) from error
 
     return replace(statistics, tensors=Tensors(stored.shapes, dtypes, by_name(read)))
+
+
+def _check_known(statistics: Statistics, infos: Mapping[str, TensorInfo]) -> None:
+    names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
+    if unknown := sorted(names - infos.keys()):
+        problem = f"hold '{unknown[0]}', which the alignment does not know"
+        remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
+        raise StatisticsError(problem, where=statistics.path, remedy=remedy)
+
+
+def _folded_error(linear: LinearMap | None = None) -> StatisticsError:
+    """Why statistics cannot be moved under folded gains: the Gram of a map's inputs, or (None) a Fisher diagonal."""
+    if linear is None:
+        problem = "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs"
+        return StatisticsError(problem, remedy="leave that out, or use regmean")
+    problem = f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds"
+    remedy = "leave out 'residual: rotation', or measure the donor that 'align' wrote"
+    return StatisticsError(problem, remedy=remedy)
 
 
 def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:
