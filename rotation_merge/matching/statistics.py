@@ -58,8 +58,9 @@ def moved_statistics(
     maps, infos = linear_maps(architecture), architecture.named()
     _check_known(statistics, infos)
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
-    stored = statistics.tensors
-    dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.dtypes.items()}
+    dtypes = {
+        key: dtype if dtype and kind.is_floating_point else kind for key, kind in statistics.tensors.dtypes.items()
+    }
 
     def gram(axis: str) -> Tensor:
         linear = readers[axis]
@@ -89,10 +90,9 @@ def moved_statistics(
         try:
             return moved(key).to(dtypes[key])
         except RotationMergeError as error:
-            where = error.where or str(statistics.metadata.get("model", statistics.path))
-            raise StatisticsError(error.what, where=where, remedy=error.remedy) from error
+            raise _named(statistics, error) from error
 
-    return replace(statistics, tensors=Tensors(stored.shapes, dtypes, by_name(read)))
+    return replace(statistics, tensors=Tensors(statistics.tensors.shapes, dtypes, by_name(read)))
 
 
 def _check_known(statistics: Statistics, infos: Mapping[str, TensorInfo]) -> None:
@@ -101,6 +101,12 @@ def _check_known(statistics: Statistics, infos: Mapping[str, TensorInfo]) -> Non
         problem = f"hold '{unknown[0]}', which the alignment does not know"
         remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
         raise StatisticsError(problem, where=statistics.path, remedy=remedy)
+
+
+def _named(statistics: Statistics, error: RotationMergeError) -> StatisticsError:
+    """An error of one of its numbers, with the model's name."""
+    where = error.where or str(statistics.metadata.get("model", statistics.path))
+    return StatisticsError(error.what, where=where, remedy=error.remedy)
 
 
 def _folded_error(linear: LinearMap | None = None) -> StatisticsError:
