@@ -55,12 +55,10 @@ def moved_statistics(
         StatisticsError: they hold a tensor that the architecture does not know. When they are read: a transform does
             not allow it; names the model.
     """
-    maps, infos = linear_maps(architecture), architecture.named()
-    _check_known(statistics, infos)
+    maps, infos = linear_maps(architecture), _known_tensors(statistics, architecture)
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
-    dtypes = {
-        key: dtype if dtype and kind.is_floating_point else kind for key, kind in statistics.tensors.dtypes.items()
-    }
+    kinds = statistics.tensors.dtypes
+    dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in kinds.items()}
 
     def gram(axis: str) -> Tensor:
         linear = readers[axis]
@@ -75,7 +73,7 @@ def moved_statistics(
         return moved_fisher(info, torch.stack(pieces) if info.stacked else pieces[0], transforms)
 
     gram_once = lru_cache(1)(gram)  # several maps read one input, and the experts of a tensor are read in turn
-    stack_once = lru_cache(1)(lambda name: fisher(infos[name]))
+    fisher_once = lru_cache(1)(lambda name: fisher(infos[name]))
 
     def moved(key: str) -> Tensor:
         name, _, kind = key.rpartition(".")
@@ -83,8 +81,8 @@ def moved_statistics(
             return moved_experts(readers[name], statistics[key], transforms)
         if kind == "gram":
             return gram_once(name)
-        info = infos[name]
-        return stack_once(info.name)[info.names.index(name)] if info.stacked else fisher(info)
+        diagonal, names = fisher_once(infos[name].name), infos[name].names
+        return diagonal[names.index(name)] if infos[name].stacked else diagonal
 
     def read(key: str) -> Tensor:
         try:
@@ -95,12 +93,15 @@ def moved_statistics(
     return replace(statistics, tensors=Tensors(statistics.tensors.shapes, dtypes, by_name(read)))
 
 
-def _check_known(statistics: Statistics, infos: Mapping[str, TensorInfo]) -> None:
+def _known_tensors(statistics: Statistics, architecture: Architecture) -> Mapping[str, TensorInfo]:
+    """The architecture's tensors by name, those of the statistics among them."""
+    infos = architecture.named()
     names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
     if unknown := sorted(names - infos.keys()):
         problem = f"hold '{unknown[0]}', which the alignment does not know"
         remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
         raise StatisticsError(problem, where=statistics.path, remedy=remedy)
+    return infos
 
 
 def _named(statistics: Statistics, error: RotationMergeError) -> StatisticsError:

@@ -42,7 +42,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("record",): (250, 237),
     ("model",): (4000, 5935),
     ("run",): (2400, 4260),
-    ("matching",): (3400, 5747),
+    ("matching",): (3400, 5748),
     ("averaging",): (2000, 3728),
     ("carrying",): (1500, 2337),
     ("report",): (1400, 2052),
