@@ -11,7 +11,8 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
-from rotation_merge.mergekit_plugin.document import METHOD, Document, documents, is_ours
+from rotation_merge.mergekit_plugin import METHOD
+from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.mergekit_plugin.session import Models, settle_presets

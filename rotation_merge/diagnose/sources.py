@@ -33,7 +33,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.report.integrity import check_folder
 
-FAULTS = ("missing tensors", "layer types", "head count", "wrong shape", "RoPE", "tensor twice")
+FAULTS = ("layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 """Kinds of defects with which a model cannot be merged as it is meant."""
 
 HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -94,6 +93,19 @@ class Visits:
             source = folded_tensors(self.architecture, source, self.folded)
         return as_tensors(source).cached() if self.cached else source
 
+    @cached_property
+    def _ready(self) -> dict[str, dict[str, Tensor]]:
+        """The anchor's block that was read for its size, kept for its turn."""
+        return {}
+
+    @cached_property
+    def _weights(self) -> tuple[int, bool]:
+        """The number of weights in a block, and whether they are on an accelerator."""
+        for block in [block for block in self.architecture.blocks if block.index is not None][:1]:
+            self._ready[block.name] = read_block(block, self._sources[0])
+        tensors = [tensor for block in self._ready.values() for tensor in block.values()]
+        return sum(t.numel() for t in tensors), any(t.device.type != "cpu" for t in tensors)
+
     def is_plain(self, block: Block) -> bool:
         """Whether a block gives the same measurements in every pass.
 
@@ -107,14 +119,9 @@ class Visits:
     @property
     def at_once(self) -> int:
         """The number of blocks matched at once; 0 on an accelerator, which one block keeps busy."""
-        source = as_tensors(self.anchor)
-        layer = next((block for block in self.architecture.blocks if block.index is not None), None)
-        infos = () if layer is None else layer.tensors
-        sizes = {name: math.prod(source.shapes[name]) for i in infos for name in i.names if name in source.shapes}
-        if sizes and torch.device(self.device or source[min(sizes, key=sizes.__getitem__)].device).type != "cpu":
-            return 0
+        weights, accelerated = self._weights
         each = BYTES_FOLDED if self.folded else BYTES_A_WEIGHT
-        return workers_for(sum(sizes.values()) * each // BYTES_A_WEIGHT)
+        return 0 if accelerated else workers_for(weights * each // BYTES_A_WEIGHT)
 
     def on(self, device: str, home: str) -> Visits:
         return replace(self, device=device, home=home)
@@ -134,7 +141,8 @@ class Visits:
         if step.kind == FINAL and not step.streams and not matched:
             return BlockMatch({}, [])
         with self._reading:
-            anchor, donor = (read_block(block, source) for source in self._sources)
+            anchor = self._ready.pop(block.name, None) or read_block(block, self._sources[0])
+            donor = read_block(block, self._sources[1])
         check_finite(block, anchor, "anchor")
         check_finite(block, donor, "donor")
         anchor, donor = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))

@@ -18,10 +18,10 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest
-from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views
 from rotation_merge.mergekit_plugin.delegated import tensor_parameters
-from rotation_merge.mergekit_plugin.document import METHOD, Document
+from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
 from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.recipe import Recipe

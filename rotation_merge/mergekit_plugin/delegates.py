@@ -10,7 +10,7 @@ from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec
 
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.errors import RecipeError
-from rotation_merge.mergekit_plugin.document import METHOD
+from rotation_merge.mergekit_plugin import METHOD
 
 OWN: dict[str, MergeMethod] = {method.spec.name: method for method in METHODS}
 """Delegates of our own, each a merge method of recipes, too: `merge_method: NAME` merges models as they are."""

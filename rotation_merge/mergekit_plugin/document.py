@@ -14,9 +14,7 @@ from mergekit.common import ModelReference
 from pydantic import BaseModel
 
 from rotation_merge.errors import RecipeError, RotationMergeError
-
-METHOD = "rotation_merge"
-"""The merge method's name."""
+from rotation_merge.mergekit_plugin import METHOD
 
 Path = tuple[str | int, ...]
 """Keys and indices that lead from a document's root to a value."""

@@ -7,6 +7,8 @@ cannot be extended stays unchanged; the error is kept and raised by the first ro
 
 import sys
 
+from rotation_merge.mergekit_plugin import failed
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,10 +28,6 @@ HOOKS = {
     "mergekit.scripts.merge_raw_pytorch": "extend_command",
 }
 """mergekit modules and the functions of `rotation_merge.mergekit_plugin.extensions` that extend them."""
-
-
-failed: "dict[str, Exception]" = {}
-"""Modules of mergekit that could not be extended, and why."""
 
 
 def switched_off() -> bool:

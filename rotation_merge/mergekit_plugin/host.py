@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.hooks import failed
+from rotation_merge.mergekit_plugin import failed
 
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and

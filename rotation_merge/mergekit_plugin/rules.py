@@ -33,9 +33,8 @@ from rotation_merge.averaging.parameters import checked as check_value
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin import delegates, keys
+from rotation_merge.mergekit_plugin import METHOD, delegates, keys
 from rotation_merge.mergekit_plugin.document import (
-    METHOD,
     MISSPELT,
     MULTI_KEYS,
     Document,

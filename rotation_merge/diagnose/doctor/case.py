@@ -17,7 +17,8 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import Pair
-from rotation_merge.mergekit_plugin.document import METHOD, MULTI_KEYS, documents
+from rotation_merge.mergekit_plugin import METHOD
+from rotation_merge.mergekit_plugin.document import MULTI_KEYS, documents
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import absent_parts, folder_of

@@ -9,7 +9,7 @@ from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import are_here, open_pair
-from rotation_merge.mergekit_plugin.document import METHOD
+from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
