@@ -65,10 +65,10 @@ class StatisticsMethod(OwnMethod):
         """Whether a model's statistics weigh a tensor: a map that it has run; else the tensor gets the mean."""
         if name not in self.models.places or (self.maps_only and self.linear(name) is None):
             return False
-        names, statistics = self.models.places[name][1].names, self.models.statistics[model]
+        names, statistics = self.models.places[name][1].names, self.models.statistics
         if self.maps_only:
-            return names[0] not in statistics.uncalled
-        if set(names) <= set(statistics.metadata.get("buffers", ())):
+            return names[0] not in statistics[model].uncalled
+        if all(set(names) <= set(each.metadata.get("buffers", ())) for each in statistics.values()):
             self.models.log.line(f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
             return False
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,24 +110,23 @@ def command(
     options, reading = config_of(AlignConfig, values), config_of(LearningSamplesConfig, values)
     match, place = config_of(MatchConfig, values), out or alignment_file
     device, worker_device = devices(device, backend)
+    storage = values["dtype"], parse_size(values["shard_size"])
     pair, progress = open_pair(anchor, donor, options, match.untie, device, watched=place is not None), Progress()
     if learning is not None:
         learning = replace(learning, match_on=match.match_on, seed=match.seed, half=device.startswith("cuda"))
-        alignment = _learned(pair, learning, match.data, reading, device, place)
+        working = _learned(pair, learning, match.data, reading, device, out or str(alignment_file))
     else:
-        alignment = _matched(pair, match, (device, worker_device, backend), place, progress)
-    if place is None:
-        progress.close()
-        return _compared(pair, alignment, values["by"])
+        working = _matched(pair, match, (device, worker_device, backend), place, progress)
     proof: Proof | None = None
     left_out: tuple[str, ...] = ()
-    if out is not None:
-        storage = values["dtype"], parse_size(values["shard_size"])
-        proof, left_out = _written(pair, alignment, out, storage, progress, values["verify"])
-    if alignment_file is not None:
-        alignment.write(alignment_file, values["half"])
+    with working as alignment:  # what is unfinished stays until all is written
+        if out is not None:
+            proof, left_out = _written(pair, alignment, out, storage, progress, values["verify"])
+        if alignment_file is not None:
+            alignment.write(alignment_file, values["half"])
+        answer = _compared(pair, alignment, values["by"]) if place is None else None
     progress.close()
-    return _report(pair, alignment, {"out": out, "alignment": alignment_file}, proof, left_out)
+    return answer or _report(pair, alignment, {"out": out, "alignment": alignment_file}, proof, left_out)
 
 
 def _report(
@@ -168,6 +168,16 @@ def _check_use(context: click.Context, learn: bool, match_on: str, backend: str)
         raise RotationMergeError(
             f"--{odd[0].replace('_', '-')} needs --learn", remedy="add it, or leave the option out"
         )
+    place = context.params["out"] or context.params["alignment_file"]
+    if learn and (place is None or not given("data")):
+        raise RotationMergeError("--learn needs --data, and OUT or --alignment", remedy="name them")
+    if learn and given("samples"):
+        raise RotationMergeError("--samples is for matching on activations", remedy="give --limit for learning")
+    odd = given("dtype", "shard_size", "verify") if context.params["out"] is None else []
+    odd += given("half") if context.params["alignment_file"] is None else []
+    odd += given("by") if place is not None else []
+    if odd:
+        raise RotationMergeError(f"--{odd[0].replace('_', '-')} has no effect here", remedy="leave it out")
     if not learn and match_on == WEIGHTS and given("data", "samples"):
         remedy = "add --match-on both, or activations, or --learn"
         raise RotationMergeError("matching on weights uses no samples", remedy=remedy)
@@ -176,10 +186,11 @@ def _check_use(context: click.Context, learn: bool, match_on: str, backend: str)
         raise RotationMergeError(problem, remedy="leave out --match-on and --learn, or --backend")
 
 
+@contextmanager
 def _matched(
     pair: Pair, match: MatchConfig, how: tuple[str, str, str], place: str | None, progress: Progress
-) -> Alignment:
-    """The alignment by matching.
+) -> Iterator[Alignment]:
+    """The alignment by matching; unfinished work goes with the block.
 
     Args:
         how: device of this process and of workers, and the backend.
@@ -196,13 +207,14 @@ def _matched(
     mark = mark_of(models, on, on=on, options=asdict(pair.options), untie=match.untie)
     workers = on_backend(backend, worker_device)
     with kept_beside(place, lambda: mark, device) as ledger, unchanged(models), workers as over:
-        return with_basis(pair, match_pair(pair, progress, matcher(match, *names, device, over), ledger))
+        yield with_basis(pair, match_pair(pair, progress, matcher(match, *names, device, over), ledger))
 
 
+@contextmanager
 def _learned(
-    pair: Pair, config: FitConfig, data: str, reading: ReadingConfig, device: str, place: str | None
-) -> Alignment:
-    """The alignment by learning; with an output, an interrupted fit continues."""
+    pair: Pair, config: FitConfig, data: str, reading: ReadingConfig, device: str, place: str
+) -> Iterator[Alignment]:
+    """The alignment by learning; an interrupted fit continues, its state goes with the block."""
     import tqdm
 
     from rotation_merge.files import Store
@@ -213,15 +225,14 @@ def _learned(
 
     anchor, donor = str(pair.anchor.reference), str(pair.donor.reference)
     module = to_stored_dtype(load(anchor), stored_dtype(anchor)).to(device)
-    data_set = read_samples(anchor, data, module=module, **asdict(reading))
+    data_set = read_samples(anchor, data, seed=config.seed, module=module, **asdict(reading))
     if config.objective != "distill":
         check_labels(data_set.batches, module, data_set.task, data)
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm.tqdm(desc="Learning", total=config.steps, disable=None))
-        if place is not None:
-            work = stack.enter_context(Store(place))
-            work.begin("learn")
-            config = replace(config, state=work.file("state"))
+        work = stack.enter_context(Store(place))
+        work.begin("learn")
+        config = replace(config, state=work.file("state"))
 
         def watch(done: int, _: int, figures: dict[str, float]) -> None:
             bar.update(done - bar.n)
@@ -229,9 +240,9 @@ def _learned(
 
         inputs = data_set.batches, pair.options, config, watch, data
         result = fit(anchor, donor, *inputs, pair.untie, module, [device])
-    (alignment,) = result.alignments
-    facts = {**described(data_set), "seed": config.seed, "learned": result.report.to_dict()}
-    return replace(alignment, metadata={**alignment.metadata, **facts})
+        (alignment,) = result.alignments
+        facts = {**described(data_set), "seed": config.seed, "learned": result.report.to_dict()}
+        yield replace(alignment, metadata={**alignment.metadata, **facts})
 
 
 def _written(

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rotation_merge.architecture import find
+from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import not_written
@@ -94,7 +95,9 @@ def described(views: RecipeViews) -> ModelArchitecture:
     modules = {}
     for name, key in architecture.layers_key.items():
         blocks = [block for block in architecture.blocks if block.module == name]
-        modules[name] = ModuleDefinition(architecture=AlignedModule(blocks, key, apart))
+        # not where the config counts layers that share one stored layer
+        counts = bool(key) and evaluate(key, config) == len(views.base.architecture.layers(name))
+        modules[name] = ModuleDefinition(architecture=AlignedModule(blocks, key if counts else "", apart))
     return ModelArchitecture(
         modules=modules,
         architectures=list(config.get("architectures") or []),

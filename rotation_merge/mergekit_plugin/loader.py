@@ -42,7 +42,8 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
     @classmethod
     def of(cls, reference: ModelReference, folder: str, run: int = 0, untie: bool = False) -> StandIn:
         """A model's reference in a run."""
-        return cls(model=ModelPath(path=folder), name=str(reference), run=run, untie=untie)
+        kept = {"override_architecture": reference.override_architecture}
+        return cls(model=ModelPath(path=folder), name=str(reference), run=run, untie=untie, **kept)
 
     def config(self, trust_remote_code: bool = False) -> PretrainedConfig:
         """The model's config, which that of the merge is made from."""

@@ -95,7 +95,9 @@ class RecipeViews:
         """The transforms of a donor, all found, by the anchor's names of its spaces."""
         if (transforms := self.transforms.get(model)) is None:
             return dict(self.session.run.transforms.get(self.donors[model].name, {}))
-        return {known: transforms[name] for name, known in self.spaces.items() if name in transforms}
+        donor = self.donors[model]
+        whole = donor.whole_transforms() if donor.whole else {}  # those of layers that the output leaves out, too
+        return {**whole, **{known: transforms[name] for name, known in self.spaces.items() if name in transforms}}
 
     def folded_tensors(self, source: Tensors) -> Tensors:
         """Tensors of the output's names, the norms of its streams folded as the merge needs it."""

@@ -94,11 +94,11 @@ def _picture_rows(arrays: Mapping[str, Tensor], model: Any, name: str, source: s
     by_picture = [key for key in (grid, *beside) if key in arrays]
     ends, bounds = [0, *accumulate(tokens)], [0, *accumulate(places)]
     counts = {len(patches), len(tokens), *(len(arrays[key]) for key in by_picture)}
-    if len(counts) > 1 or sum(patches) != len(arrays[name]) or ends[-1] != bounds[-1] or not set(bounds) <= set(ends):
+    first = [ends.index(bound) for bound in bounds] if set(bounds) <= set(ends) else [-1]
+    if len(counts) > 1 or sum(patches) != len(arrays[name]) or first[-1] != len(tokens):
         problem = f"'{name}' has {len(arrays[name])} rows for images of {short(patches)} rows"
         problem += f" that take {short(tokens)} tokens; the texts have {short(places)} tokens for images"
         raise DataError(problem, where=source, remedy=UNCHANGED)
-    first = [ends.index(bound) for bound in bounds]
     rows = [sum(patches[start:end]) for start, end in pairwise(first)]
     pictures = [end - start for start, end in pairwise(first)]
     return {name: rows, **dict.fromkeys(by_picture, pictures)}

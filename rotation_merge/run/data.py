@@ -93,7 +93,9 @@ def read_samples(
     if mixed:
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
         examples = [examples[i] for i in order]
-    size = batch_size if all(len(x) == 1 for example in examples for x in example.values()) else 1
+    kinds = {frozenset(example) - {"labels"} for example in examples}
+    alike = len(kinds) == 1 and all(len(x) == 1 for example in examples for x in example.values())
+    size = batch_size if alike else 1  # examples with other numbers of pictures stay apart
     batches = [joined(examples[i : min(i + size, count)], source) for i in range(0, count, size)]
     batches, task = _checked(batches, module, source, path, seed)
     return Data(batches, task, count, source, length, batch_size)

@@ -96,11 +96,22 @@ def _dataset(path: Path) -> list[Any]:
 def _table(path: Path) -> list[Any]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=DELIMITERS[path.suffix.lower()])
-        rows = [{name and name.strip(): value for name, value in row.items()} for row in reader]
+        rows = [{name and name.strip(): value for name, value in row.items()} for row in reader if any(row.values())]
     odd = next((number for number, row in enumerate(rows, 2) if None in row or None in row.values()), None)
     if odd is not None:
         raise ValueError(f"row {odd} has other columns than the header; put texts that hold commas into quotes")
-    return rows
+    label = columns(rows[0] if rows else ()).get("label")
+    return [row if label is None else {**row, label: _number(row[label].strip())} for row in rows]
+
+
+def _number(text: str) -> int | float | str:
+    """A cell's number, or its text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _json(text: str) -> list[Any]:
@@ -165,14 +176,29 @@ def _examples(rows: Sequence[Any], source: str, model: Any, model_path: str, len
             raise DataError(problem, where=where, remedy=remedy)
     if "image" in names:
         check_inputs(["pixel_values"], model, source)
-        pixels = pixel_reader(model_path, model.config)
-        examples = [{"pixel_values": pixels(row[column])[None]} for row in rows]
+        examples = _images([row[column] for row in rows], source, model, model_path)
     else:
         examples = _tokens(_token_ids(rows, names, model, model_path, length), source)
     for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):
         label = row.get(names.get("label"))
         if label is not None and not ("text" in names and predicts_next(model)):
             example["labels"] = _label(label, model, f"{source}, record {number}")[None]
+    return examples
+
+
+def _images(images: Sequence[Any], source: str, model: Any, model_path: str) -> list[Batch]:
+    """Pictures, or the places of their files.
+
+    Raises:
+        DataError: names the one that cannot be read.
+    """
+    pixels, examples = pixel_reader(model_path, model.config), list[Batch]()
+    for number, image in enumerate(images, 1):
+        try:
+            examples.append({"pixel_values": pixels(image)[None]})
+        except Exception as error:  # of Pillow and of processors, of every kind
+            where = str(image) if isinstance(image, str | Path) else f"{source}, record {number}"
+            raise DataError(f"cannot be read ({short(error)})", where=where, remedy="give images") from error
     return examples
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def pixel_reader(model_path: str, config: Any) -> Callable[[Any], Tensor]:
         raise DataError(problem, where=model_path or None, remedy=remedy) from error
 
     def pixels(file: Any) -> Tensor:
-        with Image.open(file) if isinstance(file, Path) else nullcontext(file) as image:
+        file = BytesIO(file["bytes"]) if isinstance(file, Mapping) else file
+        with Image.open(file) if isinstance(file, str | Path | BytesIO) else nullcontext(file) as image:
             converted = image.convert("L" if channels == 1 else "RGB")
         if not getattr(processor, "do_resize", False) and converted.size != (width, height):
             converted = converted.resize((width, height), Image.Resampling.BICUBIC)

@@ -140,7 +140,7 @@ def fisher_diagonals(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
-    sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
+    sums: dict[str, Tensor] = {}
     examples = [example for batch in batches for example in one_by_one(batch)]
     for number, example in enumerate(examples):
         progress(FISHER, number, len(examples))
@@ -152,7 +152,7 @@ def fisher_diagonals(
 
 
 def _add_squares(
-    sums: Mapping[str, Tensor],
+    sums: dict[str, Tensor],
     model: nn.Module,
     weights: Mapping[str, Tensor],
     example: Batch,
@@ -160,7 +160,7 @@ def _add_squares(
     labels: str,
     draw: torch.Generator,
 ) -> None:
-    """Add the squared gradients of one example's scores to the sums, by the same names as the weights."""
+    """Add the squared gradients of one example's scores to the sums of the weights that they reach."""
     dtype = next(model.parameters()).dtype
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
     with torch.enable_grad():
@@ -170,9 +170,10 @@ def _add_squares(
     for number, score in enumerate(label_scores, 1):
         again = number < len(label_scores)
         gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
-        for total, gradient in zip(sums.values(), gradients, strict=True):
+        for name, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                total += gradient.double().square()
+                squares = gradient.double().square()
+                sums[name] = sums[name].add_(squares) if name in sums else squares
 
 
 MOST_LABELS = 100

@@ -13,12 +13,14 @@ from glob import escape, glob
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
-from rotation_merge.model.card import class_of, kept_figures, shown_names, updated_card
+from rotation_merge.model.card import class_of, kept_figures, licence, shown_names, updated_card
 from rotation_merge.model.contents import Contents
+from rotation_merge.model.folder import folder_of
+from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import HubFile, no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.naming import Renaming
-from rotation_merge.model.open import open_model
+from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
@@ -166,6 +168,7 @@ class Draft:
             if name in self.names and not origin.get("hub"):
                 hub, _, revision = self.names[name].partition("@")
                 origin.update(hub=hub, revision=revision or None)
+                origin["license"] = origin.get("license") or _licence(hub, revision or None)
         return content
 
     def measurements(self, renaming: Renaming) -> Iterator[str]:
@@ -182,7 +185,7 @@ class Draft:
             if absent := [name for name in ("kinds", "samples", "seed") if not isinstance(head.get(name), int | list)]:
                 problem = f"its header does not say how it was measured ('{absent[0]}')"
                 raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data")
-            model = renaming.text(models.get(str(head.get("fingerprint")), str(head.get("model"))))
+            model = renaming.value(models.get(str(head.get("fingerprint")), str(head.get("model"))))
             words = ["rotation-merge", "measure", model, "--data", renaming.value(str(head.get("data")))]
             given = {name: head[name] for name in OPTIONS if head.get(name) is not None}
             options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -350,13 +353,32 @@ def _check_whole(folder: str, report: MergeReport) -> None:
     """
     if Contents(folder).opened is None:
         return
-    fatal = [defect for defect in check_folder(folder, list(filter(os.path.isdir, report.models))) if defect.fatal]
+    places = (_parent(name, facts) for name, facts in parts_of(report.models))
+    fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
     if fatal:
         more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
         problem = f"is damaged: {fatal[0].kind}: {fatal[0].what}{more}"
         raise RotationMergeError(
             problem, where=folder, remedy=f"run 'rotation-merge doctor {folder}'; --mend corrects some defects"
         )
+
+
+def _parent(name: str, facts: Mapping[str, Any]) -> str | None:
+    """The folder of a merged model, if it is here."""
+    hub = f"{facts.get('hub')}@{facts.get('revision')}" if facts.get("revision") else str(facts.get("hub"))
+    return folder_of(parse_reference(name if os.path.exists(name) or is_gguf(name) else hub).model)
+
+
+def _licence(hub: str, revision: str | None) -> str | None:
+    """The licence on a repository's card, if it can be fetched."""
+    from huggingface_hub import hf_hub_download
+
+    if not reachable():
+        return None
+    try:
+        return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
+    except Exception:  # of the client of HTTP below, which is another each year
+        return None
 
 
 def _check_card(text: str) -> None:

@@ -34,6 +34,10 @@ OUTPUTS = [
 
 LINES = [
     call("align anchor donor --steps 3", "--steps needs --learn"),
+    call("align anchor donor --learn --data text.txt", "--learn needs --data, and OUT or --alignment"),
+    call("align anchor donor out --learn", "--learn needs --data, and OUT or --alignment"),
+    call("align anchor donor --dtype bfloat16", "--dtype has no effect here"),
+    call("align anchor donor out --by layer", "--by has no effect here"),
     call("compare anchor donor", "there is no command 'compare'"),
     call("fit anchor donor", "there is no command 'fit'"),
     call("align anchor donor out --dtype float23", "'float23' is not one of", "'float32'"),

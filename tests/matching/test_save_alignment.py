@@ -138,3 +138,15 @@ def test_an_untied_head(tmp_path: Path) -> None:
     recipe["parameters"]["save_alignment"] = True
     merged(recipe, tmp_path / "out")
     assert any(name.startswith("residual|") for name in load_file(tmp_path / "out" / "alignment.safetensors"))
+
+
+def test_a_file_of_some_layers_holds_the_whole_alignment(tmp_path: Path) -> None:
+    """Of a donor that is aligned as a whole: another merge takes all layers from it."""
+    anchor, donor = (make("llama", tmp_path / f"model-{seed}", seed=seed) for seed in (0, 8))
+    whole = recipe_for("linear", anchor, donor, residual="signed_permutation")
+    sources = [{**model, "layer_range": [1, 2]} for model in whole["models"]]
+    part = {name: value for name, value in whole.items() if name != "models"} | {"slices": [{"sources": sources}]}
+    part["parameters"] = {**whole["parameters"], "save_alignment": "maps.safetensors"}
+    merged(part, tmp_path / "part")
+    again = merged(from_file(whole, tmp_path / "part" / "maps.safetensors"), tmp_path / "again")
+    assert equal(again, merged(whole, tmp_path / "whole"))

@@ -381,3 +381,24 @@ def test_a_recipe_in_the_place_of_the_directory(pair: Pair, tmp_path: Path, exis
         out.mkdir()
     line = one_error(CliRunner().invoke(run_yaml, [str(out), str(path)]).output)
     assert line.startswith(f"Error: {out}: is no recipe, but {path} is one; give the recipe first")
+
+
+def test_a_class_that_the_recipe_names_is_the_outputs(tmp_path: Path) -> None:
+    anchor, donor = (make("llama", tmp_path / f"model-{seed}", seed=seed) for seed in (0, 8))
+    config = json.loads((anchor / "config.json").read_text())
+    (anchor / "config.json").write_text(json.dumps({**config, "architectures": ["MineForCausalLM"]}))
+    recipe = recipe_for("linear", anchor, donor)
+    named = {"model": str(anchor), "override_architecture": "LlamaForCausalLM"}
+    recipe["base_model"] = recipe["models"][0]["model"] = named
+    merged(recipe, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_layers_that_share_their_weights_are_counted_as_before(tmp_path: Path) -> None:
+    from transformers import AlbertConfig, AlbertModel
+
+    sizes = {"vocab_size": 20, "hidden_size": 8, "embedding_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    for name in ("anchor", "donor"):
+        AlbertModel(AlbertConfig(num_hidden_layers=4, **sizes)).save_pretrained(tmp_path / name)
+    merged(recipe_for("linear", tmp_path / "anchor", tmp_path / "donor", unsupported="merge"), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 4

@@ -122,3 +122,12 @@ def test_an_image_counts_once_wherever_its_label_stands(order: tuple[str, str]) 
     given = {"pixel_values": torch.zeros(5, 3, 4, 4), "labels": torch.zeros(5, dtype=torch.long)}
     found = described(Data([{name: given[name] for name in order}], "label", 5, "digits.npz"))
     assert (found["samples"], found["tokens"]) == (5, 5)
+
+
+def test_examples_with_and_without_a_picture_stay_apart(models: dict[str, Any], tmp_path: Path) -> None:
+    """No picture is lost where only some examples have one; pictures that no text speaks of are refused."""
+    arrays = {"input_ids": words([16], []), "pixel_values": torch.randn(1, 1, 8, 8)}
+    batches = read(arrays, models["llava"], tmp_path, batch_size=2).batches
+    assert [len(batch.get("pixel_values", ())) for batch in batches] == [1, 0]
+    with pytest.raises(RotationMergeError, match=r"the texts have .0, 0. tokens for images"):
+        read({**arrays, "input_ids": words([], [])}, models["llava"], tmp_path)

@@ -232,3 +232,21 @@ def test_a_row_of_labels_is_as_long_as_the_outputs(tmp_path: Path):
 def test_pixels_of_another_size(shape: tuple[int, ...], device: str, tmp_path: Path):
     with pytest.raises(RotationMergeError, match=r"d.npz: ViT\w+ cannot run on 'pixel_values' of shape \[2, "):
         read({"pixel_values": np.zeros(shape, dtype=np.float32)}, tmp_path, build("vit").to(device))
+
+
+def test_rows_of_pictures_are_read_or_refused_in_one_line(models: dict[str, Any], tmp_path: Path):
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    [batch] = read([{"image": str(tmp_path / "a.png"), "label": 0}], tmp_path, models[VIT], VIT).batches
+    assert len(batch["pixel_values"]) == 1
+    with pytest.raises(RotationMergeError, match=r"b\.png: cannot be read \(cannot identify image file"):
+        read([{"image": str(tmp_path / "b.png"), "label": 0}], tmp_path, models[VIT], VIT)
+
+
+def test_cells_are_numbers_without_spaces_and_empty_rows_are_none(tmp_path: Path):
+    """Also where the model's classes have numbers for names."""
+    names = {"id2label": {0: "1", 1: "0"}, "label2id": {"1": 0, "0": 1}}
+    model = build("bert", vocab_size=256, num_labels=2, **names)
+    data = read("text, label\none, 1\n,\ntwo,+1\n", tmp_path, model, LLAMA, "csv")
+    assert (data.task, data.batches[0]["labels"].tolist()) == ("class", [1, 1])
