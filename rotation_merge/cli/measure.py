@@ -43,8 +43,9 @@ def command(
     """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. You need no data with
-    '--data self' (language models) or '--data synthetic' (image models). An interrupted run continues. Grams are
-    measured layer by layer from the model's files, Fisher diagonals of the whole model in memory. A model that does not
+    '--data self' (language models) or '--data synthetic' (image models). Grams are measured layer by
+    layer from the model's files; an interrupted run continues after its last finished layer. Fisher diagonals are
+    measured of the whole model in memory, at once. A model that does not
     fit writes its text by layer, too, and reads its files for every token of '--data self'.
     """
     from rotation_merge.model.open import open_model

@@ -1,4 +1,4 @@
-"""Extensions of mergekit's modules; merges by other methods are unchanged, but for models in GGUF, which they can read.
+"""Extensions of mergekit's modules; merges by other methods can read GGUF, and keep all results of several GPUs.
 
 A recipe of ours begins with a look at whether all of mergekit could be extended (`check_host`).
 """

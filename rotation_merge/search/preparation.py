@@ -167,7 +167,9 @@ class Preparation:
     def _samples(self, loaded: Mapping[str, Any]) -> SampleSets:
         """Samples of the data; or such as the models write (or noise), separate from those for merging."""
         config = self.config
-        if config.data[0] in SOURCES:
+        if made_up := [source for source in config.data if source in SOURCES]:
+            if len({*config.data}) > 1:
+                raise DataError(f"'{made_up[0]}' stands beside other data", remedy="give files, or that alone")
             return self._made_up(loaded)
         if len(config.data) not in (1, len(config.models)):
             problem = f"{len(config.data)} data for {len(config.models)} models"

@@ -48,8 +48,8 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("report",): (1400, 2052),
     ("mergekit_plugin",): (2500, 3962),
     ("diagnose",): (2100, 2522),
-    ("search", "share"): (1400, 2272),
-    ("api", "cli", "__init__"): (1400, 3351),
+    ("search", "share"): (1400, 2274),
+    ("api", "cli", "__init__"): (1400, 3352),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 

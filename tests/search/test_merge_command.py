@@ -185,6 +185,7 @@ def spoilt(name: str, folder: Path) -> Path:
         (["A", "B", "OUT", "--budget", "soon"], "a time such as 90s, 10m or 2h"),
         (["A", "nowhere", "OUT"], "no such directory"),
         (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
+        (["A", "B", "OUT", "--data", "self", "--data", "one.txt"], "'self' stands beside other data"),
         (["A", "V", "OUT"], "architecture is"),
         (["A", "B", "FILE"], "is a file"),
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
