@@ -199,7 +199,8 @@ PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "align without OUT": lambda a, b, out: run("align", a, b),
     "barrier": lambda a, b, out: run("barrier", a, b, "--data", "self"),
     "align --learn": lambda a, b, out: run(
-        "align", a, b, "--learn", "--limit", "8", "--batch-size", "4", "--alignment", out / "file"
+        *("align", a, b, "--learn", "--data", "self", "--limit", "8", "--batch-size", "4"),
+        *("--alignment", out / "file"),
     ),
     "inspect": lambda a, b, out: run("inspect", _recipe(a, b, out)),
     "inspect model": lambda a, b, out: run("inspect", a),
