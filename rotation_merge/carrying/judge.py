@@ -109,7 +109,7 @@ def halves(data: Data) -> tuple[Data, Data]:
         if len(data.batches) < data.examples:
             rows = ({name: tensor[start::2] for name, tensor in batch.items()} for batch in data.batches)
             batches = [batch for batch in rows if examples_in(batch)]
-        return replace(data, batches=batches, examples=sum(map(examples_in, batches)))
+        return data.with_batches(batches)
 
     parts = half(0), half(1)
     if not all(part.batches for part in parts):

@@ -28,25 +28,26 @@ PICTURES = {
 UNCHANGED = "save everything that the model's processor gives, unchanged"
 
 
-def one_by_one(batch: Mapping[str, Tensor]) -> list[Batch]:
-    """Each example of a batch by itself; the whole batch where not all tensors have a row for each example."""
+def by_rows(batch: Mapping[str, Tensor], size: int = 1) -> list[Batch]:
+    """A batch in parts of so many examples; the whole batch where not all tensors have a row for each example."""
     lengths = {len(tensor) for tensor in batch.values()}
     if len(lengths) != 1:
         return [dict(batch)]
-    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
+    starts = range(0, lengths.pop(), size)
+    return [{name: tensor[first : first + size] for name, tensor in batch.items()} for first in starts]
 
 
-def joined(examples: Sequence[Mapping[str, Tensor]], source: str | None = None) -> Batch:
-    """Examples in one batch, of what all of them have; tokens, masks and labels of tokens are padded at the end.
+def joined(batches: Sequence[Mapping[str, Tensor]], source: str | None = None) -> Batch:
+    """Batches in one, of what all of them have; tokens, masks and labels of tokens are padded at the end.
 
     Raises:
         DataError: their shapes differ otherwise.
     """
     batch: Batch = {}
-    for name in (name for name in examples[0] if all(name in example for example in examples)):
-        tensors, value = [example[name] for example in examples], -100 if name == "labels" else 0
-        longest = max(tensor.shape[-1] for tensor in tensors)
-        if not tensors[0].is_floating_point():
+    for name in (name for name in batches[0] if all(name in each for each in batches)):
+        tensors, value = [each[name] for each in batches], -100 if name == "labels" else 0
+        if tensors[0].ndim > 1 and not tensors[0].is_floating_point():
+            longest = max(tensor.shape[-1] for tensor in tensors)
             tensors = [torch.nn.functional.pad(x, (0, longest - x.shape[-1]), value=value) for x in tensors]
         try:
             batch[name] = torch.cat(tensors)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
-from rotation_merge.run.arrays import joined, one_by_one, word_mask
+from rotation_merge.run.arrays import by_rows, joined, word_mask
 from rotation_merge.run.data_checks import check_batches, check_inputs
 from rotation_merge.run.empty_models import empty_model
 from rotation_merge.run.examples import read_examples, tokenizer_of
@@ -50,6 +50,10 @@ class Data:
     source: str = ""
     length: int | None = None
     batch_size: int | None = None
+
+    def with_batches(self, batches: Sequence[Batch]) -> Data:
+        """The same source with other batches."""
+        return replace(self, batches=[*batches], examples=sum(map(examples_in, batches)))
 
 
 def read_samples(
@@ -263,11 +267,11 @@ def split_batches(data: Data, count: int) -> tuple[Data, Data]:
     """
     before: list[Batch] = []
     after: list[Batch] = []
-    left = min(count, data.examples)
+    remaining = min(count, data.examples)
     for batch in data.batches:
-        examples = one_by_one(batch)
-        cut = min(left, len(examples))
-        left -= cut
+        examples = by_rows(batch)
+        cut = min(remaining, len(examples))
+        remaining -= cut
         before += [joined(examples[:cut])] if cut else []
         after += [joined(examples[cut:])] if cut < len(examples) else []
     count = min(count, data.examples)
@@ -290,7 +294,7 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     for batch in batches:
         if batch.get("input_ids", NO_PAIRS).ndim == 3:
             batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask") if name in batch}
-        for example in one_by_one(batch):
+        for example in by_rows(batch):
             cut = _without_padding(example, source)
             groups.setdefault(tuple((name, tensor.shape) for name, tensor in cut.items()), []).append(cut)
     return [joined(group[i : i + size]) for group in groups.values() for i in range(0, len(group), size)]
@@ -334,12 +338,14 @@ def batched_by_length(batches: Sequence[Batch], tokens: int) -> list[Batch]:
             groups[-1].append(text)
         else:
             groups.append([text])
-    made = [joined([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in group]) for group in groups]
-    return [batch if not batch["attention_mask"].all() else {"input_ids": batch["input_ids"]} for batch in made] + apart
+    batches = [joined([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in group]) for group in groups]
+    return [
+        batch if not batch["attention_mask"].all() else {"input_ids": batch["input_ids"]} for batch in batches
+    ] + apart
 
 
 def with_small_first_batch(batches: Sequence[Batch]) -> list[Batch]:
     """The examples with an eighth of the first batch as a batch of its own, which a model is probed on in less time."""
-    examples = one_by_one(batches[0]) if batches else []
+    examples = by_rows(batches[0]) if batches else []
     count = len(examples) // 8
     return [joined(examples[:count]), joined(examples[count:]), *batches[1:]] if count else [*batches]

@@ -20,7 +20,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
-from rotation_merge.run.arrays import one_by_one
+from rotation_merge.run.arrays import by_rows
 from rotation_merge.run.functions import Batch, check_answers, inputs_for
 from rotation_merge.run.maps import LinearMap
 from rotation_merge.run.recorder import WatchedBlocks, Watcher
@@ -141,7 +141,7 @@ def fisher_diagonals(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
     sums: dict[str, Tensor] = {}
-    examples = [example for batch in batches for example in one_by_one(batch)]
+    examples = [example for batch in batches for example in by_rows(batch)]
     for number, example in enumerate(examples):
         progress(FISHER, number, len(examples))
         draw = torch.Generator().manual_seed(options.seed * 1_000_003 + number)

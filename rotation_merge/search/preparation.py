@@ -26,7 +26,7 @@ from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
-from rotation_merge.search.samples import SampleSets, in_small_batches, split, with_batches, write_data
+from rotation_merge.search.samples import SampleSets, in_small_batches, split, write_data
 from rotation_merge.workers import listener
 
 WRITTEN_APART = 7919
@@ -187,8 +187,8 @@ class Preparation:
             seed = config.seed + WRITTEN_APART + number
             data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model)
             half = len(data.batches) // 2
-            sets.deciding.append(with_batches(data, data.batches[:half]))
-            sets.reported.append(with_batches(data, data.batches[half:]))
+            sets.deciding.append(data.with_batches(data.batches[:half]))
+            sets.reported.append(data.with_batches(data.batches[half:]))
         return sets
 
     def _judge(self, part: list[Data], anchor: View) -> Judge:

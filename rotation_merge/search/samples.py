@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.files import replacing
-from rotation_merge.run.data import Data, examples_in
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.arrays import by_rows, joined
+from rotation_merge.run.data import Data
 
 HELD_OUT = 0.5
 """Share of the samples that no merge sees; half of them choose, the other half is reported."""
@@ -43,7 +42,7 @@ def split(samples: Sequence[Data], seed: int) -> SampleSets:
     parts: list[list[Data]] = [[], [], []]
     for data in samples:
         size = max(1, data.examples // PARTS)
-        batches = data.batches if len(data.batches) >= PARTS else [p for b in data.batches for p in _by_rows(b, size)]
+        batches = data.batches if len(data.batches) >= PARTS else [p for b in data.batches for p in by_rows(b, size)]
         count = len(batches)
         if count < PARTS:
             problem = f"{data.examples} samples are too few to hold some out"
@@ -51,13 +50,8 @@ def split(samples: Sequence[Data], seed: int) -> SampleSets:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
         half = max(1, round(count * HELD_OUT / 2))
         for part, rows in zip(parts, (order[2 * half :], order[:half], order[half : 2 * half]), strict=True):
-            part.append(with_batches(data, [batches[i] for i in sorted(rows)]))
+            part.append(data.with_batches([batches[i] for i in sorted(rows)]))
     return SampleSets(*parts)
-
-
-def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
-    """A subset of the batches of a set of samples."""
-    return replace(data, batches=[*batches], examples=sum(map(examples_in, batches)))
 
 
 def in_small_batches(data: Data, vocabulary: int) -> Data:
@@ -65,31 +59,14 @@ def in_small_batches(data: Data, vocabulary: int) -> Data:
     batches = []
     for batch in data.batches:
         row = batch["input_ids"][0].numel() * vocabulary if data.task in BY_TOKEN and "input_ids" in batch else 1
-        batches += _by_rows(batch, max(1, LOGITS // row))
-    return with_batches(data, batches)
-
-
-def _by_rows(batch: Batch, size: int) -> list[Batch]:
-    """The batch in parts of so many examples; whole where an input has no row for each."""
-    if len({len(tensor) for tensor in batch.values()}) > 1:
-        return [batch]
-    starts = range(0, examples_in(batch), size)
-    return [{name: tensor[first : first + size] for name, tensor in batch.items()} for first in starts]
+        batches += by_rows(batch, max(1, LOGITS // row))
+    return data.with_batches(batches)
 
 
 def write_data(data: Data, path: Path) -> Path:
     """Write samples as a file for `--data` and recipes; rows of unequal length are padded and masked."""
-    arrays = {name: _joined([batch[name] for batch in data.batches], name) for name in data.batches[0]}
+    arrays = {name: tensor.contiguous() for name, tensor in joined(data.batches).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         save_file(arrays, temporary)
     return path
-
-
-def _joined(tensors: Sequence[Tensor], name: str) -> Tensor:
-    """Rows of several batches in one tensor."""
-    if tensors[0].ndim < 2 or tensors[0].is_floating_point():
-        return torch.cat([*tensors]).contiguous()
-    longest, fill = max(tensor.shape[-1] for tensor in tensors), -100 if name == "labels" else 0
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(tensor, (0, longest - tensor.shape[-1]), value=fill) for tensor in tensors]).contiguous()

@@ -41,14 +41,14 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 237),
     ("model",): (4000, 5935),
-    ("run",): (2400, 4291),
+    ("run",): (2400, 4298),
     ("matching",): (3400, 5756),
     ("averaging",): (2000, 3728),
     ("carrying",): (1500, 2337),
     ("report",): (1400, 2052),
     ("mergekit_plugin",): (2500, 3962),
     ("diagnose",): (2100, 2522),
-    ("search", "share"): (1400, 2274),
+    ("search", "share"): (1400, 2251),
     ("api", "cli", "__init__"): (1400, 3352),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
