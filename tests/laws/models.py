@@ -117,7 +117,7 @@ def _drawn(case: Case, seed: int) -> Any:
             if name.endswith(("put_min", "put_max")):
                 buffer.fill_(-1.5 if name.endswith("min") else 2.0)  # clips some, and not evenly
             if name.endswith("inv_freq"):
-                buffer.data = buffer.float()  # as a loaded model has it
+                buffer.data = torch.empty_like(buffer, dtype=torch.float32).copy_(buffer)  # within `keep_float64`, too
     model.tie_weights()
     return model
 
