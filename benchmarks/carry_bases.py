@@ -2,7 +2,6 @@
 
     python benchmarks/carry_bases.py checkpoints --controls    to benchmarks/results/carry-bases-controls.json
     python benchmarks/carry_bases.py checkpoints distil --controls    50 steps
-    python benchmarks/carry_bases.py checkpoints digits --controls    a classifier: ViT 0 tuned on mirrored digits
     python benchmarks/carry_bases.py checkpoints long     long fine-tunes, to benchmarks/results/carry-bases-long.json
 
 The checkpoints are those of benchmarks/train_checkpoints.py: Llama 0's fine-tunes go to Llamas 1, 2 and 3, which were
@@ -29,16 +28,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from corpora import documents
 from random_changes import DRAWS, random_change
 from record import Table
-from shipped import NAMES, digits, load
+from shipped import NAMES, load
 from shipped import windows as shipped_windows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from train_checkpoints import fit, save, warm_cosine
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
@@ -94,23 +91,6 @@ def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]], scratch: Path
             rows = self_written(load(tuned), tuned, SAMPLES, LENGTH).tolist()
             file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows), encoding="utf-8")
             yield Task(title, tuned, windows(domain), windows("python"), str(file))
-
-
-def images(checkpoints: Path, scratch: Path) -> Iterator[Task]:
-    """ViT 0 tuned on mirrored digits, for a hundred steps, from training images that it is given."""
-    pixels, labels, unseen, answers = digits()
-    mirrored, tuned, file = pixels.flip(-1), checkpoints / "vit-0-mirrored", scratch / "images.npz"
-    if not tuned.exists():
-        model, draw = load(checkpoints / "vit-0"), torch.Generator().manual_seed(0)
-        picked = (torch.randperm(len(pixels), generator=draw)[:64] for _ in range(100))
-        batches = ({"pixel_values": mirrored[rows], "labels": labels[rows]} for rows in picked)
-        fit(model, batches, 100, warm_cosine(100, 10, 0.05), lr=1e-3, weight_decay=0.05)
-        save(model, tuned)
-    np.savez(file, pixel_values=mirrored[:SAMPLES].numpy(), labels=labels[:SAMPLES].numpy())
-    test, own = (
-        Data([{"pixel_values": shown, "labels": answers}], "class", len(answers)) for shown in (unseen.flip(-1), unseen)
-    )
-    yield Task("mirrored digits", str(tuned), test, own, str(file))
 
 
 @torch.no_grad()
@@ -196,23 +176,22 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
-    parser.add_argument("asked", nargs="*", metavar="long, distil, digits", help="long fine-tunes; 50 steps; ViTs")
+    parser.add_argument("asked", nargs="*", metavar="long, distil", help="long fine-tunes; 50 steps")
     parser.add_argument("--controls", action="store_true", help="random changes and the negated one beside each")
     args = parser.parse_args()
-    if odd := set(args.asked) - {"long", "distil", "digits"}:
-        parser.error(f"{odd.pop()}: long, distil or digits")
+    if odd := set(args.asked) - {"long", "distil"}:
+        parser.error(f"{odd.pop()}: long or distil")
     torch.set_num_threads(1)
-    long, images_asked = "long" in args.asked, "digits" in args.asked
+    long = "long" in args.asked
     table = Table(
         "-".join(["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])])
     )
-    kind = "vit" if images_asked else "llama"
-    old = str(args.checkpoints / f"{kind}-0")
-    numbers = [n for n in (1, 2, 3) if (args.checkpoints / f"{kind}-{n}").exists()]
-    pairs = [Pair(old, str(args.checkpoints / f"{kind}-{n}")) for n in numbers]
+    old = str(args.checkpoints / "llama-0")
+    news = [args.checkpoints / f"llama-{number}" for number in (1, 2, 3)]
+    pairs = [Pair(old, str(new)) for new in news if new.exists()]
     with tempfile.TemporaryDirectory() as name:
         scratch, names = Path(name), LONG if long else SHORT
-        for task in images(args.checkpoints, scratch) if images_asked else texts(args.checkpoints, names, scratch):
+        for task in texts(args.checkpoints, names, scratch):
             home = loss(load(old), task.data) - loss(load(task.tuned), task.data)
             for words, way in ways(long, "distil" in args.asked).items():
                 began = time.process_time()
@@ -244,7 +223,7 @@ def row(
     shares = ((before - after).mean(1) / home).tolist()
     own = [[float(pair.losses(tensors, task.own).mean()) for tensors in (both, {})] for pair, both in results]
     lost, known = (sum(column) / len(pairs) for column in zip(*own, strict=True))
-    names = (Path(pair.new).name.replace("llama-", "Llama ").replace("vit-", "ViT ") for pair in pairs)
+    names = (Path(pair.new).name.replace("llama-", "Llama ") for pair in pairs)
     each = dict(zip(names, shares, strict=True))
     return {
         "fine-tune": task.title,

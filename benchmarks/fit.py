@@ -3,11 +3,10 @@
     python benchmarks/fit.py vits CHECKPOINTS           two pairs, with labels and with 300 unlabelled images
     python benchmarks/fit.py joint CHECKPOINTS          four ViTs at once
     python benchmarks/fit.py llamas CHECKPOINTS         pairs of independent Llamas, 200k characters of text
-    python benchmarks/fit.py finetunes CHECKPOINTS      near and far fine-tunes of one base
     python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a pair of 300M parameters
     python benchmarks/fit.py step CHECKPOINTS --threads 1 2     the same on one thread and on two
 
-CHECKPOINTS holds vit-0 ... vit-3, llama-0 ... llama-2, llama-0-english, llama-0-c and their `-long` kin. Times are
+CHECKPOINTS holds vit-0 ... vit-3, llama-0 ... llama-2. Times are
 processor time on one thread; of a step on more threads, wall time, of an idle machine.
 """
 
@@ -48,13 +47,6 @@ def learned(models: Sequence[nn.Module], batches: Batches, steps: int) -> tuple[
     return [result.alignments[0].apply_anchor(models[0]), *moved], result.report.start, seconds
 
 
-def text_of(domains: Sequence[str], characters: int) -> Batches:
-    """Windows of training text of several domains, mixed; the demo's texts are not among them."""
-    parts = [in_windows(training_text(domain, characters // len(domains))) for domain in domains]
-    rows = torch.cat(parts)[torch.randperm(sum(map(len, parts)), generator=torch.Generator().manual_seed(0))]
-    return next_token(rows, 16)
-
-
 def vits(root: Path, args: argparse.Namespace) -> None:
     table = Table("fit-vits")
     for title, count, labels in (("1257 images with labels", 1257, True), ("300 images without labels", 300, False)):
@@ -89,9 +81,15 @@ def joint(root: Path, args: argparse.Namespace) -> None:
 
 def llamas(root: Path, args: argparse.Namespace) -> None:
     table = Table("fit-llamas")
+    windows = in_windows(training_text("python", 200_000))
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     for a, b in ((0, 1), (0, 2)):
         models = [load(root / f"llama-{seed}") for seed in (a, b)]
-        views, _, seconds = learned(models, text_of(["python"], 200_000), args.steps or 400)
+        views, _, seconds = learned(
+            models,
+            next_token(windows[order], 16),
+            args.steps or 400,
+        )
         ends = [loss(model, "python", count=EVERY) for model in models]
         plain, middle = (loss(rm.average(some), "python", count=EVERY) for some in (models, views))
         before, after = (value - fmean(ends) for value in (plain, middle))
@@ -107,17 +105,6 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
                 "time": seconds,
             }
         )
-
-
-def finetunes(root: Path, args: argparse.Namespace) -> None:
-    table, domains = Table("fit-finetunes"), ("english", "c")
-    for ending in ("", "-long"):
-        models = [load(root / f"llama-0-{domain}{ending}") for domain in domains]
-        views, start, seconds = learned(models, text_of(domains, 200_000), args.steps or 300)
-        plain, middle = (loss(rm.average(some), *domains, count=EVERY) for some in (models, views))
-        which = "far (2000 steps at 3e-3)" if ending else "near (300 steps at 3e-4)"
-        cells = {"plain": f"{plain:.3f}", "learned": f"{middle:.3f}", "from": start}
-        table.add({"fine-tunes": which, **cells, "time": seconds})
 
 
 def step(root: Path, args: argparse.Namespace) -> None:
@@ -164,7 +151,7 @@ def one_step(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-TASKS = {task.__name__: task for task in (vits, joint, llamas, finetunes, step)}
+TASKS = {task.__name__: task for task in (vits, joint, llamas, step)}
 
 
 def main() -> None:

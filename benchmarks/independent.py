@@ -1,4 +1,4 @@
-"""Pairs that come with the package, half and half, under larger and larger groups: two seeds, and two fine-tunes.
+"""Two Llamas of other seeds, half and half, under larger and larger groups.
 
     python benchmarks/independent.py
 
@@ -23,12 +23,7 @@ WORDS = {
     "the same and a rotation of the residual stream": [*LOCAL, *ROTATION],
 }
 PYTHON = ["--data", "demo:python", "--limit", "128"]
-PAIRS = {
-    "independent-llama": ("llama-0", "llama-1", PYTHON, list(WORDS)),
-    "independent-vit": ("vit-0", "vit-1", ["--data", "demo:digits"], [w for w in WORDS if "signed" not in w]),
-    "near-barrier": ("llama-0-english", "llama-0-c", PYTHON, list(WORDS)[:1]),
-}
-"""By table: the pair, what it is measured on, and what is aligned; LayerNorm does not let signs pass."""
+PAIR = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
 
 
 def run(*arguments: str) -> Any:
@@ -36,33 +31,30 @@ def run(*arguments: str) -> Any:
 
 
 def main() -> None:
-    for name, (anchor, donor, data, words) in PAIRS.items():
-        pair, table = [str(CHECKPOINTS / anchor), str(CHECKPOINTS / donor)], Table(name)
-        measure = "accuracy" if "demo:digits" in data else "loss"
-        for i, title in enumerate(words):
-            plain, aligned = run("barrier", *pair, *data, "--points", "5", *WORDS[title])[0]["curves"]
-            gap = run("align", *pair, *WORDS[title])["gaps"][-1]
-            if i == 0:
-                table.add(row("none", plain, measure, gap["distance_before"]))
-            table.add(row(title, aligned, measure, gap["distance_after"]))
+    table = Table("independent-llama")
+    for i, (title, options) in enumerate(WORDS.items()):
+        plain, aligned = run("barrier", *PAIR, *PYTHON, "--points", "5", *options)[0]["curves"]
+        gap = run("align", *PAIR, *options)["gaps"][-1]
+        if i == 0:
+            table.add(row("none", plain, gap["distance_before"]))
+        table.add(row(title, aligned, gap["distance_after"]))
     path()
 
 
-def row(words: str, curve: dict[str, Any], measure: str, distance: float) -> dict[str, str]:
+def row(words: str, curve: dict[str, Any], distance: float) -> dict[str, str]:
     middle = curve["t"].index(0.5)
     line = [(1 - t) * curve["loss"][0] + t * curve["loss"][-1] for t in curve["t"]]
     barrier = max(loss - straight for loss, straight in zip(curve["loss"], line, strict=True))
     return {
         "alignment": words,
-        f"{measure} in the middle": f"{curve[measure][middle]:{'.1%' if measure == 'accuracy' else '.3f'}}",
+        "loss in the middle": f"{curve['loss'][middle]:.3f}",
         "barrier": f"{barrier:.3f}",
         "relative distance": f"{distance:.3f}",
     }
 
 
 def path() -> None:
-    pair = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
-    plain, aligned = run("barrier", *pair, *PYTHON, "--points", "11", *LOCAL, *ROTATION)[0]["curves"]
+    plain, aligned = run("barrier", *PAIR, *PYTHON, "--points", "11", *LOCAL, *ROTATION)[0]["curves"]
     table = Table("path", "nats a byte of Python text; t from the anchor to the donor")
     for t, before, after in zip(plain["t"], plain["loss"], aligned["loss"], strict=True):
         table.add({"t": f"{t:.1f}", "plain": f"{before:.3f}", "aligned": f"{after:.3f}"})

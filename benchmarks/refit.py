@@ -2,7 +2,6 @@
 
     python benchmarks/refit.py vits checkpoints            six pairs of ViTs with one skill
     python benchmarks/refit.py llamas checkpoints          two Llamas with one skill, without data
-    python benchmarks/refit.py learned checkpoints         the same on top of a match that was learned on data
 
 Checkpoints are those of `train_checkpoints.py`. ViTs are measured by accuracy on the 540 test digits, Llamas by nats a
 byte of 160 windows of 128 held-out bytes of each domain. Samples are training images, synthetic ones, or texts that the
@@ -22,8 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from corpora import training_text
-from merging import STILL, WHOLE, command, halves, merge, quiet
+from merging import STILL, WHOLE, halves, merge, quiet
 from record import Table
 from shipped import accuracy, digits, loss
 
@@ -36,11 +34,10 @@ def place(ending: str = "") -> str:
     return str(Path(SCRATCH.name, f"{next(NUMBERS)}{ending}"))
 
 
-def merged(paths: list[str], alignment: str | None = None, **parameters: Any) -> tuple[str, float]:
+def merged(paths: list[str], **parameters: Any) -> tuple[str, float]:
     """Half of each of two checkpoints: where it is, and the seconds it took."""
-    moved = {} if alignment is None else {"alignment": alignment}
     out, began = place(), time.process_time()
-    merge(paths[0], halves(*paths, **moved), out, parameters)
+    merge(paths[0], halves(*paths), out, parameters)
     return out, time.process_time() - began
 
 
@@ -78,36 +75,16 @@ def llamas(root: Path) -> None:
     for count, targets in ((32, "own"), (32, "mean"), (64, "mean"), (256, "mean")):
         words = f"refit, {count} texts of each model, targets: {targets}"
         variants[words] = {"delegate": "refit", "data": "self", "samples": count, "targets": targets}
-    _seeds(Table("refit-llamas"), root, variants)
-
-
-def learned(root: Path) -> None:
-    """The same, a match learned on 200,000 characters of training text first."""
-    names = [str(root / name) for name in ("llama-0", "llama-1")]
-    text, alignment = Path(place(".txt")), place(".safetensors")
-    text.write_bytes(training_text("python", 200_000))
-    options = ("--data", text, "--alignment", alignment, "--steps", "400", "--batch-size", "16")
-    command("align", *names, "--learn", *options, "--heads", "permutation", "--residual", "rotation")
-    own = {"delegate": "refit", "samples": 64, "targets": "mean"}
-    variants: dict[str, dict[str, Any]] = {
-        "mean, learned match": {"delegate": "linear"},
-        "refit, 64 texts of each model": {**own, "data": "self"},
-        "refit, 64 windows of the training text": {**own, "data": str(text)},
-    }
-    _seeds(Table("refit-learned"), root, {words: {**some, "alignment": alignment} for words, some in variants.items()})
-
-
-def _seeds(table: Table, root: Path, variants: dict[str, dict[str, Any]]) -> None:
-    names = [str(root / name) for name in ("llama-0", "llama-1")]
-    middle = fmean(loss(name, "python") for name in names)
+    table, names = Table("refit-llamas"), [str(root / name) for name in ("llama-0", "llama-1")]
+    ends = fmean(loss(name, "python") for name in names)
     for words, parameters in variants.items():
-        out, seconds = merged(names, **{**({} if "alignment" in parameters else WHOLE), **parameters})
-        found = loss(out, "python")
-        cells = {"loss": f"{found:.3f}", "barrier": f"{found - middle:.3f}", "processor time": f"{seconds:.1f} s"}
+        out, seconds = merged(names, **WHOLE, **parameters)
+        middle = loss(out, "python")
+        cells = {"loss": f"{middle:.3f}", "barrier": f"{middle - ends:.3f}", "processor time": f"{seconds:.1f} s"}
         table.add({"merge": words, **cells})
 
 
-TASKS = {task.__name__: task for task in (vits, llamas, learned)}
+TASKS = {task.__name__: task for task in (vits, llamas)}
 
 
 def main() -> None:

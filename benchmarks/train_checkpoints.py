@@ -4,7 +4,6 @@
     python benchmarks/train_checkpoints.py vit --seed 0
     python benchmarks/train_checkpoints.py vit --seed 0 --digits 01234
     python benchmarks/train_checkpoints.py llama --seed 0
-    python benchmarks/train_checkpoints.py vit --seed 0 --width 32
     python benchmarks/train_checkpoints.py encoder --seed 0
     python benchmarks/train_checkpoints.py classifier --base checkpoints/encoder-0 --domain c10
     python benchmarks/train_checkpoints.py papers --out checkpoints
@@ -68,12 +67,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-def new_vit(width: int = 64) -> ViTForImageClassification:
+def new_vit() -> ViTForImageClassification:
     config = ViTConfig(
-        hidden_size=width,
+        hidden_size=64,
         num_hidden_layers=3,
-        num_attention_heads=max(1, width // 16),
-        intermediate_size=2 * width,
+        num_attention_heads=4,
+        intermediate_size=128,
         image_size=8,
         patch_size=2,
         num_channels=1,
@@ -85,15 +84,14 @@ def new_vit(width: int = 64) -> ViTForImageClassification:
     return ViTForImageClassification(config)
 
 
-def new_llama(width: int = 96, layers: int = 4) -> LlamaForCausalLM:
-    """`width` is a multiple of 48: heads of 16, three to a key/value head."""
+def new_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=width,
-        intermediate_size=width * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 16,
-        num_key_value_heads=width // 48,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         use_cache=False,
@@ -165,17 +163,17 @@ def text_batches(domain: str, generator: torch.Generator, size: int = 16) -> Ite
         yield {"input_ids": ids, "labels": ids}
 
 
-def train_vit(seed: int, steps: int | None, digits: str = DIGITS, width: int = 64) -> PreTrainedModel:
+def train_vit(seed: int, steps: int | None, digits: str = DIGITS) -> PreTrainedModel:
     """A ViT that has seen images of some digits only; its head has ten outputs all the same."""
-    model = new_vit(width)
+    model = new_vit()
     steps = steps or 60 * math.ceil(int(known(shipped.digits()[1], digits).sum()) / 64)
     batches = image_batches(torch.Generator().manual_seed(seed), digits)
     fit(model, batches, steps, warm_cosine(steps, 100, 0.0), lr=2e-3, weight_decay=0.05, betas=(0.9, 0.99))
     return model
 
 
-def train_llama(seed: int, steps: int | None, width: int = 96, layers: int = 4) -> PreTrainedModel:
-    model = new_llama(width, layers)
+def train_llama(seed: int, steps: int | None) -> PreTrainedModel:
+    model = new_llama()
     steps = steps or 2000
     batches = text_batches("python", torch.Generator().manual_seed(seed))
     fit(
@@ -322,9 +320,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--out", type=Path, default=Path("checkpoints"))
     images = commands.add_parser("vit", parents=[training])
     images.add_argument("--digits", default=DIGITS, help="those it learns")
-    images.add_argument("--width", type=int, default=64)
-    causal = commands.add_parser("llama", parents=[training])
-    causal.add_argument("--width", type=int, default=96, help="a multiple of 48")
+    commands.add_parser("llama", parents=[training])
     commands.add_parser("encoder", parents=[training])
     telling = commands.add_parser("classifier", parents=[training])
     telling.add_argument("--base", type=Path, required=True)
@@ -350,7 +346,6 @@ PAPERS = {
     **{f"vit-{seed}": f"vit --seed {seed}" for seed in range(2, 6)},
     **{f"llama-{seed}": f"llama --seed {seed}" for seed in (2, 3)},
     **{f"llama-{s}-{of}": f"finetune --seed {s} --domain {of}" for s in (1, 2) for of in ("english", "c")},
-    **{f"vit-w{w}-{seed}": f"vit --seed {seed} --width {w}" for w in (16, 32) for seed in range(6)},
     **{f"encoder-{seed}": f"encoder --seed {seed}" for seed in range(3)},
     **{f"encoder-{s}-{of}": f"classifier --seed {s} --domain {of}" for s in range(3) for of in kinds.DOMAINS},
 }
@@ -397,13 +392,10 @@ def _train(args: argparse.Namespace) -> None:
         name = f"{args.base.name}-{args.domain}"
         model = train_classifier(args.base, args.domain, args.seed, args.steps)
     elif args.command == "vit":
-        width = f"w{args.width}-" if args.width != 64 else ""
-        name = f"vit-{width}{args.seed}" + (f"-digits-{args.digits}" if args.digits != DIGITS else "")
-        model = train_vit(args.seed, args.steps, args.digits, args.width)
+        name = f"vit-{args.seed}" + (f"-digits-{args.digits}" if args.digits != DIGITS else "")
+        model = train_vit(args.seed, args.steps, args.digits)
     else:
-        short = args.width != 96 or args.steps
-        name = f"llama-w{args.width}-{args.seed}" if short else f"llama-{args.seed}"
-        model = train_llama(args.seed, args.steps, args.width)
+        name, model = f"llama-{args.seed}", train_llama(args.seed, args.steps)
     save(model, args.out / name)
     print(f"{name}: {_line(evaluate(model))}")
 

@@ -162,6 +162,26 @@ def path() -> str:
     return picture(600, 256, "Loss on the straight path between two models, before and after alignment", parts)
 
 
+def paths() -> str:
+    """Losses on the path between two ViTs by matching, as `benchmarks/papers/figure5.py` measured them."""
+    path = FOLDER.parent.parent / "benchmarks" / "results" / "papers-figure5-paths.json"
+    rows = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["models"] == "ViTs"]
+    curves = {row["matching"]: [float(loss) for loss in row["losses"].split()] for row in rows}
+    high = max(map(max, curves.values()))
+    colours = (GREY, "#a05fb5", "#b8860b", RED, BLUE, ORANGE, GREEN)
+    parts = [line(60, 220, 420, 220), line(60, 20, 60, 220)]
+    parts += [text(70, 242, "one model"), text(410, 242, "the other", anchor="end"), text(240, 242, "half and half")]
+    parts.append(f'<g transform="translate(24 125) rotate(-90)">{text(0, 0, "loss (nats)")}</g>')
+    parts += [text(52, 215 - 180 * loss / high, f"{loss:g}", anchor="end", size=12) for loss in range(int(high) + 1)]
+    for place, ((name, losses), colour) in enumerate(zip(curves.items(), colours, strict=True)):
+        steps = enumerate(losses)
+        points = " ".join(f"{70 + 340 * i / (len(losses) - 1):.1f},{210 - 180 * loss / high:.1f}" for i, loss in steps)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts += [line(440, 40 + 24 * place, 464, 40 + 24 * place, colour, 2.5)]
+        parts += [text(472, 45 + 24 * place, name, colour, "start")]
+    return picture(600, 256, "Paths between two ViTs under several alignments", parts)
+
+
 def cost() -> str:
     """Seconds of a merge by layers, width and donors, as `python benchmarks/sizes.py --curves` measured them."""
     path = FOLDER.parent.parent / "benchmarks" / "results" / "sizes-curves.json"
@@ -233,6 +253,7 @@ PICTURES = {
     "cost.svg": cost,
     "neurons.svg": neurons,
     "orbit.svg": orbit,
+    "papers-figure5-vits.svg": paths,
     "path.svg": path,
     "spaces.svg": spaces,
 }

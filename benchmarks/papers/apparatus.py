@@ -4,8 +4,7 @@
     python benchmarks/papers/apparatus.py      all scripts, one after another (`make papers`)
 
 A script is one table or figure. It has `TABLES` (columns by name of the table: `benchmarks/results/NAME.json`, some of
-them shown on docs/results.md), `rows`, which yields (name of a table, row), and, where it draws, `PICTURES`: by file in
-docs/pictures a function that makes the SVG of the rows of all tables, by name. It ends with `run(__name__)`.
+them shown on docs/results.md) and `rows`, which yields (name of a table, row). It ends with `run(__name__)`.
 
 What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.jsonl, it is not computed
 again. `--quick` uses what comes with the package, one seed, few samples,
@@ -33,10 +32,8 @@ sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not
 
 from journal import FILE, Journal  # noqa: E402
 from merging import quiet  # noqa: E402
-from record import RESULTS, ROOT, Row, Table  # noqa: E402
+from record import RESULTS, Row, Table  # noqa: E402
 from shipped import CHECKPOINTS as SHIPPED  # noqa: E402
-
-PICTURES = ROOT / "docs" / "pictures"
 
 
 @dataclass
@@ -82,7 +79,7 @@ def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
 
 
 def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
-    """A script's tables, written and drawn; `name` is its `__name__`, and nothing happens where it is imported."""
+    """A script's tables, written; `name` is its `__name__`, and nothing happens where it is imported."""
     module = sys.modules[name]
     if arguments is None and name != "__main__":
         return {}
@@ -90,7 +87,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
     parser.add_argument("--quick", action="store_true", help="what comes with the package, one seed, few samples")
     parser.add_argument("--seeds", type=int, default=3, help="seeds, or pairs of them")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="what make papers trained")
-    parser.add_argument("--out", type=Path, help="for tables and pictures; by default those of the pages")
+    parser.add_argument("--out", type=Path, help="for tables; by default those of the pages")
     asked = parser.parse_args(arguments)
     quiet()
     quick = asked.quick
@@ -104,16 +101,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
             if tuple(row) != tuple(module.TABLES[table]):
                 raise SystemExit(f"{table}: columns {list(row)}, promised were {list(module.TABLES[table])}")
             tables[table].add(row)
-    found = {table: written.rows for table, written in tables.items()}
-    for file, text in pictures(module, out if quick else RESULTS, found).items():
-        ((asked.out or out if quick else PICTURES) / file).write_text(text, encoding="utf-8")
-    return found
-
-
-def pictures(module: ModuleType, results: Path, found: dict[str, list[Row]] | None = None) -> dict[str, str]:
-    """The SVGs that a script draws of its rows, by file."""
-    found = found or {table: rows_of(table, results) for table in module.TABLES}
-    return {file: draw(found) for file, draw in getattr(module, "PICTURES", {}).items()}
+    return {table: written.rows for table, written in tables.items()}
 
 
 def rows_of(table: str, results: Path = RESULTS) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Fine-tunes carried to other bases: the models and tasks that `transport`, `ablations` and `scales` measure.
+"""Fine-tunes carried to other bases: the models and tasks that `transport` measures.
 
 Llamas: fine-tunes of Llama 0 for English and C go to Llamas of other seeds; what these know by themselves is Python.
 ViTs: ViT 0 is tuned here, for 100 steps, on digits drawn faintly, in thick strokes, or mirrored; what the other ViTs
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from apparatus import Given
-from corpora import training_tokens
 from shipped import digits, load, next_token, windows
 from torch import Tensor
-from train_checkpoints import CONTEXT, fit, image_batches, save, warm_cosine
+from train_checkpoints import fit, image_batches, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
 
 from rotation_merge import AlignConfig, Alignment
@@ -42,13 +41,10 @@ from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.generated_samples import self_written
 from rotation_merge.run.runner import Runner
 
 STEPS = 100
 """Of tuning a ViT."""
-FEW = {"Llamas": 8, "ViTs": 50}
-"""Samples that scales are learned from: windows of 128 bytes, or images, five a class."""
 NOT_ALIGNED, GIT_RE_BASIN, OT, TRANSFUSION, OURS = "none", "Git Re-Basin", "OT", "TransFusion", "ours"
 METHODS: dict[str, AlignConfig | str | None] = {
     NOT_ALIGNED: None,
@@ -89,16 +85,14 @@ class Work:
     """One fine-tune of the old base, and what to measure it on.
 
     Attributes:
-        test, few: of its task; few samples to learn from, with labels.
-        own, own_few: of what the new bases know by themselves.
+        test: of its task.
+        own: of what the new bases know by themselves.
     """
 
     task: str
     tuned: Model
     test: Data
-    few: Data
     own: Data
-    own_few: Callable[[str], Data]
 
 
 @dataclass
@@ -218,25 +212,10 @@ def _texts(given: Given) -> list[Work]:
             task,
             _opened(given.model(f"llama-0-{short}")),
             _next(windows(short)[:count]),
-            _next(_training(short, FEW["Llamas"])),
             own,
-            _written,
         )
         for task, short in (("English", "english"), ("C", "c"))[: 1 if given.quick else None]
     ]
-
-
-@functools.cache
-def _written(path: str) -> Data:
-    """Text that a base writes itself."""
-    return _next(self_written(load(path), path, FEW["Llamas"]))
-
-
-def _training(domain: str, count: int) -> Tensor:
-    """Windows of a domain's training text, evenly spread."""
-    tokens = training_tokens(domain).long()
-    step = len(tokens) // count
-    return torch.stack([tokens[number * step : number * step + CONTEXT] for number in range(count)])
 
 
 def _next(ids: Tensor) -> Data:
@@ -244,16 +223,12 @@ def _next(ids: Tensor) -> Data:
 
 
 def _images(given: Given) -> list[Work]:
-    pixels, labels, unseen, answers = digits()
-    count = 1 if given.quick else FEW["ViTs"] // 10
-    few = torch.cat([(labels == digit).nonzero()[:count, 0] for digit in range(10)])
-    own, own_few = _classes(unseen, answers), _classes(pixels[few], labels[few])
-    works = []
+    _, _, unseen, answers = digits()
+    own, works = _classes(unseen, answers), []
     for task in list(IMAGES)[: 1 if given.quick else None]:
         drawn = IMAGES[task]
         tuned = _tuned(given.model("vit-0"), task, 10 if given.quick else STEPS)
-        test, small = _classes(drawn(unseen), answers), _classes(drawn(pixels[few]), labels[few])
-        works.append(Work(task, tuned, test, small, own, lambda _: own_few))
+        works.append(Work(task, tuned, _classes(drawn(unseen), answers), own))
     return works
 
 

@@ -8,12 +8,11 @@ and so they are in the distance that it is compared with. Learned matching lower
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from apparatus import Given, run, spread
 from digits import pair
-from drawing import bars
 from landscape import distance, moved
 from merges import MATCHINGS, RESIDUAL, Pair
 from merging import STILL, halves, merge
@@ -59,10 +58,4 @@ def share(pair: Pair, words: str) -> float:
     return distance(third, first) / distance(second, first)
 
 
-def picture(tables: Mapping[str, Sequence[Row]]) -> str:
-    shares = {row["matching"]: float(row["distance"].split(" ")[0]) for row in tables[NAME]}
-    return bars({"distance after matching": shares}, "of the distance without matching", width=520)
-
-
-PICTURES = {"papers-figure4.svg": picture}
 run(__name__)

@@ -4,15 +4,14 @@ What `rotation-merge barrier --compare` draws: the paper's four curves (none, FF
 Re-Basin's permutations, the residual stream turned, too, and, for ViTs, this learned on 200 training images. ViTs of
 other seeds on all 540 test digits, Llamas on 64 windows of Python text. `barrier` is the largest excess over the line
 between the ends; the paper's LB is the range of the loss on the path, the ends among it. Mean and spread over pairs;
-the picture shows the first.
+`docs/make_pictures.py` draws the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from apparatus import Given, run, spread
-from drawing import lines
 from landscape import CALLED, LEARNED, LLAMAS, VITS, pairs
 from record import Row
 
@@ -47,17 +46,4 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
             yield PATHS, {**head, "losses": " ".join(f"{loss:.4f}" for loss in curves[0].loss)}
 
 
-def drawn(kind: str) -> Callable[[Mapping[str, Sequence[Row]]], str]:
-    def picture(tables: Mapping[str, Sequence[Row]]) -> str:
-        found = {}
-        for row in tables[PATHS]:
-            if row["models"] == kind:
-                losses = [float(loss) for loss in row["losses"].split()]
-                found[row["matching"]] = ([i / (len(losses) - 1) for i in range(len(losses))], losses)
-        return lines(found, "from one model (0) to the other (1)", "loss, nats")
-
-    return picture
-
-
-PICTURES = {f"papers-figure5-{kind.lower()}.svg": drawn(kind) for kind in KINDS}
 run(__name__)

@@ -1,4 +1,4 @@
-"""Pairs of models, and what any weights between them are worth: what figures 2, 5, 6 and the reviews' questions ask."""
+"""Pairs of models, and what any weights between them are worth: what figures 2, 4 and 5 ask."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
-from rotation_merge.diagnose.matchings import NAMED
 from rotation_merge.run.curves import Barrier
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import evaluate
 
 State = dict[str, Tensor]
-VITS, LLAMAS, TUNED = "ViTs", "Llamas", "fine-tunes of one Llama"
-DATA = {VITS: "demo:digits", LLAMAS: "demo:python", TUNED: "demo:python"}
+VITS, LLAMAS = "ViTs", "Llamas"
+DATA = {VITS: "demo:digits", LLAMAS: "demo:python"}
 LLAMA_PAIRS = [(0, 1), (2, 3), (1, 2)]
 """Of seeds; there are four."""
 WINDOWS = 64
@@ -144,37 +143,6 @@ def distance(a: State, b: State) -> float:
 
 
 def pairs(given: Given, kind: str) -> list[Two]:
-    """Pairs of models of one kind: of different seeds, or two fine-tunes of one base."""
-    if kind == TUNED:
-        names = [(f"llama-{seed}-english", f"llama-{seed}-c") for seed in range(given.seeds)]
-    else:
-        stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", LLAMA_PAIRS[: given.seeds])
-        names = [(f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds]
-    return [Two(given, kind, *pair) for pair in names]
-
-
-PARTS = {"attention": AlignConfig(ffn="none", scaling="sequential"), "all local groups": NAMED["local"]}
-"""What is matched in a layer: what the paper matches in figure 6, and what else can be."""
-
-
-def parts(given: Given) -> list[str]:
-    return list(PARTS)[:1] if given.quick else list(PARTS)
-
-
-def subsets(two: Two) -> dict[str, str]:
-    """Which layers are matched, by words: none, single ones, the last few, all; of a quick run the fewest."""
-    last = two.network.config.num_hidden_layers - 1
-    if two.given.quick:
-        return {"none": "", "layer 0 only": "0", "all": f"0-{last}"}
-    single = {f"layer {i} only": str(i) for i in range(last + 1)}
-    tails = {f"last {last + 1 - i}": f"{i}-{last}" for i in range(last - 1, 0, -1)}
-    return {"none": "", **single, **tails, "all": f"0-{last}"}
-
-
-def by_layers(two: Two, part: str) -> dict[str, list[float]]:
-    """Loss and accuracy of the average by the layers that were matched."""
-    found = {}
-    for words, chosen in subsets(two).items():
-        options = AlignConfig(**{**vars(PARTS[part]), "layers": chosen}) if chosen else None
-        found[words] = two.kept(f"half, {part}, {words}", lambda o=options: list(two.halfway(o)))
-    return found
+    """Pairs of models of one kind, of different seeds."""
+    stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", LLAMA_PAIRS[: given.seeds])
+    return [Two(given, kind, f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds]

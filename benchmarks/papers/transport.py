@@ -1,4 +1,4 @@
-"""Table 1 and the figure on scales of "Update Your Transformer to the Latest Release": fine-tunes carried elsewhere.
+"""Table 1 and the figures of scales of "Update Your Transformer to the Latest Release": fine-tunes carried elsewhere.
 
 Gain on the task and loss of what the new base knows by itself, by method and scale: mean and spread over new bases. Not
 aligned, the change is added as it stands; Git Re-Basin permutes neurons, the coordinates inside heads, and the
@@ -8,12 +8,11 @@ permutes inside them, too; ours orders heads and turns them and the residual str
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from apparatus import Given, run, spread
 from carried import METHODS, NOT_ALIGNED, TRANSFUSION, Family, Found, families, gained
-from drawing import lines
 from record import Row
 
 from rotation_merge import AlignConfig
@@ -84,24 +83,4 @@ def _row(family: Family, task: str, method: str, cells: Sequence[str]) -> Row:
     return dict(zip(columns, [*values, *[""] * (len(columns) - len(values))], strict=True))
 
 
-def _sweep(tables: Mapping[str, Sequence[Row]], models: str, column: str, words: str) -> str:
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    for row in tables[SWEEP]:
-        if row["models"] == models:
-            xs, ys = found.setdefault(row["method"], ([0.0], [0.0]))
-            xs.append(float(row["scale"]))
-            ys.append(float(row[column].split(" ")[0]))
-    return lines(found, "scale", words, room=0.1)
-
-
-PICTURES = {
-    f"papers-transport-{models.lower()}-{short}.svg": (
-        lambda tables, models=models, column=column, words=words: _sweep(tables, models, column, words)
-    )
-    for models in ("ViTs", "Llamas")
-    for short, column, words in (
-        ("gain", TABLES[SWEEP][3], "gain on the task, % of the gain at home"),
-        ("lost", TABLES[SWEEP][4], "loss of the base's own skill (nats)"),
-    )
-}
 run(__name__)

@@ -2,12 +2,11 @@
 
     python benchmarks/real/measure.py real merges            fine-tunes of all weights, each method's defaults
     python benchmarks/real/measure.py real loras             the same tasks as LoRAs, merged into one LoRA
-    python benchmarks/real/measure.py real coordinates       alignment: near models, and a twin in other coordinates
     python benchmarks/real/measure.py real carry             to the second base, with controls
     python benchmarks/real/measure.py real command           `rotation-merge merge`, as a user calls it
 
 Losses are nats a token on 8 pieces of 256 tokens of each text; `own` is text that the base wrote itself. Methods see
-other documents (`samples`) than the ones they are judged on. Products are in bfloat16, except in `coordinates`;
+other documents (`samples`) than the ones they are judged on. Products are in bfloat16;
 `lambda` is searched on 4 pieces of each text's samples. Seconds are processor time, GB the largest resident memory of
 the commands, each a process of its own. All runs on a GPU where there is one; then products are in float32.
 """
@@ -435,45 +434,6 @@ def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, 
     return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *ON_DEVICE, *options)
 
 
-def coordinates(bench: Bench) -> None:
-    """What alignment does to near models, and whether models in other coordinates come back."""
-    table, tasks = Table("real-coordinates", KEPT, keep=["merge"]), ("de", "fr")
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for seed in SEEDS:
-        for title, make in in_coordinates(bench, seed).items():
-            if bench.due(f"coordinates-{seed} {title}", title):
-                rows.setdefault(title, []).append(bench.once(f"coordinates-{seed} {title}", make))
-    for title, figures in rows.items():
-        table.add({"merge": title, **losses(figures, tasks), **costs(figures)})
-
-
-def in_coordinates(bench: Bench, seed: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """The rows of one seed by title."""
-    root, fr = bench.root, f"fr-{seed}"
-
-    def merge(
-        first: str, second: str, options: dict[str, Any], shares: tuple[float, float] = (0.5, 0.5), **of_second: Any
-    ) -> dict[str, Any]:
-        models = [
-            {"model": str(root / first), "parameters": {"weight": shares[0]}},
-            {"model": str(root / second), "parameters": {"weight": shares[1], **of_second}},
-        ]
-        step = by_recipe(ours(root / first, models, {"delegate": "linear", **options}), root / "aligned")
-        return {**bench.judge(read(root / "aligned"), ("de", "fr"), halves=False), **step}
-
-    whole = {"heads": "permutation", "residual": "rotation", "untie": True}
-    twin_base = {"finetuned_from": str(root / f"twin-{seed}")}
-    home, moved, twin = f"de-{seed}", f"de-moved-{seed}", f"de-twin-{seed}"
-    return {
-        "de and fr, not aligned": lambda: merge(fr, home, NOT_ALIGNED),
-        "de in other coordinates, not aligned": lambda: merge(fr, moved, {**NOT_ALIGNED, "untie": True}),
-        "de in other coordinates, the residual stream, too": lambda: merge(fr, moved, whole),
-        "de-twin at home": lambda: bench.judge(read(root / twin), ("de", "fr"), halves=False),
-        "de-twin brought to the base": lambda: merge("base", twin, whole, (0.0, 1.0), **twin_base),
-        "de-twin brought to the base, and fr": lambda: merge(fr, twin, whole, **twin_base),
-    }
-
-
 WAYS: dict[str, tuple[object, ...]] = {
     "weights": ("--carry", "weights", "--scale", "auto"),
     "refit": ("--carry", "refit"),
@@ -681,7 +641,6 @@ def main() -> None:
 PARTS = {
     "merges": merges,
     "loras": loras,
-    "coordinates": coordinates,
     "carry": carry,
     "command": command,
 }

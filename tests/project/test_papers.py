@@ -1,5 +1,4 @@
-"""The scripts of benchmarks/papers run in seconds on what comes with the package, go on where they were stopped, and
-their pictures are up to date."""
+"""The scripts of benchmarks/papers run in seconds on what comes with the package, and go on where they were stopped."""
 
 from __future__ import annotations
 
@@ -32,19 +31,6 @@ def test_script_gives_the_rows_that_it_promises(script: ModuleType, folder: Path
         assert rows == apparatus.rows_of(table, folder)
         assert rows
         assert all(tuple(row) == tuple(script.TABLES[table]) for row in rows)
-    for file in getattr(script, "PICTURES", {}):
-        assert (folder / file).read_text(encoding="utf-8").startswith("<svg ")
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_pictures_are_drawn_of_the_results(script: ModuleType) -> None:
-    """Of those whose full results are there."""
-    if not all((apparatus.RESULTS / f"{table}.json").exists() for table in script.TABLES):
-        return
-    for file, text in apparatus.pictures(script, apparatus.RESULTS).items():
-        assert (apparatus.PICTURES / file).read_text(encoding="utf-8") == text, (
-            f"run benchmarks/papers/{script.__name__}.py"
-        )
 
 
 def test_what_is_kept_is_not_computed_again_after_a_run_was_killed(tmp_path: Path) -> None:
