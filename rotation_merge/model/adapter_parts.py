@@ -1,4 +1,4 @@
-"""Where the changes of an adapter fall in the tensors that a base stores.
+"""Where the changes of an adapter fall in the tensors that a base stores, and these tensors with the changes.
 
 An adapter may change in one form what a checkpoint stores in another: experts apart or all in one tensor, gates and
 values (or queries, keys and values) apart or one after the other. Each stored tensor then gets a part of the change.
@@ -7,9 +7,14 @@ values (or queries, keys and values) apart or one after the other. Each stored t
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
@@ -21,6 +26,9 @@ from rotation_merge.model.tensors import Tensors
 
 Entries = tuple[int, int, int]
 """Some entries of a tensor: the dimension, counted from the last; the first; how many."""
+
+KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+"""Layers by the number of dimensions of their weights."""
 
 READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
 """peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
@@ -229,3 +237,120 @@ def _fits(adapter: Adapter, change: Change, info: TensorInfo, turned: bool) -> b
     size = [adapter.shapes[change.b][0], adapter.shapes[change.a][1]]
     known = [axis.size for axis in info.axes[stacks(info) :]]
     return len(known) == 2 and all(k in (None, s) for k, s in zip(known[::-1] if turned else known, size, strict=True))
+
+
+# --- merged into the tensors
+
+
+def adapted(
+    tensors: Tensors,
+    adapter: Adapter,
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    tied: str | None = None,
+    model: str = "",
+) -> Tensors:
+    """Tensors with an adapter merged; those that it changes come in float32 at least.
+
+    Args:
+        tensors: all that the checkpoint stores.
+        architecture, config: of the checkpoint.
+        tied: name of a head that is tied to the embedding.
+        model: name of base and adapter for errors.
+
+    Raises:
+        CheckpointError: the adapter changes something that the model does not have, or that has another shape.
+    """
+    parts: dict[str, list[tuple[int, AdapterPart]]] = {}
+    for part in adapter_parts(adapter, architecture, tensors, config, model):
+        info = part.info
+        if tied is not None and info.vocabulary_axis is not None and len(info.axes) == 2:
+            problem = f"the adapter changes '{info.name}' and not the head '{tied}', which is tied to it"
+            remedy = "store the head as a tensor of its own, with 'tie_word_embeddings': false"
+            raise CheckpointError(problem, where=model, remedy=remedy)
+        for number, name in enumerate(info.names):
+            if not info.stacked or part.expert in (None, number):
+                parts.setdefault(name, []).append((number, part))
+    wide = {name: torch.promote_types(tensors.dtypes[name], torch.float32) for name in parts}
+
+    def changed(name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(wide[name], copy=True) if name in wide else tensor
+        for number, part in parts.get(name, ()):
+            _apply(adapter, part, number, tensor)
+        return tensor
+
+    return tensors.map(changed, dtypes={**tensors.dtypes, **wide})
+
+
+def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> None:
+    """Carry out a change of a stored tensor in place.
+
+    Args:
+        number: which expert's tensor it is, where each has one.
+    """
+    change, info = part.change, part.info
+    tensor = tensor if part.target is None else tensor.narrow(*part.target)
+    tensor = tensor[part.expert] if part.expert is not None and not info.stacked else tensor
+
+    def stored(key: str) -> Tensor:
+        value = adapter.tensor(key)[number] if part.experts and info.stacked else adapter.tensor(key)
+        return value if part.source is None else value.narrow(*part.source)
+
+    if change.value:
+        tensor.copy_(stored(change.value))
+    if change.shift:
+        tensor += change.scale * stored(change.shift).to(tensor.dtype)
+    if change.a and not part.experts:
+        _multiply(_factors(adapter, part), part, tensor)
+    elif change.a:
+        for expert, matrix in {number: tensor}.items() if info.stacked else enumerate(tensor):
+            _multiply(_factors(adapter, part).of_expert(expert), part, matrix)
+
+
+@lru_cache(maxsize=1)
+def _factors(adapter: Adapter, part: AdapterPart) -> LowRank:
+    """The factors of a change, kept while the experts that they are of are read one after the other."""
+    return part.factors(adapter)
+
+
+def _multiply(low: LowRank, part: AdapterPart, matrix: Tensor) -> None:
+    """Add a product of factors to a matrix, in place; with a magnitude as DoRA does."""
+    low = low if part.source is None else low.narrowed(part.outputs(part.source), *part.source[1:])
+    low = low.to(matrix.dtype)
+    if low.magnitude is None:
+        matrix += low.product().mT if part.flipped else low.product()
+        return
+    weight = matrix.T if part.flipped and not low.embedding else matrix
+    weight.copy_(_dora(weight.contiguous(), low, low.magnitude))
+
+
+def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
+    """m (W + s B A) / |W + s B A| as peft merges it, in the dtype of the weight.
+
+    Args:
+        weight: (out, in), a convolution's (out, in, kernel...), an embedding's (tokens, width).
+        magnitude: m, one number an output.
+
+    Source: DoRA, arXiv 2402.09353, eq. 5.
+    """
+    import peft  # which takes seconds
+
+    layer: Any
+    if change.embedding:
+        layer = nn.Embedding.from_pretrained(weight)
+    else:
+        kernel = [weight.shape[2:]] * (weight.ndim > 2)
+        layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    rank = change.rank
+    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=True, target_modules=["layer"])
+    a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
+    state = {f"layer.{a}": change.a, f"layer.{b}": change.b, "layer.lora_magnitude_vector": magnitude}
+    parent: Any = nn.ModuleDict({"layer": layer})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, parent, low_cpu_mem_usage=True)  # draws no numbers
+        peft.set_peft_model_state_dict(parent, state, low_cpu_mem_usage=True)
+        parent.layer.merge()
+    merged: Tensor = parent.layer.get_base_layer().weight.data
+    return merged

@@ -155,7 +155,8 @@ class Adapter:
 
     def low_rank(self, change: Change) -> LowRank:
         """A change that has factors, these as they are stored."""
-        return LowRank(self.tensor(change.a), self.tensor(change.b), change.scale, change.embedding)
+        magnitude = self.tensor(change.magnitude) if change.magnitude else None
+        return LowRank(self.tensor(change.a), self.tensor(change.b), change.scale, change.embedding, magnitude)
 
     def tensor(self, key: str) -> Tensor:
         """One tensor of the file.

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from mergekit.io.tensor_writer import TensorWriter
@@ -28,8 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rotation_merge.architecture.registry import overlay
 from rotation_merge.errors import CheckpointError, nearest, short
 from rotation_merge.files import write_json
-from rotation_merge.model.gguf_file import GgufFile, open_gguf
-from rotation_merge.model.headers import FLOATS, TOKENIZER, read_json
+from rotation_merge.model.headers import AGAIN, FLOATS, TOKENIZER, read_json, reason
 
 SAFETENSORS = "take the model in safetensors"
 
@@ -56,6 +56,109 @@ UNNAMED_SPLITS = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcoder"
 """Those of architectures whose older files name none."""
 UNUSED, PADDING = 5, re.compile(r"\[PAD\d+\]")
 """Type and name of rows of the embedding that have no token."""
+
+
+class CheckedReader(gguf.GGUFReader):
+    """The `gguf` package's reader; where a file ends early, that one reads empty arrays, without end."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        self.data = np.asarray(self.data)  # type: ignore[assignment]  # still mapped, but quicker to slice
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise EOFError(f"it ends after {len(self.data)} bytes")
+        return super()._get(offset, dtype, count, override_order)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A model in GGUF: one file, or the files that it was split into.
+
+    Attributes:
+        paths: of all files, in their order.
+        fields: metadata of the first file.
+        tensors: by the name in the file, as the `gguf` package reads them.
+    """
+
+    paths: Sequence[str]
+    fields: Mapping[str, gguf.ReaderField]
+    tensors: Mapping[str, gguf.ReaderTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata("general.architecture", ""))
+
+    def metadata(self, key: str, default: Any = None) -> Any:
+        field = self.fields.get(key)
+        if field is None:
+            return default
+        if field.types[0] == gguf.GGUFValueType.FLOAT32:
+            return float(str(field.parts[-1][0]))  # 1e-05, not 9.999999747378752e-06
+        return field.contents()
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Metadata of the architecture, such as `block_count`."""
+        return self.metadata(f"{self.architecture}.{key}", default)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor as torch has it, the dimension that is contiguous in memory last."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor when read: floating-point numbers keep theirs, codes become float32."""
+        return getattr(torch, FLOATS.get(self.tensors[name].tensor_type.name, "float32"))
+
+    def refusal(self, problem: str, remedy: str = AGAIN) -> CheckpointError:
+        return CheckpointError(problem, where=self.paths[0], remedy=remedy)
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """The numbers of a tensor, or of one of the matrices that are stored one after the other in it.
+
+        Raises:
+            CheckpointError: the `gguf` package cannot read its type.
+        """
+        tensor = self.tensors[name]
+        data = tensor.data if expert is None else tensor.data[expert]
+        if tensor.tensor_type.name in FLOATS:
+            return torch.from_numpy(np.array(data)).view(self.dtype(name))
+        try:
+            numbers = gguf.dequantize(data, tensor.tensor_type)
+        except NotImplementedError:
+            words = f"of type {tensor.tensor_type.name}, which the gguf package cannot turn into numbers"
+            remedy = "update gguf, or quantise the model again to another type"
+            raise self.refusal(f"tensor '{name}' is {words}", remedy) from None
+        return torch.from_numpy(np.ascontiguousarray(numbers, np.float32))
+
+
+def open_gguf(paths: Sequence[str]) -> GgufFile:
+    """The header of a model in GGUF.
+
+    Args:
+        paths: all files of the model.
+
+    Raises:
+        CheckpointError: a file is truncated, damaged or no GGUF, or the files do not belong together.
+    """
+    readers = [_opened(path) for path in paths]
+    model = GgufFile(paths, readers[0].fields, {tensor.name: tensor for reader in readers for tensor in reader.tensors})
+    count = max(1, model.metadata("split.count", len(paths)))
+    total = model.metadata("split.tensors.count", sum(len(reader.tensors) for reader in readers))
+    if (count, total) != (len(paths), len(model.tensors)):
+        problem = f"is one of {count} files with {total} tensors, but here are {len(paths)} with {len(model.tensors)}"
+        raise model.refusal(problem, f"name them NAME-00001-of-{count:05}.gguf, as they were, or download them again")
+    return model
+
+
+def _opened(path: str) -> CheckedReader:
+    try:
+        reader = CheckedReader(path)
+    except (OSError, EOFError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        problem = f"is no GGUF file that the gguf package can read, or truncated ({short(reason(error))})"
+        raise CheckpointError(problem, where=path, remedy=f"{AGAIN}, or update gguf") from error
+    if reader.byte_order == "S":
+        raise CheckpointError("is big-endian", where=path, remedy="write it again with llama.cpp")
+    return reader
+
+
+# --- families
 
 
 @dataclass(frozen=True)
@@ -91,14 +194,14 @@ class Family:
     rope: str = ""
     scalar: int = 0
 
-    def fits(self, gguf: GgufFile) -> bool:
+    def fits(self, model: GgufFile) -> bool:
         """Whether a file belongs to this family, by its header."""
-        names = " ".join(str(gguf.metadata(f"general.{key}", "")) for key in ("name", "basename")).lower()
+        names = " ".join(str(model.metadata(f"general.{key}", "")) for key in ("name", "basename")).lower()
         return (
-            gguf.architecture == self.architecture
+            model.architecture == self.architecture
             and self.named in names
-            and all((gguf.value(key) or 0) >= least for key, least in self.when.items())
-            and (not self.holds or self.holds in gguf.tensors)
+            and all((model.value(key) or 0) >= least for key, least in self.when.items())
+            and (not self.holds or self.holds in model.tensors)
         )
 
 
@@ -116,108 +219,109 @@ def _extended(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return overlay(_extended(content, below) if below else {}, values)
 
 
-def family_of(gguf: GgufFile) -> Family:
+def family_of(model: GgufFile) -> Family:
     """The family of a GGUF.
 
     Raises:
         CheckpointError: it is no model, or of an architecture that is not read.
     """
-    architecture = gguf.architecture
-    kind = "imatrix" if gguf.metadata("imatrix.datasets") else gguf.metadata("general.type", "model")
+    architecture = model.architecture
+    kind = "imatrix" if model.metadata("imatrix.datasets") else model.metadata("general.type", "model")
     if kind != "model" or architecture == "clip":
         problem = f"is of type '{kind}', architecture '{architecture}': not a language model"
-        raise gguf.refusal(problem, "name the model's own file; an adapter in peft's format, as BASE+ADAPTER")
-    fitting = [family for family in families() if family.fits(gguf)]
+        raise model.refusal(problem, "name the model's own file; an adapter in peft's format, as BASE+ADAPTER")
+    fitting = [family for family in families() if family.fits(model)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
         problem = f"its architecture '{architecture}' cannot be read from GGUF"
-        raise gguf.refusal(problem, f"{nearest(architecture, known)}; {SAFETENSORS}")
+        raise model.refusal(problem, f"{nearest(architecture, known)}; {SAFETENSORS}")
     return fitting[-1]
 
 
-def read_config(gguf: GgufFile, family: Family) -> dict[str, Any]:
+def read_config(model: GgufFile, family: Family) -> dict[str, Any]:
     """The content of config.json, from a GGUF's metadata.
 
     Raises:
         CheckpointError: the metadata lack a size, or transformers' config cannot express one.
     """
     for key in ("embedding_length", "block_count", "attention.head_count"):  # from which all other sizes follow
-        size = _single(gguf, key)
+        size = _single(model, key)
         if not isinstance(size, int) or size < 1:
-            raise gguf.refusal(f"'{gguf.architecture}.{key}' is {size!r}, which is no size")
+            raise model.refusal(f"'{model.architecture}.{key}' is {size!r}, which is no size")
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.fixed}
-    stored = {entry: _single(gguf, key) for entry, key in family.config.items()}
+    stored = {entry: _single(model, key) for entry, key in family.config.items()}
     config.update({entry: value for entry, value in stored.items() if value is not None})
-    config["vocab_size"] = gguf.shape("token_embd.weight")[0]
-    config["tie_word_embeddings"] = _tied(gguf)
-    config.update({entry: tensor in gguf.tensors for entry, tensor in family.present.items()})
-    special = {word: gguf.metadata(f"tokenizer.ggml.{key}_token_id") for word, key in SPECIAL.items() if word != "unk"}
+    config["vocab_size"] = model.shape("token_embd.weight")[0]
+    config["tie_word_embeddings"] = _tied(model)
+    config.update({entry: tensor in model.tensors for entry, tensor in family.present.items()})
+    special = {word: model.metadata(f"tokenizer.ggml.{key}_token_id") for word, key in SPECIAL.items() if word != "unk"}
     config.update({f"{word}_token_id": number for word, number in special.items()})
-    config.update(_heads(gguf, family))
-    matrices = [gguf.dtype(name) for name in gguf.tensors if len(gguf.shape(name)) > 1]
+    config.update(_heads(model, family))
+    matrices = [model.dtype(name) for name in model.tensors if len(model.shape(name)) > 1]
     config["dtype"] = str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     none = {key for key in family.fixed if config[key] == 0 and config[key] is not False}
     return {key: None if key in none else value for key, value in config.items()}
 
 
-def _single(gguf: GgufFile, key: str) -> Any:
+def _single(model: GgufFile, key: str) -> Any:
     """A value that is the same for all layers."""
-    value = gguf.value(key)
+    value = model.value(key)
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
-        problem = f"'{gguf.architecture}.{key}' is not the same in all layers, which transformers has no class for"
-        raise gguf.refusal(problem, SAFETENSORS)
+        problem = f"'{model.architecture}.{key}' is not the same in all layers, which transformers has no class for"
+        raise model.refusal(problem, SAFETENSORS)
     return value[0]
 
 
-def _tied(gguf: GgufFile) -> bool:
+def _tied(model: GgufFile) -> bool:
     """Whether the head is the embedding: it has no tensor, or one of the same bytes, as some converters write it."""
-    head, embedding = gguf.tensors.get("output.weight"), gguf.tensors["token_embd.weight"]
+    head, embedding = model.tensors.get("output.weight"), model.tensors["token_embd.weight"]
     if head is None:
         return True
     same_size = (head.tensor_type, head.n_bytes) == (embedding.tensor_type, embedding.n_bytes)
     return same_size and bool(np.array_equal(head.data.view(np.uint8), embedding.data.view(np.uint8)))
 
 
-def _heads(gguf: GgufFile, family: Family) -> dict[str, Any]:
+def _heads(model: GgufFile, family: Family) -> dict[str, Any]:
     """Entries on heads and rotary positions."""
-    heads, width = _single(gguf, "attention.head_count"), gguf.value("embedding_length")
-    rotated = gguf.value("rope.dimension_count")
-    size = gguf.value("attention.key_length") or (rotated if family.architecture == "llama" else None) or width // heads
+    heads, width = _single(model, "attention.head_count"), model.value("embedding_length")
+    rotated = model.value("rope.dimension_count")
+    size = model.value("attention.key_length") or (rotated if family.architecture == "llama" else None)
+    size = size or width // heads
     config = dict[str, Any]()
-    if family.config.get("num_key_value_heads") and gguf.value("attention.head_count_kv") is None:
+    if family.config.get("num_key_value_heads") and model.value("attention.head_count_kv") is None:
         config["num_key_value_heads"] = heads
     if family.head_dim or size != width // heads:
         config["head_dim"] = size
     if family.scalar:
-        config["query_pre_attn_scalar"] = width // heads if gguf.value("block_count") == family.scalar else size
+        config["query_pre_attn_scalar"] = width // heads if model.value("block_count") == family.scalar else size
     if family.rope:
-        config["rope_parameters"] = _rope(gguf, family, (rotated or size) / size, rotated or size)
+        config["rope_parameters"] = _rope(model, family, (rotated or size) / size, rotated or size)
     return config
 
 
-def _rope(gguf: GgufFile, family: Family, share: float, rotated: int) -> dict[str, Any]:
+def _rope(model: GgufFile, family: Family, share: float, rotated: int) -> dict[str, Any]:
     split = family.rope == "global and local"
-    theta = gguf.value("rope.freq_base", 1e6 if split else THETA)
-    rope = {"rope_type": "default", "rope_theta": theta, **_scaling(gguf, rotated)}
+    theta = model.value("rope.freq_base", 1e6 if split else THETA)
+    rope = {"rope_type": "default", "rope_theta": theta, **_scaling(model, rotated)}
     if share != 1:
         rope["partial_rotary_factor"] = share
     if not split:
         return rope
-    local = {"rope_type": "default", "rope_theta": gguf.value("rope.freq_base_swa", THETA)}
+    local = {"rope_type": "default", "rope_theta": model.value("rope.freq_base_swa", THETA)}
     return {"full_attention": rope, "sliding_attention": local}
 
 
-def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
+def _scaling(model: GgufFile, rotated: int) -> dict[str, Any]:
     """The scaling of rotary positions."""
-    kind, factor = gguf.value("rope.scaling.type", "none"), gguf.value("rope.scaling.factor")
-    original = {"original_max_position_embeddings": gguf.value("rope.scaling.original_context_length")}
-    if LONG in gguf.tensors:
-        factors = {"long_factor": gguf.read(LONG).tolist(), "short_factor": gguf.read(SHORT).tolist()}
+    kind, factor = model.value("rope.scaling.type", "none"), model.value("rope.scaling.factor")
+    original = {"original_max_position_embeddings": model.value("rope.scaling.original_context_length")}
+    if LONG in model.tensors:
+        factors = {"long_factor": model.read(LONG).tolist(), "short_factor": model.read(SHORT).tolist()}
         return {"rope_type": "longrope", **factors, **original}
-    if FREQUENCIES in gguf.tensors:
-        return _llama3(gguf, gguf.read(FREQUENCIES), rotated)
+    if FREQUENCIES in model.tensors:
+        return _llama3(model, model.read(FREQUENCIES), rotated)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -225,14 +329,14 @@ def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
     if kind in ("none", "longrope"):  # which Phi-3 says of its short models, too
         return {}
     problem = f"its rotary positions are scaled by '{kind}', which is not supported"
-    raise gguf.refusal(problem, SAFETENSORS)
+    raise model.refusal(problem, SAFETENSORS)
 
 
-def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
+def _llama3(model: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
     """The settings of Llama 3's rule that give these divisors of frequencies."""
     if float((divisors - 1).abs().max()) < 1e-6:
         return {}
-    theta, factor = gguf.value("rope.freq_base", THETA), float(divisors.max())
+    theta, factor = model.value("rope.freq_base", THETA), float(divisors.max())
     plain = theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     for original in ORIGINAL_LENGTHS:
         rope = {"rope_type": "llama3", "factor": factor, **LLAMA3, "original_max_position_embeddings": original}
@@ -241,7 +345,7 @@ def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
         if torch.allclose((plain / frequencies).float(), divisors, rtol=1e-4):
             return rope
     problem = f"'{FREQUENCIES}' scales rotary frequencies in a way that transformers cannot describe"
-    raise gguf.refusal(problem, SAFETENSORS)
+    raise model.refusal(problem, SAFETENSORS)
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:

@@ -23,12 +23,14 @@ class LowRank:
         a: (r, in); of stacked experts (e, r, in); of a convolution (r, in, kernel...).
         b: (out, r); (e, out, r); (out, r, 1...).
         embedding: whether the weight is an embedding's, [in, out] with in = tokens.
+        magnitude: DoRA's m, (out,), by which the changed weight's rows are as long; None: they are as they come.
     """
 
     a: Tensor
     b: Tensor
     scale: float = 1.0
     embedding: bool = False
+    magnitude: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -45,7 +47,19 @@ class LowRank:
         return (self.scale * (self.b.flatten(1) @ self.a.flatten(1))).reshape(len(self.b), *self.a.shape[1:])
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        return replace(self, a=self.a.to(dtype), b=self.b.to(dtype))
+        magnitude = None if self.magnitude is None else self.magnitude.to(dtype)
+        return replace(self, a=self.a.to(dtype), b=self.b.to(dtype), magnitude=magnitude)
+
+    def of_expert(self, number: int) -> LowRank:
+        """The change of one of stacked experts."""
+        return replace(self, a=self.a[number], b=self.b[number])
+
+    def narrowed(self, outputs: bool, start: int, length: int) -> LowRank:
+        """The change of some outputs of one map, or of some inputs."""
+        if not outputs:
+            return replace(self, a=self.a.narrow(1, start, length))
+        magnitude = None if self.magnitude is None else self.magnitude.narrow(0, start, length)
+        return replace(self, b=self.b.narrow(0, start, length), magnitude=magnitude)
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """A (rank, inputs) and s B (outputs, rank) of one map, float64."""

@@ -18,8 +18,8 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import families, find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
-from rotation_merge.model.adapted import adapted
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
+from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.blocks import check_shapes
 from rotation_merge.model.contents import check_config

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.gguf import ORIGIN, decoded, quantised
-from rotation_merge.model.gguf_file import open_gguf
+from rotation_merge.model.gguf_checkpoint import open_gguf
 from rotation_merge.model.open import open_model
 
 TRUTH = stored_truth()
