@@ -1,7 +1,7 @@
 """Align transformers by their symmetries, then merge them with mergekit.
 
 Importing the package registers the merge method `rotation_merge` with mergekit (once) and is otherwise cheap: the
-public names below are loaded when they are first used.
+public names below are those of `rotation_merge.api`, which is loaded when one is first used.
 """
 
 from rotation_merge.mergekit_plugin.hooks import install
@@ -27,35 +27,6 @@ if TYPE_CHECKING:
     from rotation_merge.search.config import MergeConfig
 
 __version__ = "0.1.0"
-
-_PUBLIC = {
-    "Alignment": "rotation_merge.matching.alignment",
-    "FitConfig": "rotation_merge.matching.options",
-    "AdapterMergeConfig": "rotation_merge.averaging.config",
-    "AlignConfig": "rotation_merge.matching.options",
-    "BarrierConfig": "rotation_merge.run.evaluate",
-    "EvaluateConfig": "rotation_merge.run.evaluate",
-    "MeasureConfig": "rotation_merge.run.measure",
-    "MergeConfig": "rotation_merge.search.config",
-    "PolishConfig": "rotation_merge.averaging.polish",
-    "RefitConfig": "rotation_merge.averaging.config",
-    "RotationMergeError": "rotation_merge.errors",
-    "Statistics": "rotation_merge.run.statistics",
-    "Delta": "rotation_merge.carrying.delta",
-    "TransferConfig": "rotation_merge.carrying.config",
-    "View": "rotation_merge.model.view",
-    "align": "rotation_merge.api",
-    "average": "rotation_merge.api",
-    "barrier": "rotation_merge.api",
-    "evaluate": "rotation_merge.api",
-    "measure": "rotation_merge.api",
-    "merge": "rotation_merge.api",
-    "polish": "rotation_merge.api",
-    "refit": "rotation_merge.api",
-    "fit": "rotation_merge.matching.fit",
-    "merge_adapters": "rotation_merge.averaging.lora",
-    "transfer": "rotation_merge.api",
-}
 
 __all__ = [
     "Alignment",
@@ -88,10 +59,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "Any":
-    if name in _PUBLIC:
+    if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module(_PUBLIC[name]), name)
+        return getattr(import_module("rotation_merge.api"), name)
     raise AttributeError(f"module 'rotation_merge' has no attribute '{name}'")
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from rotation_merge.averaging.config import AdapterMergeConfig as AdapterMergeConfig
 from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.lora import merge_adapters as merge_adapters
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
@@ -20,13 +22,17 @@ from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
 from rotation_merge.carrying.bases import Execution, Transfer, Work, is_adapter_folder, open_bases
 from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import Delta as Delta
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
+from rotation_merge.errors import RotationMergeError as RotationMergeError
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair, with_basis
 from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.fit import fit as fit
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked

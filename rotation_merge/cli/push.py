@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,7 @@ from rotation_merge.cli.show import Answer, bytes_text, note, say, shown, table,
 from rotation_merge.errors import named
 
 if TYPE_CHECKING:
-    from rotation_merge.share.push import Draft, Item
+    from rotation_merge.share.push import Publication
 
 
 @click.command(
@@ -29,13 +29,7 @@ if TYPE_CHECKING:
     help="Name of a local model on the hub.",
 )
 @click.option("--with-data", is_flag=True, help="Publish samples and statistics that the recipe reads, too.")
-@click.option(
-    "--include",
-    type=WORD,
-    multiple=True,
-    metavar="PATTERN",
-    help="Publish other files, too (as 'plots/*').",
-)
+@click.option("--include", type=WORD, multiple=True, metavar="PATTERN", help="Publish other files, too (as 'plots/*').")
 @click.option("--private", is_flag=True, help="Make a private repository.")
 @click.option("--yes", is_flag=True, help="Publish; without it, show a summary (with -v all of it) and send nothing.")
 @shown
@@ -55,58 +49,58 @@ def command(
     become org/name@revision, from the hub's cache; local
     paths need a name on the hub (--as).
     """
-    from rotation_merge.share.names import check_repository
-    from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, draft, publish
+    from rotation_merge.share.push import push
 
-    check_repository(repo)
-    plan = draft(out, repo, names, with_data, include)
-    if yes:
-        commit = publish(plan, private)
-
-        def published() -> None:
-            say(f"Published: {repo}@{commit}", "green")
-            say(f"Download it with 'hf download {repo} --revision {commit} --local-dir DIR'.")
-            _say_unpublished(plan)
-
-        return Answer({"repository": repo, "revision": commit, "left_out": plan.kept_back}, published)
-    items = [*plan.first(), *plan.items(UNKNOWN)]
-    texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
-    facts = {"repository": repo, "files": {item.place: item.size for item in items}, "left_out": plan.kept_back}
-    return Answer({**facts, "card": texts[CARD], "recipe": texts.get(RECIPE)}, lambda: _show(plan, items, texts))
-
-
-def _show(plan: Draft, items: list[Item], texts: dict[str, str]) -> None:
-    """Print what a dry run would publish."""
-    from rotation_merge.share.contents import is_weights
-    from rotation_merge.share.push import UNKNOWN
-
-    say(f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe.")
-    if verbose():
-        rows = [(item.place, bytes_text(item.size), "rewritten" if item.changed else "") for item in items]
-        table("Files to publish:", ("file", "size", ""), rows, (1,))
-        for place, text in texts.items():
-            say(f"\n--- {place}\n{text}")
-        note(f"{UNKNOWN}: the commit of the files that the recipe reads.")
+    result = push(out, repo, names, with_data, include, private, yes)
+    facts: dict[str, Any] = {"repository": repo, "left_out": result.plan.left_out}
+    if result.revision is not None:
+        facts |= {"revision": result.revision}
     else:
-        weights = [item.place for item in items if is_weights(item.place)]
-        say(f"Files to publish: {len(items)}, {bytes_text(sum(item.size for item in items))} in all.")
-        say(f"  weights: {named(weights)}")
-        say(f"  others: {named(item.place for item in items if item.place not in weights)}")
-        say("Names on the hub:" if plan.names else "No model has another name on the hub.")
-        for name, target in plan.names.items():
-            say(f"  {name}: {target}")
-    _say_unpublished(plan)
+        facts |= {"files": result.sizes, "card": result.card, "recipe": result.recipe}
+    return Answer(facts, lambda: _show(result))
 
 
-def _say_unpublished(plan: Draft) -> None:
-    """Print what stays here."""
+def _show(result: Publication) -> None:
+    """Print what was published or, in a dry run, would be; and what stays here."""
     from rotation_merge.share.contents import is_statistics
 
-    statistics = [place for place in plan.kept_back if is_statistics(place)]
+    plan, revision = result.plan, result.revision
+    if revision is not None:
+        say(f"Published: {plan.repo}@{revision}", "green")
+        say(f"Download it with 'hf download {plan.repo} --revision {revision} --local-dir DIR'.")
+    else:
+        say(f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe.")
+        (_show_all if verbose() else _summarise)(result)
+    statistics = list(filter(is_statistics, plan.left_out))
     if statistics:
         say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
-    if others := [place for place in plan.kept_back if place not in statistics]:
+    if others := [place for place in plan.left_out if place not in statistics]:
         say(f"Left out, because they are not part of a merge: {named(others)}. --include PATTERN publishes them, too.")
     if plan.unpublished:
         say("The recipe reads statistics that are not published. --with-data publishes them.")
         say("Otherwise others measure them first, by the commands in the card.")
+
+
+def _show_all(result: Publication) -> None:
+    from rotation_merge.share.push import CARD, RECIPE, UNKNOWN
+
+    rows = [
+        (place, bytes_text(size), "rewritten" * (place in result.rewritten)) for place, size in result.sizes.items()
+    ]
+    table("Files to publish:", ("file", "size", ""), rows, (1,))
+    for place, text in ((RECIPE, result.recipe), (CARD, result.card)):
+        if text is not None:
+            say(f"\n--- {place}\n{text}")
+    note(f"{UNKNOWN}: the commit of the files that the recipe reads.")
+
+
+def _summarise(result: Publication) -> None:
+    from rotation_merge.share.contents import is_weights
+
+    weights, names = list(filter(is_weights, result.sizes)), result.plan.names
+    say(f"Files to publish: {len(result.sizes)}, {bytes_text(sum(result.sizes.values()))} in all.")
+    say(f"  weights: {named(weights)}")
+    say(f"  others: {named(place for place in result.sizes if place not in weights)}")
+    say("Names on the hub:" if names else "No model has another name on the hub.")
+    for name, target in names.items():
+        say(f"  {name}: {target}")

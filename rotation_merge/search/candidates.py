@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rotation_merge.architecture import Architecture
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.options import FitConfig
 from rotation_merge.model.open import open_model
-from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.generated_samples import SOURCES
+from rotation_merge.run.data import read_samples
+from rotation_merge.run.generated_samples import SELF, SOURCES
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import measured, model_for
-from rotation_merge.search.base import TaskVectorBase
 from rotation_merge.search.job import SearchConfig
+from rotation_merge.search.preparation import FAR, SHARED, Parents
 from rotation_merge.workers import listener
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
-
-SHARED, NEAR, FAR = "shared", "near", "far"
-"""How models lie to each other: in the same coordinates, so that alignment leaves them where they are; as fine-tunes of
-one base that alignment brings nearer; or in other coordinates."""
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "task_arithmetic": ({}, {}),
@@ -41,6 +36,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, "wudi, both sides": 1.1}
 """The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
+
+STEPS = 400
+"""Of learning, where there is time."""
 
 LAST = "wudi, both sides"
 """Tried where the budget allows: it is the costliest."""
@@ -87,32 +85,23 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Lists the candidates for some models.
+class Candidates:
+    """The candidates for some models, and the files that they need, each made once.
 
     Attributes:
-        models: the anchor first.
-        tied: whether the output shares the embeddings' tensor, which a rotation of the stream has to part.
-        data: for each model the samples that a refit uses.
-        refit: what a refit is told beside its data.
-        learned: whether an alignment can be learned on the samples.
-        relation: how the models lie to each other: shared, near or far.
-        base: what they were tuned from.
+        files: folder of these files.
     """
 
-    models: Sequence[str]
-    architecture: Architecture
-    tied: bool
-    data: Mapping[str, str]
-    refit: Mapping[str, Any]
-    learned: bool = False
-    relation: str = NEAR
-    base: TaskVectorBase | None = None
+    config: SearchConfig
+    parents: Parents
+    files: Path
 
-    def candidates(self) -> list[Candidate]:
+    def all(self) -> list[Candidate]:
         """Candidates in their order: averages, averages of aligned models, what is solved or learned on samples."""
-        aligned = self.relation != SHARED
-        moved = aligned and any(groups[-1] != "none" for groups in self.architecture.stream_groups.values())
+        aligned = self.parents.relation != SHARED
+        moved = aligned and any(
+            groups[-1] != "none" for groups in self.parents.anchor.architecture.stream_groups.values()
+        )
         plain = LOCAL if aligned else PLAIN
         chosen = [self._candidate("plain", PLAIN), *self._of_changes(plain)]
         if aligned:
@@ -123,18 +112,18 @@ class Planner:
         chosen.append(self._refit("refit, plain", PLAIN))
         if moved:
             chosen.append(self._refit("refit, whole model", self._whole))
-        if aligned and self.learned:
-            chosen.append(self._candidate("learned", {"untie": True} if self.tied else {}, needs="fit"))
+        if aligned and self.parents.training:
+            chosen.append(self._candidate("learned", {"untie": True} if self.parents.tied else {}, needs="fit"))
         return sorted(chosen, key=lambda candidate: candidate.name == LAST)
 
     def left_out(self) -> dict[str, str]:
         """Candidates that these models exclude, and why."""
-        reasons = {}
-        if self.relation == SHARED:
+        reasons, relation = {}, self.parents.relation
+        if relation == SHARED:
             reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
-        if self.relation == FAR:
+        if relation == FAR:
             reasons["averages of task vectors"] = "the models are not fine-tunes of one base"
-        elif self.base is None:
+        elif self.parents.base is None:
             reasons["averages of task vectors"] = "no base is known; name it as 'base'"
         elif len(self._tuned) == 1:
             reasons[", ".join(SCALES)] = "there is only one task vector"
@@ -143,52 +132,34 @@ class Planner:
     @property
     def _tuned(self) -> tuple[str, ...]:
         """The models without their base."""
-        return tuple(model for model in self.models if self.base is None or model != self.base.name)
+        base = self.parents.base
+        return tuple(model for model in self.config.models if base is None or model != base.name)
 
     def _of_changes(self, options: Mapping[str, Any]) -> Iterator[Candidate]:
         """Delegates that merge task vectors; for a single one only its scale is searched."""
-        if self.relation == FAR or self.base is None:
+        base, tuned = self.parents.base, self._tuned
+        if self.parents.relation == FAR or base is None:
             return
-        tuned = self._tuned
         for name, (values, of_model) in CHANGES.items():
             if len(tuned) > 1 or name == "task_arithmetic":
                 parameters = {"delegate": name.partition(",")[0], **options, **values}
                 scale = SCALES.get(name, round(1 / math.sqrt(len(tuned)), 3))
-                yield Candidate(name, self.base.name, tuned, parameters, dict.fromkeys(tuned, of_model), scale=scale)
+                yield Candidate(name, base.name, tuned, parameters, dict.fromkeys(tuned, of_model), scale=scale)
 
     @property
     def _whole(self) -> dict[str, Any]:
-        turned = self.architecture.admitting("rotation")
-        return {**LOCAL, "residual": "largest", **({"untie": True} if self.tied and turned else {})}
+        turned = self.parents.anchor.architecture.admitting("rotation")
+        return {**LOCAL, "residual": "largest", **({"untie": True} if self.parents.tied and turned else {})}
 
     def _refit(self, name: str, options: Mapping[str, Any]) -> Candidate:
-        candidate = self._candidate(name, {"delegate": "refit", **self.refit, **options})
-        return candidate.with_files({model: {"data": self.data[model]} for model in self.models})
+        data, samples = self.parents.data, self.config.samples
+        apart = len(set(data.values())) > 1 or self.config.data[0] == SELF
+        refit = {"delegate": "refit", "samples": samples, "targets": "own" if apart else "mean"}
+        candidate = self._candidate(name, {**refit, **options})
+        return candidate.with_files({model: {"data": data[model]} for model in self.config.models})
 
     def _candidate(self, name: str, parameters: Mapping[str, Any], needs: str | None = None) -> Candidate:
-        return Candidate(name, self.models[0], tuple(self.models), parameters, needs=needs)
-
-
-STEPS = 400
-"""Of learning, where there is time."""
-
-
-@dataclass(frozen=True)
-class CandidateFiles:
-    """Makes the files that candidates need, each once.
-
-    Attributes:
-        data: for each model the samples to merge with.
-        training: these samples, read.
-        files: folder of the results.
-        tied: whether the output shares the embeddings' tensor.
-    """
-
-    config: SearchConfig
-    data: Mapping[str, str]
-    training: Sequence[Data]
-    files: Path
-    tied: bool
+        return Candidate(name, self.config.models[0], self.config.models, parameters, needs=needs)
 
     def ready(self, candidate: Candidate, seconds: float) -> Candidate:
         """The candidate with its files.
@@ -207,7 +178,7 @@ class CandidateFiles:
         path = self.files / f"statistics-{self.config.models.index(model)}.safetensors"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            opened, device, source = open_model(model, any_base=True), self.config.device, self.data[model]
+            opened, device, source = open_model(model, any_base=True), self.config.device, self.parents.data[model]
             module = model_for(opened, MeasureConfig(), source, device, None)
             limit = self.config.samples if source in SOURCES else None
             data = read_samples(model, source, limit, *self.config.reading, module)
@@ -220,13 +191,11 @@ class CandidateFiles:
         del files[candidate.anchor]
         if all(os.path.exists(file) for file in files.values()):
             return files
-        batches = [batch for data in self.training for batch in data.batches]
+        batches = [batch for data in self.parents.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
         donors, devices = candidate.models[1:], [self.config.device]
-        result = fit(
-            *(candidate.anchor, donors, batches, None, options, lambda done, total, _: tell("learning", done, total)),
-            untie=self.tied,
-            devices=devices,
-        )
+        watch = lambda done, total, _: tell("learning", done, total)  # noqa: E731
+        untie = self.parents.tied
+        result = fit(candidate.anchor, donors, batches, None, options, watch, untie=untie, devices=devices)
         result.write([files[model] for model in donors])
         return files

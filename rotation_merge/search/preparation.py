@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import DataError, RotationMergeError
+from rotation_merge.files import replacing
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import Pair, open_pair
@@ -19,14 +23,12 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
+from rotation_merge.run.arrays import by_rows, joined
 from rotation_merge.run.data import UNLABELLED, Data, read_samples
 from rotation_merge.run.generated_samples import SOURCES, self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
-from rotation_merge.search.candidates import FAR, NEAR, SHARED
-from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.job import SearchConfig
-from rotation_merge.search.judge import Figures, Judge
-from rotation_merge.search.samples import SampleSets, in_small_batches, split, write_data
+from rotation_merge.search.judge import Figures, Forgetting, Judge
 from rotation_merge.workers import listener
 
 WRITTEN_APART = 7919
@@ -35,8 +37,29 @@ BASE_TEXTS = 16
 """Number of texts that the base writes to measure forgetting."""
 LEAST_TEXTS = 4
 """No fewer held-out texts are written, where a batch holds them."""
+SHARED, NEAR, FAR = "shared", "near", "far"
+"""How models lie to each other: in the same coordinates, so that alignment leaves them where they are; as fine-tunes of
+one base that alignment brings nearer; or in other coordinates."""
+
 PROBED = 3
 """So many layers are matched to see whether the models share their coordinates."""
+HELD_OUT = 0.5
+"""Share of the samples that no merge sees; half of them choose, the other half is reported."""
+PARTS = 4
+"""So many batches a set of samples needs: two to merge with, one for each other part."""
+LOGITS = 1 << 24
+"""A batch of held-out samples gives no more of them, if it has several rows."""
+BY_TOKEN = ("next token", "masked token", "none")
+"""Tasks whose models may give logits for every token."""
+
+
+@dataclass(frozen=True)
+class SampleSets:
+    """Samples of every parent (or one set for all), in three parts."""
+
+    training: list[Data]
+    deciding: list[Data]
+    reported: list[Data]
 
 
 @dataclass(frozen=True)
@@ -44,9 +67,8 @@ class Parents:
     """The models of a search and their measurements.
 
     Attributes:
-        tied: whether the output shares the embeddings' tensor.
         relations: of every other model: mean cosine of its matrices to the first one's.
-        relation: of the models: shared, near or far (see `candidates`).
+        relation: of the models: shared, near or far.
         base: their common base, if known.
         training: samples to merge with, read; none where the models make them.
         data: for each model, file or source of its samples to merge with.
@@ -55,8 +77,7 @@ class Parents:
         forgetting: measure of forgetting; None if the base writes no text.
     """
 
-    architecture: Architecture
-    tied: bool
+    anchor: View
     relations: Mapping[str, float]
     relation: str
     base: TaskVectorBase | None
@@ -67,6 +88,11 @@ class Parents:
     figures: Mapping[str, Figures]
     ensemble: Figures
     forgetting: Forgetting | None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output shares the embeddings' tensor, which a rotation of the stream has to part."""
+        return self.anchor.tied_head is not None
 
 
 class Preparation:
@@ -102,9 +128,9 @@ class Preparation:
         forgetting = None if base is None else self._forgetting(base.name, loaded, deciding)
         if forgetting is not None:
             figures = {name: forgetting.measured(loaded[name], figures[name]) for name in figures}
-        tied, data = anchor.tied_head is not None, self._files(sets.training)
-        models = anchor.architecture, tied, relations, relation, base
-        return Parents(*models, sets.training, data, deciding, reporting, figures, ensemble, forgetting)
+        data = self._files(sets.training)
+        judged = deciding, reporting, figures, ensemble, forgetting
+        return Parents(anchor, relations, relation, base, sets.training, data, *judged)
 
     def _relations(self, anchor: View) -> dict[str, float]:
         """Cosine of every other model to the first one.
@@ -212,3 +238,42 @@ class Preparation:
             return dict.fromkeys(self.config.models, self.config.data[0])
         paths = [str(write_data(data, self.files / f"{i}.safetensors")) for i, data in enumerate(training)]
         return {model: paths[i % len(paths)] for i, model in enumerate(self.config.models)}
+
+
+def split(samples: Sequence[Data], seed: int) -> SampleSets:
+    """Split every set of samples into training, selecting and reporting parts, by whole batches.
+
+    Raises:
+        DataError: a set has fewer than four examples.
+    """
+    parts: list[list[Data]] = [[], [], []]
+    for data in samples:
+        size = max(1, data.examples // PARTS)
+        batches = data.batches if len(data.batches) >= PARTS else [p for b in data.batches for p in by_rows(b, size)]
+        count = len(batches)
+        if count < PARTS:
+            problem = f"{data.examples} samples are too few to hold some out"
+            raise DataError(problem, where=data.source or None, remedy=f"give {PARTS} or more")
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+        half = max(1, round(count * HELD_OUT / 2))
+        for part, rows in zip(parts, (order[2 * half :], order[:half], order[half : 2 * half]), strict=True):
+            part.append(data.with_batches([batches[i] for i in sorted(rows)]))
+    return SampleSets(*parts)
+
+
+def in_small_batches(data: Data, vocabulary: int) -> Data:
+    """Samples of text in batches of few enough rows for their logits to stay below `LOGITS`."""
+    batches = []
+    for batch in data.batches:
+        row = batch["input_ids"][0].numel() * vocabulary if data.task in BY_TOKEN and "input_ids" in batch else 1
+        batches += by_rows(batch, max(1, LOGITS // row))
+    return data.with_batches(batches)
+
+
+def write_data(data: Data, path: Path) -> Path:
+    """Write samples as a file for `--data` and recipes; rows of unequal length are padded and masked."""
+    arrays = {name: tensor.contiguous() for name, tensor in joined(data.batches).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        save_file(arrays, temporary)
+    return path

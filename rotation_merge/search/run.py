@@ -30,7 +30,7 @@ from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash
 from rotation_merge.run.evaluate import keep_figures
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
-from rotation_merge.search.candidates import Candidate, CandidateFiles, Planner
+from rotation_merge.search.candidates import Candidate, Candidates
 from rotation_merge.search.config import MergeConfig
 from rotation_merge.search.job import SearchConfig, usual_data
 from rotation_merge.search.judge import Figures
@@ -140,10 +140,10 @@ class Search:
         Raises:
             RotationMergeError: models that do not fit together, data without use.
         """
-        self.parents = parents = Preparation(self.config, self.files, self.say).run()
-        self.forgetting = parents.forgetting
-        self.data, self.deciding, self.reporting = parents.data, parents.deciding, parents.reporting
-        self.candidate_files = CandidateFiles(self.config, self.data, parents.training, self.files, parents.tied)
+        self.parents = Preparation(self.config, self.files, self.say).run()
+        self.deciding, self.reporting = self.parents.deciding, self.parents.reporting
+        self.forgetting = self.parents.forgetting
+        self.candidates = Candidates(self.config, self.parents, self.files)
         sets = [*self.deciding.sets, *(self.forgetting.texts if self.forgetting else [])]
         self.samples_mark = data_hash([batch for data in sets for batch in data.batches])
 
@@ -151,12 +151,11 @@ class Search:
 
     def run(self) -> Outcome:
         """Try candidates within the budget, and measure the best one on the reporting samples."""
-        planner = self._planner()
-        self.left_out |= planner.left_out()
+        self.left_out |= self.candidates.left_out()
         for name, why in self.left_out.items():
             self.say(f"left out: {name} ({why})")
         tried: list[Trial] = []
-        for candidate in planner.candidates():
+        for candidate in self.candidates.all():
             if tried and time.perf_counter() >= self.deadline:
                 self.left_out[candidate.name] = "the budget was spent"
             elif (trial := self._try(candidate)) is not None:
@@ -165,13 +164,6 @@ class Search:
             raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
         self.outcome = self._outcome(sorted(tried, key=lambda trial: self._rank(trial.figures)))
         return self.outcome
-
-    def _planner(self) -> Planner:
-        own_samples, parents = len(set(self.data.values())) > 1 or self.config.data[0] == SELF, self.parents
-        refit = {"samples": self.config.samples, "targets": "own" if own_samples else "mean"}
-        learned = bool(parents.training)
-        models = self.config.models, parents.architecture, parents.tied
-        return Planner(*models, self.data, refit, learned, parents.relation, parents.base)
 
     def _outcome(self, tried: list[Trial]) -> Outcome:
         """The outcome, from all candidates, the best one first."""
@@ -232,7 +224,7 @@ class Search:
     def _tried(self, candidate: Candidate) -> Trial:
         """The result of a candidate, from an interrupted search or tried now."""
         began = time.perf_counter()
-        candidate = self.candidate_files.ready(candidate, max((self.deadline - began) / 2, 1.0))
+        candidate = self.candidates.ready(candidate, max((self.deadline - began) / 2, 1.0))
         text = candidate.recipe(self.config.dtype)
         key, place = self._key(text, self.samples_mark), self._place(candidate.name)
         if (record := self._record(f"{place.name}.{JUDGED}", key)) is not None:
@@ -332,7 +324,7 @@ class Search:
         self.work.remove()
         named = _words(self.outcome.tried[0].recipe) if self.written else set()
         if any(str(file) in named for file in self.files.rglob("*")):
-            named |= set(self.data.values())
+            named |= set(self.parents.data.values())
         searches = [folder for folder in self.files.parent.glob("*") if MARKED.fullmatch(folder.name)]
         for folder in searches if self.written else [self.files]:  # another merge may need the files of its search
             for file in sorted(folder.rglob("*")):

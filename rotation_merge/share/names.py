@@ -21,16 +21,6 @@ STATISTICS = "statistics of "
 """Prefix of a report's entries on the data of statistics."""
 
 
-def check_repository(name: str) -> None:
-    """Refuse an invalid repository name, before the hub is asked.
-
-    Raises:
-        RotationMergeError: names it.
-    """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
-
-
 def given_names(texts: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
     """Names from `--as LOCAL=org/name@revision`.
 
@@ -113,15 +103,21 @@ def is_local(name: str) -> bool:
     return os.path.exists(name) or not is_hub_name(name)
 
 
-def remaining_local_path(text: str, local: Iterable[str]) -> str | None:
-    """A path of this machine that a text still contains: a local name, a path beside one, or the home directory."""
+def check_no_local_path(place: str, text: str, local: Iterable[str]) -> None:
+    """Refuse a text that names a path of this machine: a local name, a path beside one, or the home directory.
+
+    Args:
+        place: of the text in what is published.
+
+    Raises:
+        RotationMergeError: names the path.
+    """
     folders = {os.path.dirname(os.path.abspath(name)) for name in local if os.path.isabs(name)}
     folders |= {os.path.expanduser("~")}
     for folder in sorted(folders - {"/", os.sep}):
-        match = re.search(rf"(?<![\w./~-]){re.escape(folder)}(?:/[^\s\"'`|,;)<\\]*)?(?![\w-])", text)
-        if match:
-            return match[0]
-    return None
+        if match := re.search(rf"(?<![\w./~-]){re.escape(folder)}(?:/[^\s\"'`|,;)<\\]*)?(?![\w-])", text):
+            remedy = f"add --as {match[0]}=org/name@revision, or remove the path"
+            raise RotationMergeError(f"names '{match[0]}', a path on this machine", where=place, remedy=remedy)
 
 
 def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The files to publish from a merge's folder, local names replaced."""
+"""Publishing a merge: its files staged with local names replaced, then uploaded as a folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from glob import escape, glob
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.card import class_of, kept_figures, licence, shown_names, updated_card
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import folder_of
@@ -29,6 +31,7 @@ from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import PART, chosen_files, included, is_statistics, published_name
 from rotation_merge.share.names import STATISTICS as MEASURED
 from rotation_merge.share.names import (
+    check_no_local_path,
     completed,
     files_in,
     given_names,
@@ -36,7 +39,6 @@ from rotation_merge.share.names import (
     known_names,
     models_in,
     parts_of,
-    remaining_local_path,
     written_in,
 )
 
@@ -50,34 +52,8 @@ NAMED = 4
 """So many names that have to be mapped are written out."""
 OPTIONS = ("samples", "seed", "length", "batch_size", "labels")
 """What the head of a file of statistics says of its measurement, by the options of `measure`."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """A file to publish: the local file, or its changed content."""
-
-    place: str
-    source: str | bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.source) if self.changed else os.path.getsize(self.source)
-
-    @property
-    def changed(self) -> bool:
-        return isinstance(self.source, bytes)
-
-    @property
-    def text(self) -> str:
-        """The text in it that may name local files; of safetensors the head, of other binary files nothing."""
-        if isinstance(self.source, bytes):
-            return self.source.decode("utf-8", errors="surrogateescape")
-        if self.place.endswith(".safetensors"):
-            return json.dumps(_head(self.source)[0].get("__metadata__", {}))
-        if not self.place.endswith(TEXTS):
-            return ""
-        with open(self.source, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
+CHUNK = 1 << 24
+"""Bytes of a file that are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +62,7 @@ class Draft:
 
     Attributes:
         files: of the folder that are published, by their places in it.
-        kept_back: those that stay here.
+        left_out: those that stay here.
         names: names on the hub of local models (and data).
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
         unpublished: statistics that the recipe reads, and samples that they were measured on, which are not published,
@@ -97,14 +73,19 @@ class Draft:
     folder: str
     repo: str
     files: Mapping[str, str]
-    kept_back: Sequence[str]
+    left_out: Sequence[str]
     report: MergeReport
     names: Mapping[str, str]
     beside: Mapping[str, str]
     unpublished: Mapping[str, str]
     recipe: str
 
-    def _renaming(self, commit: str) -> Renaming:
+    def renaming(self, commit: str) -> Renaming:
+        """Published names of everything local.
+
+        Args:
+            commit: of the files that the recipe reads.
+        """
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
         written = {name: os.path.basename(name) for name in written_in(self.recipe)}
         known = {**written, **self.unpublished, **self.names, **travelling}
@@ -112,32 +93,43 @@ class Draft:
         whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
-    def first(self) -> list[Item]:
-        """Files named by the recipe, which are published first: the recipe names their commit."""
-        renaming = self._renaming("main")
-        return [_item(place, name, renaming) for name, place in self.beside.items()]
+    def stage_early(self, folder: str) -> dict[str, str]:
+        """Write the files that the recipe reads, which are uploaded first: the recipe names their commit."""
+        return self._staged(folder, {place: name for name, place in self.beside.items()}, self.renaming("main"), {})
 
-    def items(self, commit: str) -> list[Item]:
-        """Everything else, recipe and card last.
+    def stage(self, folder: str, commit: str) -> dict[str, str]:
+        """Write everything else, recipe and card last; gives the files by their places.
+
+        Args:
+            folder: replaced.
 
         Raises:
             RotationMergeError: a file still names a path of this machine.
         """
-        renaming, early = self._renaming(commit), self.first()
-        written_anew = {item.place for item in early} | {CARD, RECIPE, REPORT_FILE}
-        items = [_item(place, path, renaming) for place, path in self.files.items() if place not in written_anew]
-        items.append(Item(REPORT_FILE, f"{json.dumps(renaming.value(self._facts()), indent=1)}\n".encode()))
+        renaming, early = self.renaming(commit), set(self.beside.values())
+        texts = {REPORT_FILE: f"{json.dumps(renaming.value(self._facts()), indent=1)}\n"}
         if self.recipe and self.report.relation == "merge":
-            items.append(Item(RECIPE, renaming.text(self.recipe).encode()))
-        items.append(Item(CARD, self._card(renaming).encode()))
-        local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
-        for item in (*early, *items):
-            if path := remaining_local_path(item.text, local):
-                problem, remedy = f"names '{path}', a path on this machine", "or remove the path"
-                raise RotationMergeError(
-                    problem, where=item.place, remedy=f"add --as {path}=org/name@revision, {remedy}"
-                )
-        return items
+            texts[RECIPE] = renaming.text(self.recipe)
+        texts[CARD] = self._card(renaming)
+        anew = {*early, REPORT_FILE, RECIPE, CARD}
+        files = {place: path for place, path in self.files.items() if place not in anew}
+        return self._staged(folder, files, renaming, texts)
+
+    def _staged(
+        self, folder: str, files: Mapping[str, str], renaming: Renaming, texts: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Links to files, or copies without local names, and texts, by their places in a folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        staged = {place: os.path.join(folder, place) for place in (*files, *texts)}
+        for place, path in staged.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if place in texts:
+                _write(path, texts[place])
+            else:
+                _stage(files[place], path, renaming)
+            local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
+            check_no_local_path(place, text_in(path), local)
+        return staged
 
     def _card(self, renaming: Renaming) -> str:
         """The card, its metadata and our section written anew, with figures that are of these very weights.
@@ -149,7 +141,7 @@ class Draft:
         text = f"# {name}\n"
         if os.path.exists(path):
             old = re.escape(os.path.basename(os.path.abspath(self.folder)))
-            text = re.sub(rf"(?m)^# {old}$", f"# {name}", Item(CARD, path).text, count=1)
+            text = re.sub(rf"(?m)^# {old}$", f"# {name}", text_in(path), count=1)
         figures = kept_figures(self.folder)
         if figures:
             mark = open_model(self.folder, any_base=True).fingerprint
@@ -192,18 +184,93 @@ class Draft:
             yield shlex.join([*words, "--kinds", ",".join(head["kinds"]), *options, "--out", self.unpublished[path]])
 
 
-def _item(place: str, path: str, renaming: Renaming) -> Item:
-    """A file with local names in it replaced."""
-    if place.endswith(".safetensors"):
-        return Item(place, _with_names(path, renaming) or path)
-    text = Item(place, path).text
+@dataclass(frozen=True)
+class Publication:
+    """What was published or, without a revision, would be.
+
+    Attributes:
+        revision: the commit.
+        sizes: of the files in bytes, by their places; those that the recipe reads come first.
+        rewritten: places of files that differ from the local ones.
+        card, recipe: their texts; an aligned model has no recipe.
+    """
+
+    plan: Draft
+    revision: str | None
+    sizes: dict[str, int]
+    rewritten: list[str]
+    card: str
+    recipe: str | None
+
+
+def push(
+    folder: str,
+    repo: str,
+    targets: Sequence[str] = (),
+    with_data: bool = False,
+    include: Sequence[str] = (),
+    private: bool = False,
+    yes: bool = False,
+) -> Publication:
+    """Publish the folder of a merge.
+
+    Args:
+        repo: org/name.
+        targets: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
+        with_data: samples and statistics that the recipe reads travel, too.
+        include: patterns of files that are published although a merge has no such files.
+        private: make a private repository.
+        yes: send it; otherwise nothing is sent.
+
+    Raises:
+        RotationMergeError: there is no report; a local name is left that nothing is known of; a link leads out; the
+            folder is damaged; the hub refuses, or cannot be reached.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):  # before the hub is asked
+        raise RotationMergeError(f"'{repo}' names no repository", remedy="write org/name")
+    plan = draft(folder, repo, targets, with_data, include)
+    with TemporaryFolder() as staging:
+        early = plan.stage_early(os.path.join(staging, "early"))
+        main = plan.stage(os.path.join(staging, "main"), UNKNOWN)  # what it refuses is refused before anything is sent
+        revision = _upload(plan, staging, private) if yes else None
+        files = {**early, **main}
+        sizes = {place: os.stat(path).st_size for place, path in files.items()}
+        rewritten = [place for place, path in files.items() if not os.path.islink(path)]
+        recipe = text_in(main[RECIPE]) if RECIPE in main else None
+        return Publication(plan, revision, sizes, rewritten, text_in(main[CARD]), recipe)
+
+
+def text_in(path: str) -> str:
+    """The text in a file that may name local files; of safetensors the head, of other binary files nothing."""
+    if path.endswith(".safetensors"):
+        return json.dumps(_head(path)[0].get("__metadata__", {}))
+    if not path.endswith(TEXTS):
+        return ""
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
+
+
+def _stage(source: str, path: str, renaming: Renaming) -> None:
+    """A link to a file or, if it has local names, a copy without them."""
+    os.symlink(os.path.abspath(source), path)
+    if path.endswith(".safetensors"):
+        _rename_in_head(path, renaming)
+        return
+    text = text_in(path)
     changed = renaming.text(text)
-    if changed != text and os.path.basename(place) == "adapter_config.json":  # peft keeps base and revision apart
+    if changed != text and os.path.basename(path) == "adapter_config.json":  # peft keeps base and revision apart
         content = renaming.value(json.loads(text))
         hub, _, revision = str(content["base_model_name_or_path"]).partition("@")
         pinned = {"revision": revision} if revision else {}
         changed = json.dumps({**content, "base_model_name_or_path": hub, **pinned}, indent=2) + "\n"
-    return Item(place, path if changed == text else changed.encode("utf-8", errors="surrogateescape"))
+    if changed != text:
+        os.remove(path)
+        _write(path, changed)
 
 
 def _head(path: str) -> tuple[dict[str, Any], int]:
@@ -213,18 +280,21 @@ def _head(path: str) -> tuple[dict[str, Any], int]:
         return dict(json.loads(file.read(length))), 8 + length
 
 
-def _with_names(path: str, renaming: Renaming) -> bytes | None:
-    """One of our files with local names in its head replaced; None if there are none."""
+def _rename_in_head(path: str, renaming: Renaming) -> None:
+    """Replace a link to one of our files by a copy without local names in its head, if there are any there."""
     head, begin = _head(path)
     entries = head.get("__metadata__", {})
     changed = {name: _entry(text, renaming) for name, text in entries.items()} if "made" in entries else entries
     if changed == entries:
-        return None
+        return
     text = json.dumps({**head, "__metadata__": changed}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "rb") as file:
-        file.seek(begin)
-        return struct.pack("<Q", len(text)) + text + file.read()
+    with open(path, "rb") as source:
+        os.remove(path)
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            source.seek(begin)
+            shutil.copyfileobj(source, file, CHUNK)  # statistics may be larger than memory
 
 
 def _entry(text: str, renaming: Renaming) -> str:
@@ -240,18 +310,9 @@ def _entry(text: str, renaming: Renaming) -> str:
 def draft(
     folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
 ) -> Draft:
-    """The plan of publishing a folder.
-
-    Args:
-        targets: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
-        with_data: samples and statistics that the recipe reads travel, too.
-        include: patterns of files that are published although a merge has no such files.
-
-    Raises:
-        RotationMergeError: there is no report; a local name is left that nothing is known of; a link leads out.
-    """
+    """The plan of publishing a folder; see `push`."""
     report = _report(folder)
-    published, kept_back = chosen_files(folder, include)
+    published, left_out = chosen_files(folder, include)
     recipe = completed(_recipe(folder, report), report.data)
     models, files = models_in(recipe, report.models), files_in(recipe)
     read = {str(used["source"]): "data" for used in report.data if os.path.exists(str(used["source"]))} | files
@@ -259,8 +320,8 @@ def draft(
     unpublished: dict[str, str] = {}
     if not with_data:
         unpublished = _unpublished(report, files, names)
-        kept_back += [place for place in published if is_statistics(place) and not included(place, include)]
-        published = {place: path for place, path in published.items() if place not in kept_back}
+        left_out += [place for place in published if is_statistics(place) and not included(place, include)]
+        published = {place: path for place, path in published.items() if place not in left_out}
     read = {name: kind for name, kind in read.items() if name not in names and name not in unpublished}
     beside: dict[str, str] = {}
     for name, kind in read.items():
@@ -274,7 +335,7 @@ def draft(
         raise _unknown(folder, list(dict.fromkeys(missing)), samples)
     pinned = {name: _pinned(target) for name, target in names.items()}
     _check_whole(folder, report)
-    return Draft(folder, repo, published, kept_back, report, pinned, beside, unpublished, recipe)
+    return Draft(folder, repo, published, left_out, report, pinned, beside, unpublished, recipe)
 
 
 def _report(folder: str) -> MergeReport:
@@ -293,7 +354,7 @@ def _recipe(folder: str, report: MergeReport) -> str:
     for name in (RECIPE, CONFIG):
         path = os.path.join(folder, name)
         if os.path.isfile(path):
-            return Item(name, path).text
+            return text_in(path)
     return report.recipe if report.relation == "merge" else ""
 
 
@@ -396,39 +457,37 @@ def _check_card(text: str) -> None:
         raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
 
 
-def publish(plan: Draft, private: bool) -> str:
-    """Upload everything; gives the commit.
+def _upload(plan: Draft, staging: str, private: bool) -> str:
+    """Upload everything that is staged in the folders `early` and `main`; gives the commit.
 
     Raises:
         RotationMergeError: the hub refuses, or cannot be reached.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
-    api, commit = HfApi(), ""
+    api, early, main = HfApi(), os.path.join(staging, "early"), os.path.join(staging, "main")
 
-    def send(items: Sequence[Item], message: str) -> str:
-        operations = [CommitOperationAdd(item.place, item.source) for item in items]
-        return str(_asked(plan.repo, api.create_commit, plan.repo, operations, commit_message=message).oid)
+    def send(folder: str, message: str) -> str:
+        commit = _asked(plan.repo, api.upload_folder, repo_id=plan.repo, folder_path=folder, commit_message=message)
+        return str(commit.oid)
 
-    early = plan.first()
-    plan.items(UNKNOWN)  # what it refuses is refused before anything is sent
     if not reachable():
         problem = f"cannot be published: {no_answer()[0]}"
         raise RotationMergeError(problem, where=plan.repo, remedy="check the connection")
-    _asked(plan.repo, api.create_repo, plan.repo, private=private, exist_ok=True)
-    if early:
-        commit = send(early, "What the recipe reads")
-    return send(plan.items(commit), "Merge, recipe, report and card")
+    _asked(plan.repo, api.create_repo, repo_id=plan.repo, private=private, exist_ok=True)
+    if plan.beside:
+        plan.stage(main, send(early, "What the recipe reads"))
+    return send(main, "Merge, recipe, report and card")
 
 
-def _asked(repo: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _asked(repo: str, function: Callable[..., Any], **arguments: Any) -> Any:
     """The hub's answer.
 
     Raises:
         RotationMergeError: it refuses, or cannot be reached.
     """
     try:
-        return function(*arguments, **named)
+        return function(**arguments)
     except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
         remedy = "log in with 'hf auth login', and check the repository's name"
         raise RotationMergeError(f"cannot be published ({short(error)})", where=repo, remedy=remedy) from error

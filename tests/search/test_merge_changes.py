@@ -23,9 +23,9 @@ import rotation_merge as rm
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
-from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED
-from rotation_merge.search.forgetting import Forgetting
-from rotation_merge.search.judge import Figures
+from rotation_merge.search.candidates import CHANGES
+from rotation_merge.search.judge import Figures, Forgetting
+from rotation_merge.search.preparation import FAR, NEAR, SHARED
 from rotation_merge.search.scaling import STEP, best_scale
 
 BASE, ENGLISH, C, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c", "llama-1"))
@@ -156,7 +156,7 @@ def test_changes_are_merged_where_there_is_a_base() -> None:
 
 def test_recipes_of_changes_name_the_base_and_leave_it_out_of_the_models() -> None:
     base = find_base([ENGLISH, C])
-    for candidate in planner(SHARED, base=base).candidates():
+    for candidate in planner(SHARED, base=base).all():
         recipe = yaml.safe_load(candidate.recipe(None))
         assert [entry["model"] for entry in recipe["models"]] == [ENGLISH, C]
         assert recipe["base_model"] == (BASE if candidate.name in CHANGES else ENGLISH)

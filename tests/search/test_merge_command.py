@@ -24,12 +24,12 @@ from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
-from rotation_merge.search.candidates import FAR, NEAR, SHARED, Planner
+from rotation_merge.search.candidates import Candidates
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.outcome import Outcome, Trial
+from rotation_merge.search.preparation import FAR, NEAR, SHARED, Parents, split, write_data
 from rotation_merge.search.run import Search
-from rotation_merge.search.samples import split, write_data
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
 TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
@@ -317,8 +317,8 @@ def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
     """Models and files that were named from where the command was run."""
     from rotation_merge.search import run as search
 
-    real, made = Planner.candidates, list[str]()
-    monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.needs][:1])
+    real, made = Candidates.all, list[str]()
+    monkeypatch.setattr(Candidates, "all", lambda self: [c for c in real(self) if c.needs][:1])
     monkeypatch.setattr(search, "merge_recipe", lambda text, *_, **__: (made.append(text), interrupted()))
     monkeypatch.chdir(CHECKPOINTS)
     place = os.path.relpath(tmp_path / "out")
@@ -358,14 +358,15 @@ def test_interrupted_while_it_writes_it_goes_on_too(
     assert "--force" in run(*arguments).output
 
 
-def planner(relation: str = FAR, **given: Any) -> Planner:
-    anchor = open_model(ENGLISH, any_base=True)
-    data = {ENGLISH: "self", C: "self"}
-    return Planner([ENGLISH, C], anchor.architecture, False, data, {"samples": 8}, True, relation, **given)
+def planner(relation: str = FAR, base: Any = None) -> Candidates:
+    parts: dict[str, Any] = dict.fromkeys(Parents.__dataclass_fields__)
+    parts |= {"anchor": open_model(ENGLISH, any_base=True), "relation": relation, "base": base, "training": [None]}
+    config = SearchConfig(models=(ENGLISH, C), out="out", data=("self",), samples=8)
+    return Candidates(config, Parents(**{**parts, "data": {ENGLISH: "self", C: "self"}}), Path("files"))
 
 
 def names(relation: str, **values: Any) -> list[str]:
-    return [candidate.name for candidate in planner(relation, **values).candidates()]
+    return [candidate.name for candidate in planner(relation, **values).all()]
 
 
 def test_cheap_candidates_come_first_and_none_is_the_plain_one_again() -> None:
@@ -375,7 +376,7 @@ def test_cheap_candidates_come_first_and_none_is_the_plain_one_again() -> None:
     assert list(planner(FAR).left_out()) == ["averages of task vectors"]
     shared = planner(SHARED)
     assert names(SHARED) == ["plain", "regmean", "refit, plain"]
-    for candidate in shared.candidates():
+    for candidate in shared.all():
         assert {candidate.parameters[name] for name in ("attention", "heads", "ffn")} == {"none"}
     assert "share their coordinates" in shared.left_out()["aligned merges"]
 

@@ -17,8 +17,9 @@ from safetensors import safe_open
 
 from rotation_merge.report.files import read_report
 from rotation_merge.search import run as searches
-from rotation_merge.search.candidates import FAR, NEAR, SHARED, Planner
-from rotation_merge.share.push import draft
+from rotation_merge.search.candidates import Candidates
+from rotation_merge.search.preparation import FAR, NEAR, SHARED
+from rotation_merge.share.push import draft, text_in
 
 BASE, ENGLISH, C = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c"))
 TEXTS = ("--data", "demo:english", "--data", "demo:c")
@@ -51,11 +52,11 @@ def test_the_verdict_stands_in_report_and_card(tmp_path: Path, only: Callable[..
     assert read_report(str(tmp_path / "out" / "rotation_merge.json")).search is not None
     folder = str(tmp_path / "out")
     names = [f"{ENGLISH}=org/english@{'a' * 40}", f"{C}=org/c@{'b' * 40}"]
-    items = {item.place: item for item in draft(folder, "me/out", names, with_data=True).items("main")}
-    published = items["README.md"].text
+    staged = draft(folder, "me/out", names, with_data=True).stage(str(tmp_path / "staged"), "main")
+    published = text_in(staged["README.md"])
     assert "| org/c@" in published
     assert f"{verdict['best']['score']:.4f}" in published
-    assert json.loads(items["rotation_merge.json"].text)["search"]["parents"][0]["name"].startswith("org/english@")
+    assert json.loads(text_in(staged["rotation_merge.json"]))["search"]["parents"][0]["name"].startswith("org/english@")
 
 
 @pytest.mark.slow
@@ -74,14 +75,14 @@ def test_what_the_recipe_names_is_there_and_what_that_was_made_from(tmp_path: Pa
     names = [f"{ENGLISH}=org/english@{'a' * 40}", f"{C}=org/c@{'b' * 40}"]
     published = draft(str(place / "out"), "me/out", names, with_data=True)
     assert {Path(name) for name in published.beside} >= set(files)
-    published.items("main")
+    published.stage(str(tmp_path / "staged"), "main")
     published = draft(str(place / "out"), "me/out", names)
     assert not published.beside
-    commands = list(published.measurements(published._renaming("main")))
+    commands = list(published.measurements(published.renaming("main")))
     first = f"org/english@{'a' * 40} --data 0.safetensors"
     assert [first in command for command in commands] == [True, False]
-    items = {item.place: item.source for item in published.items("main")}
-    assert not [name for name, source in items.items() if isinstance(source, bytes) and str(place).encode() in source]
+    staged = published.stage(str(tmp_path / "staged"), "main")
+    assert not [name for name, path in staged.items() if str(place) in text_in(path)]
 
 
 @pytest.mark.slow
@@ -178,11 +179,11 @@ def test_how_models_lie_to_each_other_decides_what_is_tried(tmp_path: Path, monk
     """Few steps apart: alignment does nothing. A planted permutation of neurons: it does, whatever the cosine says."""
     chosen: list[str] = []
 
-    def planned(self: Planner) -> list[Any]:
-        chosen.append(self.relation)
+    def planned(self: Candidates) -> list[Any]:
+        chosen.append(self.parents.relation)
         return []
 
-    monkeypatch.setattr(Planner, "candidates", planned)
+    monkeypatch.setattr(Candidates, "all", planned)
     tensors = state(Path(C))
     for name in ("gate_proj", "up_proj", "down_proj"):
         key = f"model.layers.1.mlp.{name}.weight"

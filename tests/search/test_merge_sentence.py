@@ -12,7 +12,7 @@ from test_sentence import models as models
 from test_sentence import pairs as pairs
 from test_sentence import texts as texts
 
-from rotation_merge.search.candidates import Planner
+from rotation_merge.search.candidates import Candidates
 
 
 @pytest.mark.slow
@@ -20,9 +20,9 @@ def test_merge_chooses_without_scores(
     models: dict[str, Path], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Texts without scores are judged by how alike they are to the parents; a refit is tried."""
-    real = Planner.candidates
+    real = Candidates.all
     wanted = ("plain", "refit, plain")
-    monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.name in wanted])
+    monkeypatch.setattr(Candidates, "all", lambda self: [c for c in real(self) if c.name in wanted])
     options = ("--data", texts, "--batch-size", "6", "--samples", "24", "--anyway")
     found = parsed("merge", models["anchor"], models["donor"], tmp_path / "out", *options)
     assert not found["labelled"]
@@ -38,8 +38,8 @@ def test_merge_chooses_without_scores(
 
 @pytest.mark.slow
 def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real = Planner.candidates
-    monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:3])
+    real = Candidates.all
+    monkeypatch.setattr(Candidates, "all", lambda self: real(self)[:3])
     options = ("--data", pairs, "--batch-size", "2", "--anyway")
     found = parsed("merge", models["anchor"], models["twin"], tmp_path / "out", *options)
     assert found["labelled"]

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 import rotation_merge as rm
 from rotation_merge.model.naming import Renaming
-from rotation_merge.share.names import completed, given_names, remaining_local_path
-from rotation_merge.share.push import _with_names
+from rotation_merge.share.names import check_no_local_path, completed, given_names
+from rotation_merge.share.push import _stage
 
 REPO = "me/merge"
 
@@ -334,12 +334,11 @@ def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
     assert not any(str(local[0].parent) in entry for entry in head.values())
     monkeypatch.chdir(local[0].parent)
     assert run("align", "anchor", "donor", "--alignment", tmp_path / "near.safetensors").exit_code == 0
-    content = _with_names(str(tmp_path / "near.safetensors"), Renaming({"anchor": "org/a@1", "donor": "org/b@2"}))
-    assert content is not None
-    head = load_head(content)
+    renaming = Renaming({"anchor": "org/a@1", "donor": "org/b@2"})
+    _stage(str(tmp_path / "near.safetensors"), str(tmp_path / "copy.safetensors"), renaming)
+    head = load_head((tmp_path / "copy.safetensors").read_bytes())
     assert json.loads(head["basis"])["models"] == ["org/a@1", "org/b@2"]
     assert not {"anchor", "donor"} & set(texts_of([json.loads(head[name]) for name in ("basis", "made")]))
-    (tmp_path / "copy.safetensors").write_bytes(content)
     assert rm.Alignment.load(tmp_path / "copy.safetensors").transforms
 
 
@@ -348,11 +347,10 @@ def test_names_are_replaced_whole() -> None:
     text = "/a/b, '/a/b/maps' /a/b. /a/bc /a/b/other x/a/b org/c org/c@9 org/c/d"
     assert renaming.text(text) == "org/b@1, 'me/x/maps@2' org/b@1. /a/bc /a/b/other x/a/b org/c@3 org/c@9 org/c/d"
     assert renaming.value({"/a/b": ["/a/b", 1, None]}) == {"org/b@1": ["org/b@1", 1, None]}
-    assert remaining_local_path("see /a/other/x", ["/a/b"]) == "/a/other/x"
-    assert remaining_local_path(json.dumps({"recipe": 'data: "/a/other/x"'}), ["/a/b"]) == "/a/other/x", (
-        "no stray backslash"
-    )
-    assert remaining_local_path("see http://x.org/a/b, a/b", ["/a/b"]) is None
+    for text in ("see /a/other/x", json.dumps({"recipe": 'data: "/a/other/x"'})):
+        with pytest.raises(rm.RotationMergeError, match="names '/a/other/x', a path on this machine"):
+            check_no_local_path("README.md", text, ["/a/b"])
+    check_no_local_path("README.md", "see http://x.org/a/b, a/b", ["/a/b"])
     assert given_names(["./x=y=org/a@b"]) == {"./x=y": "org/a@b"}
 
 
