@@ -4,7 +4,7 @@
     python tests/mutants.py --minutes 60 --files rotation_merge/symmetry/group.py --seed 1
 
 A mutant exchanges one operator, comparison, constant or argument, negates a condition, or drops a statement (see
-`changed`). It is judged by the tests that `TESTS` names for its file, in a process forked from one that has imported
+`changed`). It is judged by the quick tests of its part, in a process forked from one that has imported
 already what these tests import of other packages, so that it costs what its tests cost. Each verdict is a line of
 `tests/mutants.jsonl`, keyed by the text of the mutated line, so that mutants of lines that have not changed are not
 run again. `--report` lists the survivors; `tests/mutants.md` judges them.
@@ -39,122 +39,20 @@ LOG = ROOT / "tests" / "mutants.jsonl"
 OWN = ("rotation_merge", "mergekit", "conftest", "pytest", "_pytest", "py", "__main__")
 """What every forked process imports by itself; mergekit too, whose modules are extended as they are imported."""
 
-MERGES = (
-    "mergekit_plugin/test_session.py::test_a_merge_of_two_models_does_everything_once",
-    "mergekit_plugin/test_session.py::test_a_residual_merge_too",
-    "mergekit_plugin/test_plugin_delegates.py::test_delegate[linear]",
-    "mergekit_plugin/test_plugin_delegates.py::test_contract_is_checked",
-    "mergekit_plugin/test_plugin_inputs.py::test_shifted_layers[linear]",
-    "mergekit_plugin/test_plugin_inputs.py::test_settings_of_one_donor",
-    "carrying/test_transport.py::test_fine_tune_of_a_moved_base_arrives[llama-qwen2-signed_permutation]",
-    "carrying/test_transport.py::test_task_vector_into_another_vocabulary[none]",
-    "carrying/test_transport.py::test_carrying_and_resizing_do_not_go_together",
-    "carrying/test_transport.py::test_tied_models_with_untie",
-    "carrying/test_transport.py::test_excluded_tensors_are_the_anchors",
-    "mergekit_plugin/test_presets.py",
-)
-FITS = (
-    "matching/test_learned_maps.py::test_at_zero_steps_it_is_the_start",
-    "matching/test_learned_maps.py::test_soft_and_hardened_elements_agree",
-    "matching/test_learned_maps.py::test_identities_move_nothing",
-    "matching/test_learned_maps.py::test_names_of_spaces_follow_the_checkpoint",
-    "matching/test_learned_maps.py::test_mixes_are_convex_combinations",
-    "matching/test_between.py::test_mixed_weights_are_gone_when_the_forward_is_done",
-    *(
-        f"matching/test_fit.py::test_{name}"
-        for name in (
-            "impossible_objectives_are_refused",
-            "models_of_other_classes_are_refused",
-            "nothing_to_learn_is_said",
-            "a_fit_that_finds_nothing_stops_early",
-            "the_state_of_the_same_fit_is_taken",
-            "the_state_of_another_fit_is_refused[groups]",
-            "never_worse_than_the_start_and_says_when_nothing_was_found",
-            "three_models_are_learned_jointly[True]",
-        )
-    ),
-)
-CARRIES = ("carrying/test_carry_recipe.py", "carrying/test_carry_refit.py")
-REFITS = ("averaging/test_refit_sources.py", "averaging/test_refit.py")
-MEASURES = (
-    "matching/test_measuring.py",
-    "matching/test_fit_figures.py",
-    "averaging/test_averaging.py",
-    "run/test_measure_by_layer.py",
-)
-TESTS: dict[str, tuple[str, ...]] = {
-    "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_transforms.py", "project/test_add_group.py"),
-    "rotation_merge/linalg/assignment.py": ("linalg/test_assignment.py",),
-    "rotation_merge/linalg": ("linalg/test_linalg.py", "symmetry/test_groups.py"),
-    "rotation_merge/matching/fit.py": ("project/test_add_group.py", *FITS),
-    "rotation_merge/averaging/polish.py": ("averaging/test_polish.py",),
-    "rotation_merge/averaging/polish_models.py": ("averaging/test_polish.py",),
-    "rotation_merge/matching/objective.py": ("averaging/test_polish.py",),
-    "rotation_merge/matching": ("matching/test_matching_ffn.py", "matching/test_laws_of_matching.py"),
-    "rotation_merge/matching/heads.py": (
-        "matching/test_matching_attention.py",
-        "matching/test_laws_of_matching.py",
-    ),
-    "rotation_merge/matching/mean.py": ("matching/test_laws_of_matching.py", "matching/test_mean.py"),
-    "rotation_merge/matching/stream.py": ("matching/test_residual.py", "matching/test_gathering.py"),
-    "rotation_merge/run/ledger.py": ("files/test_going_on.py",),
-    "rotation_merge/matching/match.py": (
-        "matching/test_residual.py",
-        "matching/test_gathering.py",
-        "files/test_going_on.py",
-    ),
-    "rotation_merge/matching/alignment.py": ("matching/test_mean.py", "matching/test_residual.py"),
-    "rotation_merge/matching/pair.py": ("matching/test_pair.py", "matching/test_kinds.py"),
-    "rotation_merge/matching/visit.py": (
-        "matching/test_residual.py",
-        "matching/test_gathering.py",
-        "matching/test_workers.py",
-        "matching/test_layer_spans.py",
-    ),
-    "rotation_merge/workers.py": ("matching/test_workers.py",),
-    "rotation_merge/mergekit_plugin": MERGES,
-    "rotation_merge/mergekit_plugin/block_match.py": ("matching/test_workers.py", *MERGES),
-    "rotation_merge/mergekit_plugin/donors.py": ("carrying/test_carry_recipe.py", *MERGES),
-    "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/mergekit_plugin/run.py": ("matching/test_save_alignment.py", *MERGES),
-    "rotation_merge/mergekit_plugin/session.py": (
-        "mergekit_plugin/test_session.py",
-        "matching/test_save_alignment.py",
-        "model/test_heads.py",
-    ),
-    "rotation_merge/mergekit_plugin/own_methods.py": (
-        "averaging/test_refit_sources.py",
-        "averaging/test_refit_recipes.py",
-        "averaging/test_averaging.py",
-        "carrying/test_carry.py",
-        "averaging/test_ot_fusion.py",
-    ),
-    **{
-        f"rotation_merge/mergekit_plugin/{name}.py": (
-            "mergekit_plugin/test_recipe_reader.py",
-            "laws/test_bad_inputs.py",
-            "mergekit_plugin/test_own_delegates.py",
-        )
-        for name in ("document", "keys", "delegates", "rules", "recipe")
-    },
-    "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
-    "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
-    "rotation_merge/matching/statistics.py": ("carrying/test_carry.py",),
-    "rotation_merge/carrying": CARRIES,
-    "rotation_merge/averaging/refit.py": REFITS,
-    "rotation_merge/averaging/refit_models.py": (
-        "averaging/test_refit_sources.py",
-        "averaging/test_refit_start.py",
-        "model/test_heads.py",
-    ),
-    "rotation_merge/averaging/teachers.py": ("averaging/test_refit_recipes.py", "averaging/test_refit_start.py"),
-    "rotation_merge/run/stages.py": REFITS,
-    **{
-        f"rotation_merge/run/{name}.py": MEASURES for name in ("layers", "measure", "measuring", "passes", "statistics")
-    },
-    **{f"rotation_merge/report/{name}.py": ("report/test_memory.py",) for name in ("memory", "spaces")},
+ROOMS = {
+    "architecture": "architecture laws/test_laws.py",
+    "record": "report",
+    "diagnose": "diagnose laws/test_planted_faults.py",
 }
-"""The tests that cover a file or a folder; the longest name that fits counts."""
+"""By part of the package: folders and files of its tests, where that is not the folder of the same name."""
+FILES = {
+    "errors": "laws/test_bad_inputs.py",
+    "config": "cli mergekit_plugin",
+    "files": "files",
+    "workers": "matching/test_workers.py",
+    "api": "cli",
+}
+"""The same of the package's single files."""
 
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 ARITHMETIC = {
@@ -261,8 +159,10 @@ def applied(mutant: Mutant) -> str:
 
 
 def tests_of(file: str) -> list[str]:
-    name = max((known for known in TESTS if file.startswith(known)), key=len)
-    return [str(ROOT / "tests" / test) for test in TESTS[name]]
+    """The quick tests of the part of the package that a file belongs to."""
+    part = Path(file).relative_to("rotation_merge").parts[0].removesuffix(".py")
+    names = {**ROOMS, **FILES}.get(part, part)
+    return [str(ROOT / "tests" / name) for name in names.split()]
 
 
 class _Loader(importlib.abc.SourceLoader):
@@ -307,7 +207,7 @@ def run(mutant: Mutant | None, tests: list[str], limit: float, imported: Path | 
 
             import rotation_merge  # noqa: F401  (extends mergekit's modules)
 
-            code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
+            code = int(pytest.main(["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", *tests]))
             if imported is not None:
                 imported.write_text("\n".join(sys.modules))
         finally:
@@ -371,7 +271,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=sys.maxsize, help="mutants tried at most")
     parser.add_argument("--seed", type=int, default=0, help="order in which mutants are tried")
     parser.add_argument("--limit", type=float, default=120, help="CPU seconds that the tests of one mutant may take")
-    parser.add_argument("--files", nargs="*", help="files of the package; default: all of TESTS")
+    parser.add_argument("--files", nargs="*", help="files or folders of the package; default: all")
     parser.add_argument("--report", action="store_true", help="only list what is known")
     args = parser.parse_args()
     if args.report:
@@ -379,9 +279,9 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     forget()
     warnings.simplefilter("ignore")
-    names = args.files or list(TESTS)
+    names = args.files or ["rotation_merge"]
     paths = sorted(
-        {p for name in names for p in ([ROOT / name] if name.endswith(".py") else (ROOT / name).glob("*.py"))}
+        p for name in names for p in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))
     )
     everything = [mutant for path in paths for mutant in mutants(path)]
     random.Random(args.seed).shuffle(everything)
