@@ -22,8 +22,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-Plant = Callable[[Path, Path], bool | None]
-"""Spoils a folder, whose parent is the second; False where a folder of the kind cannot have the fault."""
+Plant = Callable[[Path, Path], object]
+"""Spoils a folder, whose parent is the second; raises `Absent` where a folder of the kind cannot have the fault."""
+
+
+class Absent(Exception):
+    """A folder of this kind cannot have the fault."""
+
+
+def needs(condition: object) -> None:
+    if not condition:
+        raise Absent
+
 
 FAMILIES = (
     *("llama", "qwen3", "gemma", "gemma3", "mixtral", "olmo2", "cohere", "phi3", "gpt2", "gpt_neox"),
@@ -39,12 +49,21 @@ class Fault:
 
     Attributes:
         kinds: any of which it may be called by.
+        spoil: plants it.
         weights: whether it shows only in numbers of tensors.
     """
 
     kinds: tuple[str, ...]
-    plant: Plant
+    spoil: Plant
     weights: bool = False
+
+    def plant(self, folder: Path, parent: Path) -> bool:
+        """Whether the folder now has the fault: not every kind of folder can."""
+        try:
+            self.spoil(folder, parent)
+        except Absent:
+            return False
+        return True
 
 
 FAULTS: dict[str, Fault] = {}
@@ -158,9 +177,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 # --------------------------------------------------------------------------------------------------- weight files
 
 
-@fault("a shard is not there", "missing shard")
-def _(folder: Path, parent: Path) -> None:
-    shards(folder)[0].unlink()
+fault("a shard is not there", "missing shard")(lambda folder, parent: shards(folder)[0].unlink())
 
 
 @fault("a shard ends early", "damaged weight file")
@@ -197,23 +214,50 @@ def _(folder: Path, parent: Path) -> None:
     write(index(folder), content)
 
 
-@fault("the index lacks a tensor", "index disagrees")
-def _(folder: Path, parent: Path) -> None:
-    content = read(index(folder))
-    content["weight_map"].pop(next(iter(content["weight_map"])))
-    write(index(folder), content)
+def of_index(change: Callable[[dict[str, Any], Path], object]) -> Plant:
+    """A fault of what the index holds."""
+
+    def plant(folder: Path, parent: Path) -> None:
+        content = read(index(folder))
+        change(content, folder)
+        write(index(folder), content)
+
+    return plant
 
 
-@fault("the index names a tensor that nobody holds", "index disagrees")
-def _(folder: Path, parent: Path) -> None:
-    content = read(index(folder))
-    content["weight_map"]["model.ghost.weight"] = shards(folder)[0].name
-    write(index(folder), content)
+def of_tensors(change: Callable[[dict[str, Tensor], str], dict[str, Tensor]]) -> Plant:
+    """A fault of the tensors, of which one is named: the largest matrix of a layer."""
+
+    def plant(folder: Path, parent: Path) -> None:
+        tensors = state(folder)
+        rewrite(folder, change(tensors, matrix(tensors)))
+
+    return plant
 
 
-@fault("the index is not JSON", "damaged index")
-def _(folder: Path, parent: Path) -> None:
-    index(folder).write_text("{")
+fault("the index lacks a tensor", "index disagrees")(of_index(lambda content, folder: content["weight_map"].popitem()))
+fault("the index names a tensor that nobody holds", "index disagrees")(
+    of_index(lambda content, folder: content["weight_map"].update({"model.ghost.weight": shards(folder)[0].name}))
+)
+fault("total_size of another model", "wrong total size")(
+    of_index(lambda content, folder: content["metadata"].update(total_size=content["metadata"]["total_size"] + 8))
+)
+fault("a tensor left out", "missing tensors")(
+    of_tensors(lambda tensors, largest: {name: tensor for name, tensor in tensors.items() if name != largest})
+)
+fault("a tensor that nobody reads", "unexpected tensors")(
+    of_tensors(lambda tensors, largest: {**tensors, f"{largest}_scale": torch.ones(1)})
+)
+fault("names of a compiled model", "prefix")(
+    of_tensors(lambda tensors, largest: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()})
+)
+fault("names of a data-parallel model", "prefix")(
+    of_tensors(lambda tensors, largest: {f"module.{name}": tensor for name, tensor in tensors.items()})
+)
+fault("codes without quantisation in the config", "quantised weights")(
+    of_tensors(lambda tensors, largest: {**tensors, largest: tensors[largest].to(torch.int8)})
+)
+fault("the index is not JSON", "damaged index")(lambda folder, parent: index(folder).write_text("{"))
 
 
 @fault("the index leads out of the folder", "damaged index")
@@ -223,9 +267,7 @@ def _(folder: Path, parent: Path) -> None:
     write(index(folder), content)
 
 
-@fault("there is no index", "no index")
-def _(folder: Path, parent: Path) -> None:
-    index(folder).unlink()
+fault("there is no index", "no index")(lambda folder, parent: index(folder).unlink())
 
 
 @fault("a single file beside shards", "two sets of weights")
@@ -236,13 +278,6 @@ def _(folder: Path, parent: Path) -> None:
 @fault("a shard of an earlier run", "stray shard")
 def _(folder: Path, parent: Path) -> None:
     shutil.copy(shards(folder)[0], folder / "model-00007-of-00009.safetensors")
-
-
-@fault("total_size of another model", "wrong total size")
-def _(folder: Path, parent: Path) -> None:
-    content = read(index(folder))
-    content["metadata"]["total_size"] += 8
-    write(index(folder), content)
 
 
 @fault("a tensor in two shards", "tensor twice")
@@ -268,49 +303,30 @@ def _(folder: Path, parent: Path) -> None:
 # ------------------------------------------------------------------------------------------------- names and shapes
 
 
-@fault("a tensor left out", "missing tensors")
+@fault("a norm left out of every layer", "missing tensors")
 def _(folder: Path, parent: Path) -> None:
     tensors = state(folder)
-    del tensors[matrix(tensors)]
-    rewrite(folder, tensors)
-
-
-@fault("a norm left out of every layer", "missing tensors")
-def _(folder: Path, parent: Path) -> bool | None:
-    tensors = state(folder)
     norm = next((n.rsplit(".", 2)[-2] for n in sorted(tensors) if "norm" in n.rsplit(".", 2)[-2] and ".0." in n), None)
-    if norm is None:
-        return False
+    needs(norm is not None)
     rewrite(folder, {n: t for n, t in tensors.items() if n.rsplit(".", 2)[-2] != norm})
-    return None
 
 
 @fault("the last layer left out", "missing tensors")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     tensors = state(folder)
     prefix, last = stack(tensors)
-    if last == 0 or entry(folder, *LAYERS)[1] != last + 1:
-        return False
+    needs(last > 0 and entry(folder, *LAYERS)[1] == last + 1)
     rewrite(folder, {name: t for name, t in tensors.items() if not name.startswith(f"{prefix}{last}.")})
-    return None
 
 
 @fault("a layer too many", "unexpected tensors")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     tensors = state(folder)
     prefix, last = stack(tensors)
-    if entry(folder, *LAYERS)[1] != last + 1:
-        return False
+    needs(entry(folder, *LAYERS)[1] == last + 1)
     begin = f"{prefix}{last}."
     more = {f"{prefix}{last + 1}.{n[len(begin) :]}": t for n, t in tensors.items() if n.startswith(begin)}
     rewrite(folder, {**tensors, **more})
-    return None
-
-
-@fault("a tensor that nobody reads", "unexpected tensors")
-def _(folder: Path, parent: Path) -> None:
-    tensors = state(folder)
-    rewrite(folder, {**tensors, f"{matrix(tensors)}_scale": torch.ones(1)})
 
 
 @fault("a tensor turned on its side", "wrong shape")
@@ -320,25 +336,13 @@ def _(folder: Path, parent: Path) -> None:
     rewrite(folder, {**tensors, name: tensors[name].T})
 
 
-@fault("names of a compiled model", "prefix")
-def _(folder: Path, parent: Path) -> None:
-    rewrite(folder, {f"_orig_mod.{name}": tensor for name, tensor in state(folder).items()})
-
-
-@fault("names of a data-parallel model", "prefix")
-def _(folder: Path, parent: Path) -> None:
-    rewrite(folder, {f"module.{name}": tensor for name, tensor in state(folder).items()})
-
-
 @fault("names without the base model's prefix", "prefix")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     tensors = state(folder)
     prefix = matrix(tensors).split(".")[0]
     plain = prefix in ("model", "transformer", "gpt_neox") and "vision_config" not in read(folder / "config.json")
-    if not plain or not entry(folder, "architectures")[1][0].endswith(("ForCausalLM", "LMHeadModel")):
-        return False
+    needs(plain and entry(folder, "architectures")[1][0].endswith(("ForCausalLM", "LMHeadModel")))
     rewrite(folder, {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()})
-    return None
 
 
 def tied(folder: Path) -> bool:
@@ -351,146 +355,115 @@ def embedding(tensors: dict[str, Tensor]) -> str | None:
 
 
 @fault("a tied head stored", "tied head stored")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     tensors = state(folder)
     name = embedding(tensors)
-    if not tied(folder) or name is None or "ForCausalLM" not in str(entry(folder, "architectures")[1]):
-        return False
+    needs(tied(folder) and name is not None and "ForCausalLM" in str(entry(folder, "architectures")[1]))
     rewrite(folder, {**tensors, "lm_head.weight": tensors[name]})
-    return None
 
 
 @fault("a tied model that says it has a head", "missing tensors")
-def _(folder: Path, parent: Path) -> bool | None:
-    if not tied(folder) or "ForCausalLM" not in str(entry(folder, "architectures")[1]):
-        return False
-    if "lm_head.weight" in state(folder):
-        return False
+def _(folder: Path, parent: Path) -> None:
+    needs(tied(folder) and "ForCausalLM" in str(entry(folder, "architectures")[1]))
+    needs("lm_head.weight" not in state(folder))
     edit(folder, tie_word_embeddings=False)
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- config
 
 
 @fault("vocab_size too large", "wrong shape")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     name, value = entry(folder, "vocab_size")
-    if not name:
-        return False
+    needs(name)
     edit(folder, vocab_size=value + 8)
-    return None
 
 
 @fault("vocab_size too small", "wrong shape")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     name, value = entry(folder, "vocab_size")
-    if not name:
-        return False
+    needs(name)
     edit(folder, vocab_size=value - 3)
-    return None
 
 
 @fault("a layer more in the config", "missing tensors", "layer types")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     name, value = entry(folder, *LAYERS)
-    if not name or "t5" in str(entry(folder, "model_type")[1]):
-        return False
+    needs(name and "t5" not in str(entry(folder, "model_type")[1]))
     edit(folder, **{name: value + 1})
-    return None
 
 
 @fault("the config of a narrower model", "wrong shape", "head count", "config that makes no model")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     name, value = entry(folder, "intermediate_size", "d_ff", "n_inner", "ffn_dim")
-    if not isinstance(value, int):
-        return False
+    needs(isinstance(value, int))
     edit(folder, **{name: value // 2})
-    return None
 
 
 @fault("other KV groups", "wrong shape", "head count", "config that makes no model")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     _, value = entry(folder, "num_key_value_heads")
-    if not isinstance(value, int):
-        return False
+    needs(isinstance(value, int))
     edit(folder, num_key_value_heads=3 * value)
-    return None
 
 
 @fault("more heads, of fewer dimensions", "config unlike parents", "wrong shape", "config that makes no model")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     name, value = entry(folder, "num_attention_heads", "n_head")
     head, size = entry(folder, "head_dim")
-    if not name or (head and size is not None):
-        return False
+    needs(name and not (head and size is not None))
     edit(folder, **{name: value * 2})
-    return None
 
 
 @fault("another RoPE base", "config unlike parents")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     config = read(folder / "config.json")
     part = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     rope = part.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return False
+    needs(isinstance(rope, dict))
     inner = rope if "rope_theta" in rope else next((v for v in rope.values() if isinstance(v, dict)), {})
     inner["rope_theta"] = 31337.0
     write(folder / "config.json", config)
-    return None
 
 
 @fault("a RoPE type that nobody knows", "config that makes no model", "config that cannot be loaded", "RoPE")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     _, value = entry(folder, "rope_parameters")
-    if not isinstance(value, dict) or "rope_theta" not in value:
-        return False
+    needs(isinstance(value, dict) and "rope_theta" in value)
     edit(folder, rope_parameters={**value, "rope_type": "bogus"})
-    return None
 
 
 @fault("a RoPE scaling without its factor", "RoPE", "config that makes no model", "config that cannot be loaded")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     _, value = entry(folder, "rope_parameters")
-    if not isinstance(value, dict) or "rope_theta" not in value:
-        return False
+    needs(isinstance(value, dict) and "rope_theta" in value)
     edit(folder, rope_parameters={**value, "rope_type": "yarn"})
-    return None
 
 
 @fault("another activation", "config unlike parents")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     names = ("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj")
     name, value = entry(folder, *names)
-    if not name:
-        return False
+    needs(name)
     edit(folder, **{name: "relu" if value != "relu" else "gelu"})
-    return None
 
 
-@fault("another dtype in the config", "dtype")
-def _(folder: Path, parent: Path) -> None:
-    edit(folder, dtype="float16")
+fault("another dtype in the config", "dtype")(lambda folder, parent: edit(folder, dtype="float16"))
 
 
 @fault("one layer in another dtype", "mixed dtypes")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     tensors = state(folder)
     name = matrix(tensors)
-    if stack(tensors)[1] == 0:
-        return False
+    needs(stack(tensors)[1] > 0)
     rewrite(folder, {**tensors, name: tensors[name].bfloat16()})
-    return None
 
 
 @fault("types for fewer layers than there are", "layer types")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     _, value = entry(folder, "layer_types")
-    if not value:
-        return False
+    needs(value)
     edit(folder, layer_types=value[:-1])
-    return None
 
 
 @fault("no class in the config", "no architecture")
@@ -525,13 +498,6 @@ def _(folder: Path, parent: Path) -> None:
     edit(folder, quantization_config={"quant_method": "gptq", "bits": 4})
 
 
-@fault("codes without quantisation in the config", "quantised weights")
-def _(folder: Path, parent: Path) -> None:
-    tensors = state(folder)
-    name = matrix(tensors)
-    rewrite(folder, {**tensors, name: tensors[name].to(torch.int8)})
-
-
 @fault("code that the config names and nobody took along", "no custom code")
 def _(folder: Path, parent: Path) -> None:
     edit(folder, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
@@ -540,9 +506,10 @@ def _(folder: Path, parent: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- tokens
 
 
-def tokens(folder: Path) -> dict[str, Any] | None:
-    path = folder / "tokenizer.json"
-    return read(path) if path.exists() else None
+def tokens(folder: Path) -> dict[str, Any]:
+    """What tokenizer.json holds, of a folder that has one."""
+    needs((folder / "tokenizer.json").exists())
+    return read(folder / "tokenizer.json")
 
 
 def rows(folder: Path) -> int:
@@ -550,107 +517,81 @@ def rows(folder: Path) -> int:
 
 
 @fault("a token behind the embeddings", "token beyond the vocabulary")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     content = tokens(folder)
-    if content is None:
-        return False
     content["model"]["vocab"]["<new>"] = rows(folder)
     write(folder / "tokenizer.json", content)
-    return None
 
 
 @fault("an added token behind the embeddings", "token beyond the vocabulary")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     content = tokens(folder)
-    if content is None:
-        return False
     content["added_tokens"].append({"id": rows(folder) + 4, "content": "<tool>", "special": True})
     write(folder / "tokenizer.json", content)
-    return None
 
 
 @fault("two tokens with one id", "id twice")
-def _(folder: Path, parent: Path) -> bool | None:
+def _(folder: Path, parent: Path) -> None:
     content = tokens(folder)
-    if content is None:
-        return False
     content["model"]["vocab"]["<new>"] = 7
     write(folder / "tokenizer.json", content)
-    return None
 
 
 @fault("tokenizer.json is not JSON", "damaged file")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     (folder / "tokenizer.json").write_text("version 1")
-    return None
 
 
 @fault("eos_token_id of another vocabulary in generation_config.json", "special id beyond the vocabulary")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     edit(folder, "generation_config.json", eos_token_id=[4, 128009])
-    return None
 
 
 @fault("bos_token_id of another vocabulary in config.json", "special id beyond the vocabulary")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     edit(folder, bos_token_id=151999)
-    return None
 
 
 @fault("a special token that the tokenizer lacks", "unknown special token")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     edit(folder, "tokenizer_config.json", pad_token="<|endoftext|>")
-    return None
 
 
 @fault("a chat template that is no Jinja", "broken chat template")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}")
-    return None
 
 
 @fault("the chat template of another tokenizer", "template of other tokens")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace(TURN, "<|start_header_id|>"))
-    return None
 
 
 @fault("eos_token_id of the base, tokenizer of the chat model", "end of text")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     edit(folder, "generation_config.json", eos_token_id=1)
-    return None
 
 
 @fault("turns end with a token that ends nothing", "turns do not end")
-def _(folder: Path, parent: Path) -> bool | None:
-    if tokens(folder) is None:
-        return False
+def _(folder: Path, parent: Path) -> None:
+    tokens(folder)
     edit(folder, "generation_config.json", eos_token_id=1)
     edit(folder, "tokenizer_config.json", eos_token="</s>")
-    return None
 
 
 # ------------------------------------------------------------------------------------------------- files left behind
 
 
 def without(*names: str) -> Plant:
-    def plant(folder: Path, parent: Path) -> bool | None:
-        if not any((folder / name).exists() for name in names):
-            return False
+    def plant(folder: Path, parent: Path) -> None:
+        needs(any((folder / name).exists() for name in names))
         for name in names:
             (folder / name).unlink(missing_ok=True)
         return None
@@ -666,23 +607,12 @@ fault("no preprocessor", "no processor")(without("preprocessor_config.json"))
 
 
 @fault("no modules of sentence-transformers", "no sentence-transformers modules")
-def _(folder: Path, parent: Path) -> bool | None:
-    if entry(folder, "model_type")[1] != "bert":
-        return False
+def _(folder: Path, parent: Path) -> None:
+    needs(entry(folder, "model_type")[1] == "bert")
     write(parent / "modules.json", [{"path": "", "type": "sentence_transformers.models.Transformer"}])
-    return None
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
-
-
-def changed(change: Callable[[Tensor], Tensor]) -> Plant:
-    def plant(folder: Path, parent: Path) -> None:
-        tensors = state(folder)
-        name = matrix(tensors)
-        rewrite(folder, {**tensors, name: change(tensors[name])})
-
-    return plant
 
 
 def at_first(value: float) -> Callable[[Tensor], Tensor]:
@@ -694,14 +624,20 @@ def at_first(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
-fault("a NaN", "NaN", weights=True)(changed(at_first(float("nan"))))
-fault("an infinity", "dtype overflow", weights=True)(changed(at_first(float("inf"))))
-fault("a tensor of zeros", "zero tensor", weights=True)(changed(torch.zeros_like))
+fault("a NaN", "NaN", weights=True)(
+    of_tensors(lambda tensors, largest: {**tensors, largest: at_first(float("nan"))(tensors[largest])})
+)
+fault("an infinity", "dtype overflow", weights=True)(
+    of_tensors(lambda tensors, largest: {**tensors, largest: at_first(float("inf"))(tensors[largest])})
+)
+fault("a tensor of zeros", "zero tensor", weights=True)(
+    of_tensors(lambda tensors, largest: {**tensors, largest: torch.zeros_like(tensors[largest])})
+)
 
 
-@fault("all weights three times as large", "scale", weights=True)
-def _(folder: Path, parent: Path) -> None:
-    rewrite(folder, {name: 3 * tensor for name, tensor in state(folder).items()})
+fault("all weights three times as large", "scale", weights=True)(
+    of_tensors(lambda tensors, largest: {name: 3 * tensor for name, tensor in tensors.items()})
+)
 
 
 # ----------------------------------------------------------------------------------------------------------- table
@@ -730,7 +666,7 @@ def table() -> None:
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
                     shutil.copytree(source, folder)
-                if (planted.weights and family in ("vit", "qwen2_5_vl")) or planted.plant(*folders) is False:
+                if (planted.weights and family in ("vit", "qwen2_5_vl")) or not planted.plant(*folders):
                     continue
                 kinds = causes(*folders)
                 count = counts.setdefault(title, [0, 0])
