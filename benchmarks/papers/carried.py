@@ -35,7 +35,7 @@ from rotation_merge.averaging.ot_fusion import (
 )
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.match import match_model
-from rotation_merge.model.blocks import read_block, unstack
+from rotation_merge.model.apply import read_block, unstack
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data

@@ -28,12 +28,10 @@ from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.activations import Activations, Points, activation_points, grouped, wanted_roles
 from rotation_merge.matching.matrix_pairs import views
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.blocks import read_block, read_tensor
+from rotation_merge.model.apply import read_block, read_tensor, transform_tensor
 from rotation_merge.model.forms import named_as
-from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import TensorSource
-from rotation_merge.model.vocabulary import row_pair
+from rotation_merge.model.vocabulary import on_shared_rows, shared_rows
 from rotation_merge.run.functions import Batch, load, module_of
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
@@ -141,7 +139,7 @@ class OtFusion(OwnMethod):
             points = activation_points(architecture.blocks, spaces, self._both_activations(model))
         else:
             first, second = (named_as(architecture, view.tensors, view.architecture) for view in pair)
-            if (rows := row_pair(*pair)) is not None:
+            if (rows := shared_rows(pair)) is not None:
                 first, second = on_shared_rows(architecture, (first, second), rows)
             points = stream_ends(architecture, first, second)
         return plans_of(spaces, points, self.solvers[model, ""]) if points else {}

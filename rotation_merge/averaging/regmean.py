@@ -17,7 +17,7 @@ from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative, Share
 from rotation_merge.errors import StatisticsError
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.run.maps import linear_map
 
 RIDGE_REMEDY = "set 'ridge' (0.001 is a good start), or measure on more samples"

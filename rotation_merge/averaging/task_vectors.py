@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.averaging.methods import OwnMethod, Source, Target, mean
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import Part, SlicedMatrix, combined
-from rotation_merge.model.rows import row_slices
+from rotation_merge.model.vocabulary import row_slices
 
 SLICE = 1 << 22
 """Entries of a slice of a long vocabulary."""

@@ -18,10 +18,11 @@ from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapter_parts import AdapterPart, Entries, adapter_parts
 from rotation_merge.model.adapters import Adapter, Change
-from rotation_merge.model.blocks import check_shape, read_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
-from rotation_merge.model.rows import with_rows_of
+from rotation_merge.model.open import check_shape
+from rotation_merge.model.vocabulary import with_rows_of
 
 WHOLE = "merge the adapter into its base and carry the whole model"
 SMALLER = f"use 'residual: permutation', or {WHOLE}"

@@ -37,10 +37,9 @@ from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, open_model, parse_reference
-from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, vocabulary_size
+from rotation_merge.model.vocabulary import check_token_ids, matched_on, padded_as, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
@@ -117,7 +116,7 @@ class Bases(Pair):
         donor = pair.donor.as_filed
         pair = replace(pair, donor=in_class_order(donor, label_rows(self.anchor, donor)))
         stored, source = pair.sources
-        source = padded_as(source, stored, vocabulary_axes(pair.architecture.tensors()))
+        source = padded_as(source, stored, pair.architecture)
         length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
         config = _resized(pair.donor.config, size, length)
         tensors = self._named(source, pair.donor)
@@ -194,7 +193,7 @@ def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool 
     pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
     check_same_set(pair.anchor, pair.donor)
     facts = {each.name: getattr(pair, each.name) for each in fields(Pair)}
-    return Bases(**{**facts, "shared": row_pair(pair.anchor, pair.donor)})
+    return Bases(**{**facts, "shared": shared_rows([pair.anchor, pair.donor])})
 
 
 OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"

@@ -21,19 +21,17 @@ from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.pair import check_shapes
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.blocks import Get, read_tensor, reader, unstack
+from rotation_merge.model.apply import Get, read_tensor, reader, transform_tensor, unstack
 from rotation_merge.model.fold import Fold, folded_tensors, weight_key
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.open import ModelLike, check_names, open_model
-from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import row_pair
+from rotation_merge.model.vocabulary import in_slices, shared_rows
 
 Change = LowRank | Tensor
 
-RowPair = tuple[Tensor, Tensor]
+RowPair = tuple[Tensor, ...]
 """The new base's and the old base's rows of the same tokens."""
 
 Record = Callable[[float, float], None]
@@ -117,7 +115,7 @@ class Delta:
         if base.text is not None:
             problem = "the change of a text-only model cannot be moved as a value into a vision-language model"
             raise AlignmentError(problem, remedy="take Delta.between(alignment.apply(base), alignment.apply(tuned))")
-        rows = row_pair(opened, start.base)
+        rows = shared_rows([opened, start.base])
         return replace(start, base=opened, old=base.tensors, tuned=tuned.tensors, alignment=alignment, rows=rows)
 
     def moved_by(self, alignment: Alignment, dtype: torch.dtype | None, strict: bool) -> Delta:

@@ -14,7 +14,7 @@ from rotation_merge.carrying.delta import Change, Delta, is_bias
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.adapter_files import AdapterWeights, factor_config, peft_tensors
 from rotation_merge.model.adapters import PREFIX
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.fold import weight_key
 from rotation_merge.model.forms import names_in
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed

@@ -30,7 +30,7 @@ from rotation_merge.carrying.judge import (
 from rotation_merge.carrying.refit import refit_change
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.headers import TOKENIZER, read_json
+from rotation_merge.model.contents import TOKENIZER, read_json
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import tokenizer_in, tokens_of, vocabulary_size
 from rotation_merge.model.writing import small_files

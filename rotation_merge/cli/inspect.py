@@ -300,7 +300,7 @@ def _architectures() -> Answer:
 def _prove(path: str, config: str | None) -> Answer:
     """Try an architecture file; hints go to stderr."""
     from rotation_merge.diagnose.proof import hints, prove
-    from rotation_merge.model.headers import read_json
+    from rotation_merge.model.contents import read_json
 
     for name in (path, config):
         if name is not None and not os.path.isfile(name):

@@ -13,8 +13,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.architecture import find, resolve
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import ArchitectureError, RotationMergeError
-from rotation_merge.model.blocks import check_shape
-from rotation_merge.model.open import read_stored
+from rotation_merge.model.open import check_shape, read_stored
 
 _LAYER = re.compile(r"^(?P<path>(?:[^.]+\.)*?)(?P<index>\d+)\.(?P<rest>.+)$")
 

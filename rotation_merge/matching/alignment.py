@@ -25,13 +25,12 @@ from rotation_merge.matching.pair import check_depth, check_pair, check_same_kin
 from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.matching.stream import Transforms, random_gauge
 from rotation_merge.model.biases import holders
-from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.forms import named_as, names_in
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.tensors import Fingerprint, TensorSource
 from rotation_merge.model.view import View, check_storage
 from rotation_merge.record import MergeReport, SpaceRow, read_as
 from rotation_merge.run.statistics import Statistics, has_format

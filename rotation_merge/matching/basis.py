@@ -12,13 +12,12 @@ from torch import Tensor
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import AlignmentError
+from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.biases import holders
-from rotation_merge.model.blocks import read_tensor, unstack
-from rotation_merge.model.fingerprint import checksum
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.labels import LabelRows
 from rotation_merge.model.run_keys import stamps_of
-from rotation_merge.model.tensors import Tensors, TensorSource
+from rotation_merge.model.tensors import Tensors, TensorSource, checksum
 from rotation_merge.model.view import View, described
 
 

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from rotation_merge.architecture import Architecture
 from rotation_merge.matching.alignment import Transforms
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.model.apply import at_least_float32
-from rotation_merge.model.blocks import with_tied
+from rotation_merge.model.apply import at_least_float32, with_tied
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform

@@ -24,8 +24,8 @@ from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
 from rotation_merge.matching.visit import FINAL, MEASURE, PASS, Step, Visits
+from rotation_merge.model.apply import read_block
 from rotation_merge.model.biases import without_hidden_biases
-from rotation_merge.model.blocks import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow

@@ -29,7 +29,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
 from rotation_merge.matching.stream import StreamSums, measured, piece, residual_groups
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors

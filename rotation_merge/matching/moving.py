@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.model.apply import blockwise, moved_reader, read_tensor, reader
 from rotation_merge.model.biases import with_biases
-from rotation_merge.model.blocks import blockwise, moved_reader, read_tensor, reader
 from rotation_merge.model.fold import Fold, required
-from rotation_merge.model.rows import in_slices
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
+from rotation_merge.model.vocabulary import in_slices
 from rotation_merge.symmetry import Transform
 
 

@@ -28,10 +28,9 @@ from rotation_merge.model.forms import named_as
 from rotation_merge.model.labels import LabelRows, in_class_order, label_rows, rows_note, watched
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, as_reference, check_names, check_present, open_model, parse_reference
-from rotation_merge.model.rows import on_shared_rows
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import TOGETHER, matched_on, other_ids, row_pair
+from rotation_merge.model.vocabulary import TOGETHER, matched_on, on_shared_rows, other_ids, shared_rows
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import by_stream
 
@@ -112,7 +111,7 @@ class Pair:
     untie: bool = False
     device: str = "cpu"
     watched: bool = True
-    shared: tuple[Tensor, Tensor] | None = None
+    shared: tuple[Tensor, ...] | None = None
 
     @property
     def sources(self) -> tuple[Tensors, Tensors]:
@@ -492,7 +491,7 @@ def open_pair(
         check_shapes(described, second, excluded, not words, OUTSIDE_RECIPES)
     if first.files is None and second.files is None:
         check_names(first, second)
-    shared = None if pair.options.residual == "none" else row_pair(first, second)
+    shared = None if pair.options.residual == "none" else shared_rows([first, second])
     notes = () if shared is None else (matched_on(first, second, len(shared[0])),)
     pair = replace(pair, notes=(*pair.notes, *notes), shared=shared, device=device, watched=watched)
     return replace(pair, anchor=first, donor=in_class_order(second, pair.rows))

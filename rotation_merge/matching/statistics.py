@@ -20,9 +20,8 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.stream import Transforms
-from rotation_merge.model.apply import transform_axis
+from rotation_merge.model.apply import moved_reader, reader, transform_axis
 from rotation_merge.model.biases import along, read_by, shifted
-from rotation_merge.model.blocks import moved_reader, reader
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.tensors import Tensors, TensorSource, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps

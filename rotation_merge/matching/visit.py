@@ -16,12 +16,11 @@ from rotation_merge.matching.block import BlockMatch, check_finite, match_block,
 from rotation_merge.matching.matrix_pairs import Tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import Piece, StreamSums, Transforms, measured, piece
-from rotation_merge.model.apply import at_least_float32, transform_tensor
+from rotation_merge.model.apply import at_least_float32, read_block, read_tensor, transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
-from rotation_merge.model.blocks import read_block, read_tensor
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.rows import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
 from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.vocabulary import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
 from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
 
 BYTES_FOLDED = 20

@@ -26,7 +26,7 @@ from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELAT
 from rotation_merge.mergekit_plugin.own_methods import told
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import free_name
 from rotation_merge.run.data import unpadded

@@ -21,7 +21,7 @@ from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.output import OutputBlock
-from rotation_merge.model.blocks import read_block
+from rotation_merge.model.apply import read_block
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import in_order, workers_for

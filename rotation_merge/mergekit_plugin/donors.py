@@ -36,7 +36,7 @@ from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, matched_on, row_pair, shared_rows
+from rotation_merge.model.vocabulary import check_token_ids, matched_on, shared_rows
 
 LOG = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _checked(
 def _rows(session: Session, donor: ModelReference, carried: bool) -> RowPair | None:
     """Rows of shared tokens if the donor has another vocabulary than the anchor, or its base other ids."""
     base, config = session.base, session.recipe.config
-    rows = row_pair(base, session.models[donor])
+    rows = shared_rows([base, session.models[donor]])
     if rows is None:
         return None
     if carried and (config.tokenizer or config.tokenizer_source):

@@ -36,8 +36,8 @@ from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import add_section, origins
+from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import folder_of
-from rotation_merge.model.headers import VOCABULARIES
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.run_keys import mark_of, unchanged

@@ -22,11 +22,11 @@ from rotation_merge.mergekit_plugin.block_match import BlockMatches, BlockMatchi
 from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.output import OutputBlock, readers_of, same_block
 from rotation_merge.mergekit_plugin.session import Session
-from rotation_merge.model.blocks import blockwise
+from rotation_merge.model.apply import blockwise
 from rotation_merge.model.fold import Fold, folded_tensors
-from rotation_merge.model.rows import padded_as, vocabulary_axes
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.view import TensorOf, View
+from rotation_merge.model.vocabulary import padded_as
 from rotation_merge.symmetry import Transform
 
 
@@ -168,7 +168,7 @@ class RecipeViews:
             return Mover(self.architecture, stored, alignment.transforms, self.folded, biases, least).tensor
         base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
         donor = self.donors[model]
-        tuned = padded_as(stored, origin, vocabulary_axes(self.architecture.tensors()))
+        tuned = padded_as(stored, origin, self.architecture)
         fold = Fold(self.architecture, self.folded, least) if self.folded else None
         change = Delta(base, origin, tuned, alignment, donor.pair.shared, folding=fold, scale=donor.scale)
         return replace(change, record=partial(self.session.run.transport, str(model))).tensor

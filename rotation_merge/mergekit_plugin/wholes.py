@@ -22,9 +22,8 @@ from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.heads import compared
-from rotation_merge.model.rows import vocabulary_subset
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.model.vocabulary import on_shared_rows, shared_rows
 from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices
 
 
@@ -59,8 +58,8 @@ def mean_matcher(session: Session, pairs: Mapping[str, Pair]) -> Callable[[], di
     sources = {str(recipe.base): base.tensors, **{name: pair.sources[1] for name, pair in pairs.items()}}
     options = next((pair.options for pair in pairs.values()), NOTHING)
     if options.residual != "none" and (rows := shared_rows([base, *donors])) is not None:
-        names = zip(sources, rows, strict=True)
-        sources = {name: vocabulary_subset(base.architecture, sources[name], row) for name, row in names}
+        shared = on_shared_rows(base.architecture, list(sources.values()), rows)
+        sources = dict(zip(sources, shared, strict=True))
     architecture = compared(base, donors, recipe.own_heads, recipe.excluded)
     return cache(partial(_match_mean, session, architecture, sources, options))
 

@@ -10,9 +10,9 @@ from mergekit.common import ModelPath
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.contents import ADAPTER_CONFIG, read_json
 from rotation_merge.model.folder import place_of
 from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.headers import ADAPTER_CONFIG, read_json
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE

@@ -17,8 +17,8 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files import FOLDER, Output, check_output, replacing
 from rotation_merge.model.adapters import ADAPTER_FILES, DIFFUSERS, KOHYA, PEFT, PREFIX, SUFFIX, WEIGHTS, Adapter
+from rotation_merge.model.contents import ADAPTER_CONFIG
 from rotation_merge.model.folder import fetched
-from rotation_merge.model.headers import ADAPTER_CONFIG
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.writing import staged, write_files

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.contents import Contents, tensor_files
+from rotation_merge.model.contents import ADAPTER_CONFIG, Contents, Shapes, header, read_json, tensor_files
 from rotation_merge.model.folder import ShardReader
-from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, header, read_json
 from rotation_merge.model.low_rank import LowRank
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

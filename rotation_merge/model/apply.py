@@ -1,14 +1,15 @@
-"""Apply: transform a tensor by acting with each space's transform on every axis that lives in it."""
+"""Apply: transform a tensor by acting with each space's transform on every axis that lives in it; blocks of a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Axis, AxisPiece, Part, TensorInfo, factors_of
+from rotation_merge.architecture.model import Architecture, Axis, AxisPiece, Block, Part, TensorInfo, factors_of
+from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
 
 
@@ -88,3 +89,91 @@ def join_axis(pieces: list[Tensor], dim: int, axis: Axis) -> Tensor:
         flat.append(piece.flatten(at, at + inner - 1) if inner else piece.unsqueeze(at))
     joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=at)
     return joined.flatten(dim, at) if axis.depth else joined
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
+    """A tensor of the architecture (stacked if stored in pieces), or None if the source lacks it."""
+    names = info.names if info.names[0] in source else tuple(tied for tied in info.tied if tied in source)[:1]
+    if not names or not info.stacked:
+        return source[names[0]] if names else None
+    return source.read(names) if isinstance(source, Tensors) else torch.stack([source[name] for name in names])
+
+
+def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
+    """The tensors of a block by key."""
+    tensors = ((info.key, read_tensor(info, source)) for info in block.tensors)
+    return {key: tensor for key, tensor in tensors if tensor is not None}
+
+
+BlockTensor = Callable[[Block, TensorInfo], Tensor | None]
+"""Computes one tensor of an architecture (stacked, if it is stored in pieces); None where the model has none."""
+
+Get = Callable[[str], Tensor | None]
+"""Gives a tensor of a block by key, None where the model has none."""
+
+
+def reader(block: Block, source: TensorSource) -> Get:
+    """Gives the tensors of a block as they are stored."""
+
+    def get(key: str) -> Tensor | None:
+        info = block.tensor(key)
+        return None if info is None else read_tensor(info, source)
+
+    return get
+
+
+def moved_reader(block: Block, get: Get, transforms: Mapping[str, Transform]) -> Get:
+    """Gives the tensors of a block in the coordinates that transforms bring them to.
+
+    Args:
+        get: gives them as they are.
+    """
+
+    def moved(key: str) -> Tensor | None:
+        tensor, info = get(key), block.tensor(key)
+        return None if tensor is None or info is None else transform_tensor(tensor, info, transforms)
+
+    return moved
+
+
+def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTensor) -> Tensors:
+    """Tensors of the same names and shapes, each computed when it is asked for; None: taken as it stands.
+
+    Tensors outside the architecture are passed on. A tensor that is tied to another stands under both names.
+    """
+    stored, places = with_tied(architecture, source), architecture.places()
+
+    def read(names: Names) -> Tensor:
+        first = names if isinstance(names, str) else names[0]
+        if first not in places:
+            return stored.read(names)
+        block, info, piece = places[first]
+        if not isinstance(names, str) and names != info.names:
+            return torch.stack([read(name) for name in names])
+        computed = compute(block, info)
+        if computed is None:
+            return stored.read(names)
+        return computed[piece] if isinstance(names, str) and info.stacked else computed
+
+    return Tensors(stored.shapes, stored.dtypes, read)
+
+
+def with_tied(architecture: Architecture, source: TensorSource) -> Tensors:
+    """The same, with a tied tensor also under its second name."""
+    tensors = as_tensors(source)
+    aliases = {
+        name: next((tied for tied in info.tied if tied in tensors), name)
+        for info in architecture.tensors()
+        if info.tied
+        for name in info.names
+        if name not in tensors
+    }
+    return tensors.renamed(aliases)
+
+
+def unstack(info: TensorInfo, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor under the names it is stored by."""
+    return dict(zip(info.names, tensor.unbind(0), strict=True)) if info.stacked else {info.names[0]: tensor}

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo
-from rotation_merge.model.apply import at_least_float32, join_axis, split_axis
-from rotation_merge.model.blocks import Get, blockwise, reader
+from rotation_merge.model.apply import Get, at_least_float32, blockwise, join_axis, reader, split_axis
 from rotation_merge.model.fold import required
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform

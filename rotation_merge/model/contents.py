@@ -1,43 +1,189 @@
-"""One reading of a model's folder: config, index, headers and small files. Damage is kept as data."""
+"""One reading of a model's folder: config, index, heads of weight files and small files. Damage is kept as data.
+
+Pickles are only ever read as plain tensors.
+"""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from rotation_merge.errors import CheckpointError, named, short
-from rotation_merge.model.headers import ADAPTER_CONFIG, INDEX, WEIGHT_FILES, header, read_json, refuse_adapter
+from rotation_merge.model.tensors import Shapes
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CONFIG, GENERATION, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
+WEIGHT_FILES, INDEX = ("model.safetensors", "pytorch_model.bin"), ".index.json"
+"""Weight files in the order in which mergekit looks for them, and the ending of an index of their shards."""
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 
-AGAIN = "download or merge it again"
+VOCABULARIES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+"""Beginnings of names of files that a tokenizer cannot do without."""
+TOKENIZER = re.compile(f"({'|'.join((*VOCABULARIES, 'added_tokens', 'special_tokens', 'chat_template'))}).*")
+
+DOWNLOAD, AGAIN = "download it again", "download or merge it again"
 MEND = "rewrite it ('rotation-merge doctor --mend')"
 SETS = "two sets of weights"
 APART = "move away the files of the other model: transformers and mergekit would read different weights"
 
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Floating types that weights are stored in, as safetensors and as torch call them."""
+_TYPES = FLOATS | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+"""Types that torch calculates with."""
+_CODES = re.compile(r"u?int(8|16|32)|U(16|32)|F[468](_.*)?|float[468]_.*")
+"""Types that only quantised codes have."""
+_MATRICES = (2, 3)
+"""Dimensions of linear maps and stacks of them; masks of bytes that some models store have four."""
+
 _COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
 """Entries of a config that count modules."""
-
 _PLAUSIBLE = 4096
 """So many layers or experts are taken however few tensors there are: weights may not be here, experts may share one."""
 
 
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: it is not there, or is something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        folder, name = os.path.split(path)
+        if name == "config.json":
+            refuse_adapter(folder)
+        raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy=DOWNLOAD) from None
+    if not isinstance(content, dict):
+        raise CheckpointError("does not hold a JSON object", where=path, remedy=DOWNLOAD)
+    return content
+
+
+def reason(error: Exception) -> str:
+    """An error's message, without the path that an OSError repeats."""
+    strerror = getattr(error, "strerror", None)
+    return str(strerror).lower() if strerror else str(error) or type(error).__name__
+
+
+def refuse_adapter(folder: str) -> None:
+    """Refuse an adapter in the place of a model; says how its base is named with it."""
+    if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
+        base = read_json(adapter).get("base_model_name_or_path") or "BASE"
+        raise CheckpointError("is an adapter, not a model", where=folder, remedy=f"write {base}+{folder}")
+
+
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a weight file: the file's name, the dtype (as torch calls it, or safetensors' code), the shape."""
+class Header:
+    """What a weight file, or all files of a model, say of the tensors.
 
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
+    Attributes:
+        shapes: by name.
+        kinds: numbers that they are stored as, by name: as torch calls them, where it calculates with them.
+        metadata: of a safetensors file, `format` first of all.
+    """
 
+    shapes: Shapes
+    kinds: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: Any) -> Header:
+        """The header of an open safetensors file."""
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        kinds = {name: _TYPES.get(part.get_dtype(), part.get_dtype()) for name, part in slices.items()}
+        return cls({name: tuple(part.get_shape()) for name, part in slices.items()}, kinds, file.metadata() or {})
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes by name, of the tensors that torch calculates with."""
+        dtypes = {name: getattr(torch, kind, None) for name, kind in self.kinds.items()}
+        return {name: dtype for name, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
+
+
+def header(path: str) -> Header:
+    """The header of a weight file; cached while the file is unchanged.
+
+    Raises:
+        CheckpointError: the file is damaged, or a pickle of something else than tensors.
+    """
+    try:
+        facts = os.stat(path)
+        return _header(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of safetensors and pickle, which come in every class
+        problem = f"cannot be read: it is truncated, damaged or no weight file ({short(reason(error))})"
+        raise CheckpointError(problem, where=path, remedy=DOWNLOAD) from error
+
+
+@lru_cache(maxsize=512)
+def _header(path: str, size: int, changed: int, number: int) -> Header:
+    """The header of a file of this size, time and inode."""
+    with open(path, "rb"):
+        pass  # which says better than the libraries that it is a directory, or must not be read
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt") as file:
+            return Header.of(file)
+    try:
+        state = torch.load(path, map_location="meta", weights_only=True)
+    except Exception as error:  # whose words advise to run the code in it
+        problem = "the pickle is damaged or holds more than plain tensors"
+        raise CheckpointError(problem, where=path, remedy=DOWNLOAD) from error
+    if isinstance(state, dict):
+        state = state.get("state_dict", state)
+    tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
+    if not tensors:
+        raise CheckpointError("the pickle holds no tensors by name", where=path, remedy=DOWNLOAD)
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    return Header({name: tuple(tensor.shape) for name, tensor in tensors.items()}, kinds)
+
+
+def codes(kinds: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
+    """Matrices stored in a type that only quantised codes have, and that type.
+
+    Args:
+        kinds: by name, as in `Header`.
+    """
+    return {name: kind for name, kind in kinds.items() if len(shapes[name]) in _MATRICES and _CODES.fullmatch(kind)}
+
+
+def check_codes(kinds: Mapping[str, str], shapes: Shapes, label: str) -> None:
+    """Refuse quantised weights whose config does not declare a quantisation.
+
+    Args:
+        kinds: as in `codes`.
+
+    Raises:
+        CheckpointError: names them and the ways to dequantise.
+    """
+    for name, kind in codes(kinds, shapes).items():
+        raise CheckpointError(
+            f"its weights are quantised ({kind}, the first is '{name}') and cannot be aligned; config.json does not "
+            "say so",
+            where=label,
+            remedy="name the model in full precision, or write one: put 'quantization_config' back into config.json, "
+            "then CLASS.from_pretrained(PATH, dtype='bfloat16'), .dequantize() for integers, .save_pretrained(OUT)",
+        )
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
 
 Faults = Iterator[tuple[str, CheckpointError]]
 """The kind of each, a few words, and the error; it is in the file that the error's place ends with."""
@@ -140,23 +286,29 @@ class Contents:
         return [self.single] if self.single else self.shards
 
     @cached_property
-    def by_file(self) -> dict[str, dict[str, StoredTensor]]:
-        """The tensors of each weight file that can be read, by name."""
-        return {name: tensors for name in self.weight_files if (tensors := self.header(name)) is not None}
+    def by_file(self) -> dict[str, Header]:
+        """The headers of the weight files that can be read, by name."""
+        return {name: head for name in self.weight_files if (head := self.header(name)) is not None}
 
-    def header(self, name: str) -> dict[str, StoredTensor] | None:
-        """The tensors of a weight file; None if it is damaged."""
+    def header(self, name: str) -> Header | None:
+        """The header of a weight file; None if it is damaged."""
         try:
-            known = header(self.path(name))
+            return header(self.path(name))
         except CheckpointError as error:
             self.damaged[name] = error.what
             return None
-        return {tensor: StoredTensor(name, known.kinds[tensor], shape) for tensor, shape in known.shapes.items()}
 
     @cached_property
-    def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors of the weight files that are read; of one in two files, the later."""
-        return {name: tensor for tensors in self.by_file.values() for name, tensor in tensors.items()}
+    def files(self) -> dict[str, str]:
+        """The weight file of each tensor; of one in two files, the later."""
+        return {tensor: name for name, head in self.by_file.items() for tensor in head.shapes}
+
+    @cached_property
+    def whole(self) -> Header:
+        """The header of all weight files that are read."""
+        heads = {name: self.by_file[file] for name, file in self.files.items()}
+        kinds = {name: head.kinds[name] for name, head in heads.items()}
+        return Header({name: head.shapes[name] for name, head in heads.items()}, kinds)
 
     @property
     def whole_files(self) -> bool:
@@ -176,8 +328,8 @@ class Contents:
             if name not in self.by_file:
                 yield "damaged weight file", self._error(self.damaged[name], name)
         holders: dict[str, list[str]] = {}
-        for file, tensors in self.by_file.items():
-            for name in tensors:
+        for file, head in self.by_file.items():
+            for name in head.shapes:
                 holders.setdefault(name, []).append(file)
         for name, files in holders.items():
             if len(files) > 1 and self.weight_map.get(name) != files[-1]:  # transformers reads the last of them
@@ -195,7 +347,7 @@ class Contents:
         elif absent := sorted(shard for shard in set(self.weight_map.values()) if not self.has(shard)):
             yield "missing shard", self._error(f"names shards that are not there: {named(absent)}", index)
         elif self.whole_files:
-            wrong = [name for name, shard in self.weight_map.items() if name not in self.by_file[shard]]
+            wrong = [name for name, shard in self.weight_map.items() if name not in self.by_file[shard].shapes]
             if wrong:
                 problem = f"puts {len(wrong)} tensors, '{wrong[0]}' first, into files that do not hold them"
                 yield "index disagrees", self._error(problem, index, MEND)
@@ -225,7 +377,7 @@ def tensor_files(folder: str) -> dict[str, str]:
         raise CheckpointError(problem, where=folder, remedy=APART)
     for _, error in contents.faults():
         raise error
-    return contents.weight_map or dict.fromkeys(contents.tensors, contents.opened)
+    return contents.weight_map or dict.fromkeys(contents.files, contents.opened)
 
 
 def check_config(folder: str) -> None:
@@ -235,7 +387,7 @@ def check_config(folder: str) -> None:
         CheckpointError: names the entry; or config.json is missing or damaged.
     """
     contents, parts = Contents(folder), [read_json(os.path.join(folder, CONFIG))]
-    tensors = len(contents.weight_map or contents.tensors)
+    tensors = len(contents.weight_map or contents.files)
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, Norm, Scale, TensorInfo, stem_of
 from rotation_merge.errors import AlignmentError
-from rotation_merge.model.apply import at_least_float32, join_axis, placed, split_axis
-from rotation_merge.model.blocks import Get, blockwise, read_tensor, reader
+from rotation_merge.model.apply import (
+    Get,
+    at_least_float32,
+    blockwise,
+    join_axis,
+    placed,
+    read_tensor,
+    reader,
+    split_axis,
+)
 from rotation_merge.model.tensors import TensorSource, as_tensors
 
 LEAST_GAIN = 1e-6

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, nearest_path
 from rotation_merge.model import gguf
-from rotation_merge.model.contents import Contents, tensor_files
-from rotation_merge.model.headers import Header, header
+from rotation_merge.model.contents import Contents, Header, header, tensor_files
 from rotation_merge.model.hub import in_cache, is_hub_name, sent
 from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors, by_name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo, factors_of
-from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
+from rotation_merge.model.apply import blockwise, read_tensor, unstack, with_tied
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, no_space, short
 from rotation_merge.files import locked, write_json
-from rotation_merge.model.contents import Contents
-from rotation_merge.model.headers import AGAIN, reason
+from rotation_merge.model.contents import DOWNLOAD, Contents, reason
 from rotation_merge.model.hub import is_gguf_file, reachable
 from rotation_merge.model.writing import staged
 
@@ -127,7 +126,7 @@ def decoded(path: str) -> str:
             problem = f"the weights of {path} cannot be written ({short(reason(error))})"
             remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
             raise CheckpointError(problem, where=folder, remedy=remedy) from error
-        raise CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy=AGAIN) from error
+        raise CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy=DOWNLOAD) from error
     return folder
 
 

@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rotation_merge.architecture.registry import overlay
 from rotation_merge.errors import CheckpointError, nearest, short
 from rotation_merge.files import write_json
-from rotation_merge.model.headers import AGAIN, FLOATS, TOKENIZER, read_json, reason
+from rotation_merge.model.contents import DOWNLOAD, FLOATS, TOKENIZER, read_json, reason
 
 SAFETENSORS = "take the model in safetensors"
 
@@ -106,7 +106,7 @@ class GgufFile:
         """Dtype of a tensor when read: floating-point numbers keep theirs, codes become float32."""
         return getattr(torch, FLOATS.get(self.tensors[name].tensor_type.name, "float32"))
 
-    def refusal(self, problem: str, remedy: str = AGAIN) -> CheckpointError:
+    def refusal(self, problem: str, remedy: str = DOWNLOAD) -> CheckpointError:
         return CheckpointError(problem, where=self.paths[0], remedy=remedy)
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
@@ -152,7 +152,7 @@ def _opened(path: str) -> CheckedReader:
         reader = CheckedReader(path)
     except (OSError, EOFError, ValueError, KeyError, OverflowError, MemoryError) as error:
         problem = f"is no GGUF file that the gguf package can read, or truncated ({short(reason(error))})"
-        raise CheckpointError(problem, where=path, remedy=f"{AGAIN}, or update gguf") from error
+        raise CheckpointError(problem, where=path, remedy=f"{DOWNLOAD}, or update gguf") from error
     if reader.byte_order == "S":
         raise CheckpointError("is big-endian", where=path, remedy="write it again with llama.cpp")
     return reader

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor, transform_tensor
 from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code

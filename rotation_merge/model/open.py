@@ -15,17 +15,16 @@ from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import families, find, stores_codes, tied_head, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
-from rotation_merge.model.blocks import check_shapes
-from rotation_merge.model.contents import check_config
+from rotation_merge.model.contents import DOWNLOAD, check_codes, check_config
 from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
 from rotation_merge.model.gguf import quantised
-from rotation_merge.model.headers import AGAIN, check_codes
 from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View
@@ -179,7 +178,7 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
     try:
         config: dict[str, Any] = stored.config(trust_remote_code=options.trust_remote_code).to_dict()
     except Exception as error:  # transformers raises errors of many classes here
-        remedy = "correct config.json" if folder == reference.model.path else AGAIN
+        remedy = "correct config.json" if folder == reference.model.path else DOWNLOAD
         problem = f"its config cannot be loaded ({short(error)})"
         raise CheckpointError(problem, where=reference.model.path, remedy=remedy) from error
     folder = fetched_weights(reference.model, cache)
@@ -289,6 +288,27 @@ def weights_of(path: str) -> int:
     """
     tensors = read_stored(parse_reference(path), MergeOptions())[2]
     return sum(math.prod(shape) for shape in tensors.shapes.values())
+
+
+def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:
+    """Compare a (stacked) tensor's shape with its labelled axes; one without any claims nothing.
+
+    Raises:
+        CheckpointError: a dimension has another length than the architecture says; names tensor and lengths.
+    """
+    sizes = tuple(axis.size for axis in info.axes)
+    if sizes and (len(sizes) != len(shape) or any(w not in (None, s) for w, s in zip(sizes, shape, strict=True))):
+        words = " x ".join("any" if w is None else str(w) for w in sizes)
+        problem = f"tensor '{info.name}' has shape {list(shape)}, its config says {words}"
+        remedy = "config.json and weights do not belong together, or the architecture file is wrong"
+        raise CheckpointError(problem, where=model, remedy=remedy)
+
+
+def check_shapes(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
+    """Compare every stored tensor's shape with its labelled axes, as `check_shape` does."""
+    for info in architecture.tensors():
+        if (name := next((name for name in info.names if name in shapes), None)) is not None:
+            check_shape(info, (len(info.names), *shapes[name]) if info.stacked else shapes[name], model)
 
 
 def check_names(first: View, second: View) -> None:

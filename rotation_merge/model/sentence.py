@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.sentence import MODES, dense
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.headers import AGAIN, WEIGHT_FILES, read_json, reason
+from rotation_merge.model.contents import DOWNLOAD, WEIGHT_FILES, read_json, reason
 
 FILE = "modules.json"
 BESIDE = (FILE, "config_sentence_transformers.json", "sentence_bert_config.json")
@@ -43,7 +43,7 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
         entries = TypeAdapter(list[dict[str, Any]]).validate_json(Path(place).read_bytes())
     except (OSError, ValueError) as error:
         problem = f"holds no list of modules ({short(reason(error))})"
-        raise CheckpointError(problem, where=place, remedy=AGAIN) from error
+        raise CheckpointError(problem, where=place, remedy=DOWNLOAD) from error
     modules = []
     for entry in entries:
         kind, path = str(entry.get("type", "")).rsplit(".", 1)[-1], str(entry.get("path", ""))
@@ -76,7 +76,7 @@ def _settings(folder: str, kind: str, path: str) -> dict[str, Any]:
         flags = {m: [config.get(f"pooling_mode_{m}{end}") for end in ("", "_token", "_tokens")] for m in MODES}
         chosen = [mode for mode in MODES if any(flags[mode]) or mode.removesuffix("_tokens") in modes]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"lacks {error}", where=settings_path, remedy=AGAIN) from error
+        raise CheckpointError(f"lacks {error}", where=settings_path, remedy=DOWNLOAD) from error
     prompt = {} if config.get("include_prompt", True) else {"include_prompt": False}
     return {"modes": chosen or ["mean"], **prompt}
 
@@ -114,7 +114,7 @@ def module_files(folder: str, modules: list[dict[str, Any]]) -> dict[str, str]:
         names = [name for name in WEIGHT_FILES if os.path.isfile(os.path.join(folder, path, name))]
         if not names:
             place = os.path.join(folder, path)
-            raise CheckpointError("its weights are missing", where=place, remedy=AGAIN)
+            raise CheckpointError("its weights are missing", where=place, remedy=DOWNLOAD)
         files[f"{path}/{names[0]}"] = f"{path}."
     return files
 

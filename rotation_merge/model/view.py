@@ -23,11 +23,10 @@ from rotation_merge.config import DTYPES
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.files import FOLDER, Output, check_output, write_json
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.blocks import blockwise, read_tensor, unstack, with_tied
-from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.headers import read_json
+from rotation_merge.model.apply import blockwise, read_tensor, unstack, with_tied
+from rotation_merge.model.contents import read_json
 from rotation_merge.model.sentence import in_module, write_modules
-from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
+from rotation_merge.model.tensors import Fingerprint, Shapes, Tensors, as_tensors
 from rotation_merge.model.writing import HEADS, SHARD_SIZE, parse_size, small_files, staged, untied, write_files
 from rotation_merge.record import MergeReport
 from rotation_merge.workers import Progress

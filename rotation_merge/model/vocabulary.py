@@ -1,10 +1,13 @@
-"""Vocabularies that differ: the rows of the tokens that all models share."""
+"""Vocabularies: rows of the tokens that models share, ids that differ, and tensors of vocabularies in slices.
+
+An embedding or a head may be as large as several layers, so that it is computed in slices.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,19 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.contents import Contents
-from rotation_merge.model.headers import TOKENIZER
+from rotation_merge.model.apply import read_tensor
+from rotation_merge.model.contents import TOKENIZER, Contents
+from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import View
 
 LEAST_SHARED = 32
 """Least number of common tokens that tells the relation of two models."""
 
+LONG = 1 << 25
+"""Entries of a vocabulary's tensor that are looked at in one piece."""
+
 TOGETHER = "tokenizer: {source: base}"
 """Recipe setting for models whose token ids differ."""
 
 
-def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
+def shared_rows(models: Sequence[View]) -> tuple[Tensor, ...] | None:
     """Rows of the tokens that all models have, in one order.
 
     Returns:
@@ -58,13 +66,7 @@ def shared_rows(models: Sequence[View]) -> list[Tensor] | None:
         remedy = f"at least {LEAST_SHARED} are needed; use models with related tokenizers"
         raise CheckpointError(problem, where=str(models[-1].reference), remedy=remedy)
     common.sort(key=tokens[0].__getitem__)
-    return [torch.tensor([t[token] for token in common]) for t in tokens]
-
-
-def row_pair(first: View, second: View) -> tuple[Tensor, Tensor] | None:
-    """Rows of the tokens that both of two models have, of the first and of the second; as of `shared_rows`."""
-    rows = shared_rows([first, second])
-    return None if rows is None else (rows[0], rows[1])
+    return tuple(torch.tensor([t[token] for token in common]) for t in tokens)
 
 
 def matched_on(anchor: View, donor: View, count: int) -> str:
@@ -166,9 +168,111 @@ def _loaded(folder: str, contents: str, trust_remote_code: bool) -> Any | None:
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    return None if has_only_special_tokens(loaded) else loaded
+    words = set(loaded.get_vocab()) - set(loaded.all_special_tokens)
+    return loaded if words - {"▁"} else None  # transformers makes up one where the files are missing
 
 
-def has_only_special_tokens(tokenizer: Any) -> bool:
-    """Whether a tokenizer knows special tokens only: where its files are missing, transformers makes up such a one."""
-    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) <= {"▁"}
+def with_rows(source: TensorSource, axes: Mapping[str, int], rows: Tensor | slice) -> Tensors:
+    """Tensors with some of their rows, in the given order.
+
+    Args:
+        axes: whose rows are selected, by name; all other tensors stay as they are.
+        rows: int64, shape (rows,); a slice gives views.
+    """
+    tensors, count = as_tensors(source), rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+    def select(name: str, tensor: Tensor) -> Tensor:
+        if name not in axes:
+            return tensor
+        if isinstance(rows, slice):
+            return tensor.narrow(axes[name], rows.start, count)
+        return tensor.index_select(axes[name], rows.to(tensor.device))
+
+    known = {name: tensors.shapes[name] for name in axes if name in tensors}
+    changed = {name: (*shape[: axes[name]], count, *shape[axes[name] + 1 :]) for name, shape in known.items()}
+    return tensors.map(select, {**tensors.shapes, **changed})
+
+
+def vocabulary_axes(infos: Iterable[TensorInfo]) -> dict[str, int]:
+    """The vocabulary axis of each tensor that has one, by name, including names of tied tensors."""
+    return {
+        name: info.vocabulary_axis
+        for info in infos
+        for name in (*info.names, *info.tied)
+        if info.vocabulary_axis is not None and not info.stacked
+    }
+
+
+def on_shared_rows(known: Architecture, sources: Sequence[TensorSource], rows: Sequence[Tensor]) -> list[Tensors]:
+    """Models under one's names, each with its rows of the tokens that all know."""
+    axes = vocabulary_axes(known.tensors())
+    return [with_rows(source, axes, row) for source, row in zip(sources, rows, strict=True)]
+
+
+def padded_as(source: TensorSource, like: TensorSource, architecture: Architecture) -> Tensors:
+    """A model's tensors with another one's number of vocabulary rows: cut, or extended by the other's rows."""
+    tensors, others, axes = as_tensors(source), as_tensors(like), vocabulary_axes(architecture.tensors())
+    known = {name: others.shapes[name] for name in axes if name in tensors and name in others}
+
+    def pad(name: str, tensor: Tensor) -> Tensor:
+        unequal = name in known and tensor.shape != known[name]
+        return with_rows_of(tensor, others[name], axes[name]) if unequal else tensor
+
+    return tensors.map(pad, {**tensors.shapes, **known})
+
+
+def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
+    """A tensor with another one's number of vocabulary rows: cut, or extended by the other's rows."""
+    length = min(tensor.shape[axis], like.shape[axis])
+    absent = like.narrow(axis, length, like.shape[axis] - length).to(tensor)
+    return torch.cat([tensor.narrow(axis, 0, length), absent], axis)
+
+
+def row_slices(tensor: Tensor, axis: int, entries: int) -> list[slice]:
+    """Slices along an axis, of so many entries at most where they have several rows."""
+    count = tensor.shape[axis]
+    step = max(1, entries * count // max(1, tensor.numel()))
+    return [slice(start, min(count, start + step)) for start in range(0, count, step)]
+
+
+def vocabulary_slices(info: TensorInfo, stored: Sequence[Tensor]) -> list[slice]:
+    """The slices of a tensor's long vocabulary; none of a short one.
+
+    Args:
+        stored: the tensor in all models that are looked at; nothing is sliced where these differ in shape.
+    """
+    axis, alike = info.vocabulary_axis, len({copy.shape for copy in stored}) == 1
+    slices = [] if axis is None or info.stacked or not alike else row_slices(stored[0], axis, LONG)
+    return slices if len(slices) > 1 else []
+
+
+def stored_tensors(block: Block, source: TensorSource) -> dict[str, Tensor]:
+    """A block's tensors by their names, as they are stored."""
+    names = (name for info in block.tensors for name in (*info.names, *info.tied))
+    return {name: source[name] for name in dict.fromkeys(names) if name in source}
+
+
+def in_slices(
+    block: Block,
+    info: TensorInfo,
+    sources: Sequence[TensorSource],
+    dtype: torch.dtype,
+    make: Callable[[Sequence[Tensors] | None], Tensor],
+) -> Tensor:
+    """Computes a tensor of a block, in slices of a long vocabulary, each rounded at once to save memory.
+
+    Args:
+        sources: that it is computed from; none: in one piece.
+        dtype: of the result.
+        make: gets the sources with a slice of the vocabulary; None: the whole tensor is wanted.
+    """
+    stored = [tensor for source in sources if (tensor := read_tensor(info, source)) is not None]
+    slices = vocabulary_slices(info, stored)
+    if not slices:
+        return make(None).to(dtype).contiguous()
+    axes, parts = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
+    result = torch.empty(stored[0].shape, dtype=dtype, device=stored[0].device)
+    for rows in slices:
+        place = result.narrow(info.vocabulary_axis or 0, rows.start, rows.stop - rows.start)
+        place.copy_(make([with_rows(part, axes, rows) for part in parts]))
+    return result

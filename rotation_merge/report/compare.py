@@ -12,7 +12,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.model.blocks import read_block, read_tensor
+from rotation_merge.model.apply import read_block, read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 

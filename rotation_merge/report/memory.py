@@ -14,8 +14,8 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.match import PARTS
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.visit import BYTES_FOLDED
-from rotation_merge.model.rows import LONG
 from rotation_merge.model.tensors import KEPT
+from rotation_merge.model.vocabulary import LONG
 from rotation_merge.run.maps import linear_map
 from rotation_merge.workers import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 

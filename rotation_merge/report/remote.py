@@ -17,9 +17,8 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.contents import Contents
+from rotation_merge.model.contents import INDEX, WEIGHT_FILES, Contents
 from rotation_merge.model.gguf import refuse_absent
-from rotation_merge.model.headers import INDEX, WEIGHT_FILES
 from rotation_merge.model.hub import reachable
 
 SHARDS = WEIGHT_FILES[0] + INDEX

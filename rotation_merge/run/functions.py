@@ -15,8 +15,8 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, short
+from rotation_merge.model.contents import read_json
 from rotation_merge.model.folder import fetched_weights, stored_tensors
-from rotation_merge.model.headers import read_json
 from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.sentence import read_modules

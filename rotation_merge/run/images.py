@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError, short
-from rotation_merge.model.headers import read_json
+from rotation_merge.model.contents import read_json
 from rotation_merge.run.functions import local_path
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tiff")

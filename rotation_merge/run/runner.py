@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.blocks import read_tensor, unstack
+from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View

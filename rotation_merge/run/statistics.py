@@ -23,7 +23,7 @@ from torch import Tensor
 from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
 from rotation_merge.files import Output, Store, check_output, read_part, replacing
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.model.headers import Header
+from rotation_merge.model.contents import Header
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.run.maps import LinearMap, along_inputs
 

@@ -11,8 +11,8 @@ from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import open_pair
 from rotation_merge.model.card import metadata_in
+from rotation_merge.model.contents import read_json
 from rotation_merge.model.folder import absent_parts
-from rotation_merge.model.headers import read_json
 from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
 from rotation_merge.model.open import open_model, parse_reference

@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.card import class_of, updated_card
-from rotation_merge.model.headers import reason
+from rotation_merge.model.contents import reason
 from rotation_merge.model.open import whole_path
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE

@@ -16,7 +16,7 @@ from rotation_merge.architecture.build import lay_out
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.registry import DATA, FOLDERS, load_file, shipped, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
-from rotation_merge.model.blocks import read_block
+from rotation_merge.model.apply import read_block
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,7 +15,7 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.statistics import moved_fisher, moved_statistics
 from rotation_merge.matching.stream import random_gauge
-from rotation_merge.model.blocks import read_block
+from rotation_merge.model.apply import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map

@@ -38,9 +38,8 @@ from rotation_merge.carrying.lora import of_low_rank
 from rotation_merge.carrying.refit import of_rank, refit_change
 from rotation_merge.carrying.sampled import ChangeCandidate, best_of
 from rotation_merge.matching.match import match_model
-from rotation_merge.model import blocks, rows
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model import apply, vocabulary
+from rotation_merge.model.apply import read_tensor, transform_tensor
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
@@ -76,11 +75,11 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(module, "transform_tensor", watched)
 
-    for module in (blocks, carry):
+    for module in (apply, carry):
         watch(module)
     states, norms, seen = list[dict[str, Tensor]](), list[list[float]](), list[dict[str, int]]()
-    for most in (rows.LONG, 1000):
-        monkeypatch.setattr(rows, "LONG", most)
+    for most in (vocabulary.LONG, 1000):
+        monkeypatch.setattr(vocabulary, "LONG", most)
         norms.append([])
         carried = tuned.applied(record=lambda change, _: norms[-1].append(change)).state_dict()
         merge = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))

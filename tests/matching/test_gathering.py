@@ -16,7 +16,7 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.stream import StreamMeasurement, StreamSums
 from rotation_merge.matching.visit import MEASURE, PASS, Step, Visits
-from rotation_merge.model import rows
+from rotation_merge.model import vocabulary
 
 
 def gathered(visits: Visits, step: Step, number: int) -> StreamSums:
@@ -59,8 +59,8 @@ def test_long_vocabularies_are_looked_at_in_slices(
     options = AlignConfig(residual="rotation")
     found, seen, measured = [], list[int](), StreamMeasurement.of
     monkeypatch.setattr(StreamMeasurement, "of", lambda info, a, *rest: seen.append(len(a)) or measured(info, a, *rest))
-    for most in (rows.LONG, 1000):
-        monkeypatch.setattr(rows, "LONG", most)
+    for most in (vocabulary.LONG, 1000):
+        monkeypatch.setattr(vocabulary, "LONG", most)
         seen.clear()
         found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
     assert len(seen) > 4
@@ -71,7 +71,7 @@ def test_long_vocabularies_are_looked_at_in_slices(
     assert told[0] == pytest.approx(told[1], rel=1e-6)
     outputs = []
     for most in (1 << 25, 1000):
-        monkeypatch.setattr(rows, "LONG", most)
+        monkeypatch.setattr(vocabulary, "LONG", most)
         outputs.append(merged(recipe(anchor, donor, residual="rotation"), tmp_path / f"out-{most}"))
     assert outputs[0].keys() == outputs[1].keys()
     assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())

@@ -22,8 +22,7 @@ from rotation_merge.matching.mean import _relative
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.neurons import match_experts
 from rotation_merge.matching.stream import random_gauge
-from rotation_merge.model.fingerprint import Fingerprint
-from rotation_merge.model.tensors import mean_of
+from rotation_merge.model.tensors import Fingerprint, mean_of
 
 torch.set_num_threads(1)
 

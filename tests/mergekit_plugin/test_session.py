@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import rotation_merge as rm
 from rotation_merge.architecture import build, registry
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.model import headers
+from rotation_merge.model import contents
 
 Pair = tuple[Path, Path]
 
@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(headers.Header, "of")
+    count(contents.Header, "of")
     count(registry, "lay_out")
     count(build, "_module_blocks")
     monkeypatch.setattr(Recipe, "read", classmethod(_counting_read(found, Recipe.read.__func__)))  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def _counting_read(found: Counter[str], real: Any) -> Any:
 
 def run(recipe: dict[str, Any], out: Path) -> None:
     LoaderCache.loaders.clear()
-    headers._header.cache_clear()
+    contents._header.cache_clear()
     registry._laid.clear()
     merge.run_merge(MergeConfiguration.model_validate(recipe), str(out), MergeOptions(quiet=True, copy_tokenizer=False))
 

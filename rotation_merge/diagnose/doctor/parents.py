@@ -19,7 +19,7 @@ from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import NOTHING, WEIGHTS
 from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.mergekit_plugin import METHOD
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.workers import Progress

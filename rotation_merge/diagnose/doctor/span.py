@@ -16,8 +16,7 @@ from rotation_merge.errors import RotationMergeError, named
 from rotation_merge.matching.block import match_block
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.blocks import read_tensor
+from rotation_merge.model.apply import read_tensor, transform_tensor
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.workers import Progress
 

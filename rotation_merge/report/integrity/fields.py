@@ -9,8 +9,7 @@ from typing import Any
 
 from rotation_merge.architecture.fields import differences
 from rotation_merge.errors import named
-from rotation_merge.model.contents import CONFIG, Contents
-from rotation_merge.model.headers import FLOATS, codes
+from rotation_merge.model.contents import CONFIG, FLOATS, Contents, codes
 from rotation_merge.report.integrity.defect import Defect, JsonEntries
 from rotation_merge.report.integrity.keys import LAYERS, settings_of
 
@@ -104,7 +103,7 @@ def _wrong_scaling(scaling: Mapping[str, Any], part: Mapping[str, Any]) -> str |
 
 def _dtype(contents: Contents) -> Iterator[Defect]:
     """Weights of another dtype than the config has transformers load them in, and roles of several dtypes."""
-    kinds = {name: tensor.dtype for name, tensor in contents.tensors.items()}
+    kinds = contents.whole.kinds
     floats = Counter(kind for kind in kinds.values() if kind in FLOATS.values())
     key = next((key for key in DTYPE if isinstance(contents.config.get(key), str)), None)
     if key and floats and contents.config[key] not in floats and not contents.config.get("quantization_config"):
@@ -122,14 +121,13 @@ def _dtype(contents: Contents) -> Iterator[Defect]:
 
 def _codes(contents: Contents) -> Iterator[Defect]:
     """Codes of quantised numbers that the config does not speak of, and the other way round."""
-    kinds = {name: tensor.dtype for name, tensor in contents.tensors.items()}
-    quantised = codes(kinds, {name: tensor.shape for name, tensor in contents.tensors.items()})
+    quantised = codes(contents.whole.kinds, contents.whole.shapes)
     stated = contents.config.get("quantization_config")
     if quantised and not stated:
         name, kind = next(iter(quantised.items()))
         problem = f"{len(quantised)} matrices are {kind} codes, '{name}' first, but there is no quantization_config"
         yield Defect("quantised weights", problem, CONFIG, "put it back, or dequantise the model")
-    elif stated and contents.tensors and not quantised:
+    elif stated and contents.files and not quantised:
         corrections = (JsonEntries(CONFIG, {"quantization_config": None}),)
         problem = "there is a quantization_config, but the weights are not quantised"
         yield Defect("quantised weights", problem, CONFIG, "remove it ('--mend')", corrections=corrections)

@@ -81,7 +81,7 @@ def embedding_rows(contents: Contents) -> int | None:
     if not isinstance(loading, Loading) or loading.embedding is None:
         return None
     name = _stored_name(contents, loading.embedding)
-    return None if name is None else contents.tensors[name].shape[0]
+    return None if name is None else contents.whole.shapes[name][0]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class _Headers:
 
 def loading_of(contents: Contents) -> Loading | Defect | None:
     """The messages of transformers; a defect if it cannot make the model, None if its code is custom."""
-    tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in sorted(contents.tensors.items()))
+    whole = contents.whole
+    tensors = tuple((name, whole.kinds[name], shape) for name, shape in sorted(whole.shapes.items()))
     text = contents.text(CONFIG) if contents.config else None
     return _loading(_Headers(text or "", tensors, contents.folder))
 
@@ -233,12 +234,12 @@ def _input_embedding(model: Any) -> str | None:
 
 def _stored_name(contents: Contents, name: str) -> str | None:
     """The stored name of a model's tensor, allowing for other prefixes."""
-    if name in contents.tensors:
+    if name in contents.files:
         return name
     steps = name.split(".")
     for start in range(1, len(steps) - 1):
         end = ".".join(steps[start:])
-        names = [stored for stored in contents.tensors if stored == end or stored.endswith(f".{end}")]
+        names = [stored for stored in contents.files if stored == end or stored.endswith(f".{end}")]
         if len(names) == 1:
             return names[0]
     return None
@@ -249,18 +250,17 @@ def _prefix(contents: Contents, loading: Loading, missing: set[str], unexpected:
     before, after = _prefixes(unexpected, missing)
     names = {
         name: after + name.removeprefix(before)
-        for name in contents.tensors
+        for name in contents.files
         if (before and name.startswith(before)) or (after and not name.startswith(after))
     } or (_bare(contents, loading) if not before and not after else {})
     if not names:
         return
     unexpected -= {name for name in unexpected if name.startswith(before)}
     missing -= {name for name in missing if name.startswith(after)}
-    files = sorted({contents.tensors[name].file for name in names})
+    files = sorted({contents.files[name] for name in names})
     fits = all(file.endswith(".safetensors") for file in files)
     corrections = tuple(
-        ShardHeader(file, {old: new for old, new in names.items() if contents.tensors[old].file == file})
-        for file in files
+        ShardHeader(file, {old: new for old, new in names.items() if contents.files[old] == file}) for file in files
     )
     old, new = next(iter(names.items()))
     problem = f"{len(names)} tensors have names like '{old}', the model expects '{new}'"
@@ -299,8 +299,8 @@ def _bare(contents: Contents, loading: Loading) -> dict[str, str]:
     """
     if not loading.model_class.endswith(("ForCausalLM", "LMHeadModel")) or not loading.prefix:
         return {}
-    names = {n: f"{loading.prefix}{n}" for n in contents.tensors if f"{loading.prefix}{n}" in loading.names}
-    behind = any(name.startswith(loading.prefix) for name in contents.tensors)
+    names = {n: f"{loading.prefix}{n}" for n in contents.files if f"{loading.prefix}{n}" in loading.names}
+    behind = any(name.startswith(loading.prefix) for name in contents.files)
     return {} if behind or set(names) & loading.names else names
 
 
@@ -330,8 +330,8 @@ def _place(contents: Contents) -> str:
 
 def _sizes(contents: Contents, parents: Sequence[Contents]) -> dict[str, Any]:
     """Entries that decide shapes, as the first parent with tensors of the same shapes has them."""
-    shapes = {name: tensor.shape for name, tensor in contents.tensors.items()}
-    parent = next((p for p in parents if {name: t.shape for name, t in p.tensors.items()} == shapes), None)
+    shapes = contents.whole.shapes
+    parent = next((p for p in parents if p.whole.shapes == shapes), None)
     if parent is None:
         return {}
     return dict(_changes(contents.config, parent.config))
@@ -348,10 +348,10 @@ def _changes(config: Mapping[str, Any], expected: Mapping[str, Any], before: str
 
 def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
     """A head that is stored although the config ties it to the embeddings."""
-    heads = [name for name in loading.tied if name in contents.tensors]
+    heads = [name for name in loading.tied if name in contents.files]
     embedding = None if loading.embedding is None else _stored_name(contents, loading.embedding)
     if heads and embedding is not None and embedding not in heads:
         problem = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
         remedy = "merge again without it; if it is a separate head, set 'tie_word_embeddings': false"
-        file = os.path.basename(contents.tensors[heads[0]].file)
+        file = os.path.basename(contents.files[heads[0]])
         yield Defect("tied head stored", problem, file, remedy, fatal=False)

@@ -11,8 +11,8 @@ from rotation_merge.errors import named, short
 from rotation_merge.model.contents import (
     CONFIG,
     GENERATION,
-    TOKENIZER,
     TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
     Contents,
 )
 from rotation_merge.report.integrity.defect import Defect, JsonEntries
@@ -20,7 +20,7 @@ from rotation_merge.report.integrity.keys import embedding_rows, settings_of
 
 ADDED = "added_tokens.json"
 TEMPLATE_JSON = "chat_template.json"
-VOCABULARIES = (TOKENIZER, "vocab.json", "vocab.txt")
+VOCABULARIES = (TOKENIZER_JSON, "vocab.json", "vocab.txt")
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens")
@@ -48,8 +48,8 @@ class Vocabulary:
     def of(cls, contents: Contents) -> Vocabulary:
         ids: dict[str, int] = {}
         whole = True
-        if TOKENIZER in contents.names:
-            content = contents.mapping(TOKENIZER)
+        if TOKENIZER_JSON in contents.names:
+            content = contents.mapping(TOKENIZER_JSON)
             model = content.get("model") if isinstance(content.get("model"), dict) else {}
             ids |= _entries((model or {}).get("vocab"))
             ids |= _entries([[token, token["id"]] for token in _dicts(content.get("added_tokens")) if "id" in token])
@@ -89,7 +89,7 @@ def _entries(content: Any) -> dict[str, int]:
 def check_tokens(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Look at every id and every name of a token; `parents` are of no use here."""
     vocabulary = Vocabulary.of(contents)
-    for name in (TOKENIZER, "vocab.json", ADDED, TOKENIZER_CONFIG, GENERATION):
+    for name in (TOKENIZER_JSON, "vocab.json", ADDED, TOKENIZER_CONFIG, GENERATION):
         contents.mapping(name)
         if name in contents.damaged:
             yield Defect("damaged file", contents.damaged[name], name, "copy a parent's")
@@ -118,7 +118,7 @@ def _beyond(vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
         token, number = max(above.items(), key=lambda pair: pair[1])
         problem = f"{len(above)} tokens have ids up to {number} ('{token}'), the embeddings have {rows} rows"
         remedy = "merge with a 'tokenizer' that gives them rows, or copy the tokenizer of the base"
-        yield Defect("token beyond the vocabulary", problem, TOKENIZER, remedy)
+        yield Defect("token beyond the vocabulary", problem, TOKENIZER_JSON, remedy)
 
 
 def _stated(content: Any, usual: Mapping[str, list[Any]], before: str = "") -> Iterator[tuple[str, int]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rotation_merge.errors import named
 from rotation_merge.model.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from rotation_merge.model.contents import AGAIN, APART, MEND, SETS, Contents
-from rotation_merge.model.headers import ADAPTER_CONFIG, INDEX, WEIGHT_FILES, header
+from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, INDEX, MEND, SETS, Contents
 from rotation_merge.report.integrity.defect import Defect, JsonEntries, JsonFile, ShardHeader
 
 INDEX_OF_SHARDS = ("damaged index", "index disagrees")
@@ -40,7 +40,7 @@ def index_of(contents: Contents, more: Mapping[str, Iterable[str]] | None = None
     Args:
         more: tensors of shards that no index names yet, by file.
     """
-    files: dict[str, Iterable[str]] = {**contents.by_file, **(more or {})}
+    files = {**{name: head.shapes for name, head in contents.by_file.items()}, **(more or {})}
     sizes = sum(_bytes(contents, name) for name in files)
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     return {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -58,7 +58,7 @@ def _without_index(contents: Contents) -> Iterator[Defect]:
         problem = f"{contents.single} and {named(contents.shards)} both exist"
         yield Defect(SETS, problem, contents.single, APART)
     elif contents.shards and contents.whole_files:
-        name = f"{WEIGHT_FILES[0] if contents.shards[0].endswith('.safetensors') else WEIGHT_FILES[1]}{INDEX}"
+        name = re.sub(r"-\d+-of-\d+", "", contents.shards[0]) + INDEX
         problem = f"{len(contents.shards)} shards, but no index names them"
         yield Defect("no index", problem, name, MEND, corrections=(JsonFile(name, index_of(contents)),))
 
@@ -66,9 +66,8 @@ def _without_index(contents: Contents) -> Iterator[Defect]:
 def _index(contents: Contents, index: str) -> Iterator[Defect]:
     """Tensors and files that the index lacks, and its total size."""
     stray = [name for name in contents.shards if name not in contents.weight_map.values()]
-    unnamed = {
-        name: header for name in stray if (header := contents.header(name)) and not header.keys() & contents.tensors
-    }
+    headers = {name: head.shapes for name in stray if (head := contents.header(name)) is not None}
+    unnamed = {name: shapes for name, shapes in headers.items() if not shapes.keys() & contents.files.keys()}
     if unnamed and contents.whole_files:
         corrections = (JsonFile(index, index_of(contents, unnamed)),)
         problem = f"lacks {named(unnamed)}, whose tensors are in no other file"
@@ -78,13 +77,13 @@ def _index(contents: Contents, index: str) -> Iterator[Defect]:
         yield Defect("stray shard", problem, stray[0], "remove the files of another model", fatal=False)
     if not contents.whole_files:
         return
-    if lacking := [name for name in contents.tensors if name not in contents.weight_map]:
+    if lacking := [name for name in contents.files if name not in contents.weight_map]:
         problem = f"lacks {len(lacking)} tensors of its shards, '{lacking[0]}' first"
         yield Defect("index disagrees", problem, index, MEND, corrections=(JsonFile(index, index_of(contents)),))
     metadata = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(_bytes(contents, name) for name in contents.by_file)
-    if index.startswith(WEIGHT_FILES[0]) and stated is not None and stated != size:
+    if ".safetensors" in index and stated is not None and stated != size:
         problem = f"total_size is {stated}, its shards hold {size} bytes"
         corrected = JsonEntries(index, {"metadata.total_size": size})
         yield Defect("wrong total size", problem, index, MEND, fatal=False, corrections=(corrected,))
@@ -94,8 +93,8 @@ def _format(contents: Contents) -> Iterator[Defect]:
     """Releases of transformers before 5 refuse a file whose header does not say 'pt'."""
     unmarked = [
         name
-        for name in contents.by_file
-        if name.endswith(".safetensors") and header(contents.path(name)).metadata.get("format") is None
+        for name, head in contents.by_file.items()
+        if name.endswith(".safetensors") and head.metadata.get("format") is None
     ]
     if unmarked:
         problem = "its header lacks 'format', which transformers 4 refuses"
