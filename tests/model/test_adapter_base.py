@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, write_recipe
-from safetensors.torch import save_file
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, write_adapter, write_recipe
 
 import rotation_merge as rm
-from rotation_merge import RotationMergeError
 
 REFUSED = "is an adapter of"
+MODULE = "base_model.model.model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
@@ -26,106 +25,98 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("own", "other")):
         make("llama", folder / name, seed)
     shutil.copytree(folder / "own", folder / "renamed")
-    module = "base_model.model.model.layers.1.mlp.up_proj"
-    (folder / "lora").mkdir()
-    factors = {f"{module}.lora_A.weight": torch.randn(2, 32), f"{module}.lora_B.weight": torch.randn(48, 2)}
-    save_file(factors, folder / "lora" / "adapter_model.safetensors")
-    say(folder / "lora", str(folder / "own"))
+    factors = {f"{MODULE}.lora_A.weight": torch.randn(2, 32), f"{MODULE}.lora_B.weight": torch.randn(48, 2)}
+    write_adapter(config_of(str(folder / "own")), factors, folder / "lora")
     return folder
 
 
-def say(adapter: Path, base: str | None) -> None:
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": base}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+def config_of(base: str | None) -> dict[str, Any]:
+    return {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": base}
 
 
-def recipes(models: Path, name: str) -> dict[str, dict[str, Any]]:
+def adapter_of(models: Path, base: str | None, folder: Path) -> Path:
+    """A copy of the adapter that names another base."""
+    shutil.copytree(models / "lora", folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config_of(base)))
+    return folder
+
+
+def recipes(models: Path, name: str, adapter: Path | None = None) -> dict[str, dict[str, Any]]:
     """Every place in which a recipe may name a model."""
-    adapted, own = Path(f"{models / name}+{models / 'lora'}"), models / "own"
+    adapted, own = Path(f"{models / name}+{adapter or models / 'lora'}"), models / "own"
     weighed = {"layer_range": [0, 2], "parameters": {"weight": 0.5}}
     slices = [{"sources": [{"model": str(model), **weighed} for model in (own, adapted)]}]
-    tuned = recipe_for("task_arithmetic", own, models / "other")
+    tuned, recipe = recipe_for("task_arithmetic", own, models / "other"), recipe_for("linear", own, adapted)
     tuned["models"][-1]["parameters"]["finetuned_from"] = str(adapted)
-    mean = recipe_for("linear", own, adapted)
-    mean["parameters"]["anchor"] = "mean"
     return {
-        "models": recipe_for("linear", own, adapted),
+        "models": recipe,
         "base_model": recipe_for("linear", adapted, own),
-        "mean": mean,
-        "slices": {**{k: v for k, v in recipe_for("linear", own, adapted).items() if k != "models"}, "slices": slices},
+        "mean": {**recipe, "parameters": {**recipe["parameters"], "anchor": "mean"}},
+        "slices": {**{key: value for key, value in recipe.items() if key != "models"}, "slices": slices},
         "finetuned_from": tuned,
     }
 
 
-@pytest.mark.parametrize("way", ["models", "base_model", "mean", "slices", "finetuned_from"])
-def test_every_place_of_a_recipe(models: Path, way: str, tmp_path: Path) -> None:
-    file = write_recipe(recipes(models, "other")[way], tmp_path / "recipe.yml")
-    done = run("check", file)
-    assert done.exit_code == 1, done.output
-    assert REFUSED in done.output
-    done = mergekit_yaml(recipes(models, "other")[way], tmp_path / "out")
-    assert done.exit_code
-    assert REFUSED in done.output
+@pytest.mark.parametrize("place", ["models", "base_model", "mean", "slices", "finetuned_from"])
+def test_every_place_of_a_recipe(models: Path, place: str, tmp_path: Path) -> None:
+    recipe = recipes(models, "other")[place]
+    for code, done in ((2, mergekit_yaml(recipe, tmp_path / "out")), (1, run("check", tmp_path / "out.yml"))):
+        assert done.exit_code == code, done.output
+        assert REFUSED in done.output
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_forced(models: Path, tmp_path: Path) -> None:
     """By weights matched now, by an alignment file, and by a carry."""
-    recipe = recipes(models, "other")["models"]
+    recipe, file = recipes(models, "other")["models"], tmp_path / "maps.safetensors"
     assert merged(recipe, tmp_path / "out", "--allow-crimes")
-    file, work = tmp_path / "maps.safetensors", models / "lora"
-    say(work, None)
-    done = run("align", models / "own", f"{models / 'other'}+{work}", tmp_path / "aligned", "--alignment", file)
-    say(work, str(models / "own"))
+    nameless = adapter_of(models, None, tmp_path / "lora")
+    done = run("align", models / "own", f"{models / 'other'}+{nameless}", tmp_path / "aligned", "--alignment", file)
     assert done.exit_code == 0, done.output
     moved = {**recipe, "parameters": {"delegate": "linear"}}
     moved["models"][-1]["parameters"]["alignment"] = str(file)
     assert merged(moved, tmp_path / "moved", "--allow-crimes")
-    asked = ["carry", work, tmp_path / "carried", "--from", models / "other", "--to", models / "own"]
-    assert REFUSED in one_error(run(*asked).output)
-    done = run(*asked, "--force")
+    carry = ["carry", models / "lora", tmp_path / "carried", "--from", models / "other", "--to", models / "own"]
+    assert REFUSED in one_error(run(*carry).output)
+    done = run(*carry, "--force")
     assert done.exit_code == 0, done.output
 
 
-def test_copies_of_its_base_are_its_base(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("base", "stated", "note"),
+    [("renamed", "{own}", ""), ("own", "someone/own", ""), ("other", None, "does not say which base")],
+)
+def test_copies_of_its_base_are_its_base(
+    base: str, stated: str | None, note: str, models: Path, tmp_path: Path
+) -> None:
     """By another path, by another name, and by its name alone where its weights are not here."""
-    assert run("check", write_recipe(recipes(models, "renamed")["models"], tmp_path / "recipe.yml")).exit_code == 0
-    try:
-        say(models / "lora", "someone/own")
-        assert run("check", write_recipe(recipes(models, "own")["models"], tmp_path / "recipe.yml")).exit_code == 0
-        say(models / "lora", None)
-        done = run("check", write_recipe(recipes(models, "other")["models"], tmp_path / "recipe.yml"))
-        assert done.exit_code == 0, done.output
-        assert "does not say which base" in " ".join(done.output.split())
-    finally:
-        say(models / "lora", str(models / "own"))
+    adapter = adapter_of(models, stated and stated.format(own=models / "own"), tmp_path / "lora")
+    done = run("check", write_recipe(recipes(models, base, adapter)["models"], tmp_path / "recipe.yml"))
+    assert done.exit_code == 0, done.output
+    assert note in " ".join(done.output.split())
 
 
-def test_commands_and_python(models: Path, tmp_path: Path) -> None:
-    anchor, adapted = models / "own", f"{models / 'other'}+{models / 'lora'}"
-    done = run("align", anchor, adapted, tmp_path / "out")
-    assert done.exit_code == 2
-    assert REFUSED in one_error(done.output)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(RotationMergeError, match=REFUSED):
-        rm.align(str(anchor), adapted)
+COMMANDS = {
+    "align": ["align", "{own}", "{adapted}", "{out}"],
+    "evaluate": ["evaluate", "{adapted}", "--data", "{data}"],
+    "verify": ["verify", "{own}", "{adapted}"],
+    "measure": ["measure", "{adapted}", "--data", "{data}", "--out", "{out}"],
+    "polish": ["polish", "{own}", "{out}", "--teachers", "{own}", "--teachers", "{adapted}"],
+    "barrier": ["barrier", "{own}", "{adapted}", "--data", "{data}"],
+}
 
 
-@pytest.mark.parametrize("command", ["evaluate", "verify", "measure", "polish", "barrier"])
-def test_commands_that_run_models(models: Path, command: str, tmp_path: Path) -> None:
-    """What an adapter gives on another base is no figure of a model; nothing is written."""
-    adapted, out = f"{models / 'other'}+{models / 'lora'}", tmp_path / "out"
-    samples = tmp_path / "samples.txt"
-    samples.write_text("some words to read\n" * 8)
-    asked: dict[str, list[Any]] = {
-        "evaluate": ["evaluate", adapted, "--data", samples],
-        "verify": ["verify", models / "own", adapted],
-        "measure": ["measure", adapted, "--data", samples, "--out", out],
-        "polish": ["polish", models / "own", out, "--teachers", models / "own", "--teachers", adapted],
-        "barrier": ["barrier", models / "own", adapted, "--data", samples],
-    }
-    done = run(*asked[command])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_and_python(models: Path, command: str, tmp_path: Path) -> None:
+    """The outputs of an adapter on another base are no figure of a model; nothing is written."""
+    adapted, out, data = f"{models / 'other'}+{models / 'lora'}", tmp_path / "out", tmp_path / "samples.txt"
+    data.write_text("some words to read\n" * 8)
+    names = {"own": models / "own", "adapted": adapted, "out": out, "data": data}
+    done = run(*(word.format(**names) for word in COMMANDS[command]))
     assert done.exit_code, done.output
     assert REFUSED in one_error(done.output)
     assert not out.exists()
+    if command == "align":
+        with pytest.raises(rm.RotationMergeError, match=REFUSED):
+            rm.align(str(models / "own"), adapted)

@@ -71,38 +71,39 @@ def test_a_dtype_that_cannot_hold_the_values(models: tuple[Path, Path], tmp_path
     assert not (tmp_path / "out").exists()
 
 
+UP, EMBEDDING, NORM = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"
+LOCAL: dict[str, Any] = {}
+RESIDUAL, MEAN = {"residual": "permutation"}, {"anchor": "mean", "heads": "none"}
+SPOILT = [
+    *(("anchor", UP, LOCAL), ("anchor", NORM, RESIDUAL), ("anchor", EMBEDDING, MEAN)),
+    *(("donor", EMBEDDING, LOCAL), ("donor", UP, RESIDUAL), ("donor", NORM, MEAN)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["anchor", "donor"])
-@pytest.mark.parametrize(
-    "tensor", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
-)
-@pytest.mark.parametrize("way", ["local", "residual", "mean"])
-def test_whose_nan_it_is(which: str, tensor: str, way: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "tensor", "options"), SPOILT)
+def test_whose_nan_it_is(
+    model: str, tensor: str, options: dict[str, Any], models: tuple[Path, Path], tmp_path: Path
+) -> None:
     pair = dict(zip(("anchor", "donor"), models, strict=True))
-    pair[which] = spoilt(pair[which], tmp_path / "spoilt", tensor, float("nan"))
-    third = [make("llama", tmp_path / "third", seed=2)] if way == "mean" else []
+    pair[model] = spoilt(pair[model], tmp_path / "spoilt", tensor, float("nan"))
+    third = [make("llama", tmp_path / "third", seed=2)] if options is MEAN else []
     recipe = recipe_for("linear", *pair.values(), *third)
-    recipe["parameters"] |= {
-        "local": {},
-        "residual": {"residual": "permutation"},
-        "mean": {"anchor": "mean", "heads": "none"},
-    }[way]
+    recipe["parameters"] |= options
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 2
     line = one_error(done.output)
     assert str(tmp_path / "spoilt") in line
     assert tensor in line
-    for other in (*models, *third):
-        assert str(other) not in line
+    assert not any(str(sound) in line for sound in (*models, *third))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residual", ["none", "permutation"])
-def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_path: Path) -> None:
+def test_distances_to_the_mean_are_those_of_the_transforms(tmp_path: Path) -> None:
     """The report's distances are those between the tensors that were merged; the card says what the anchor was."""
     paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
-    recipe = recipe_for("linear", *paths, heads="permutation", residual=residual, scaling=False)
+    recipe = recipe_for("linear", *paths, heads="permutation", residual="permutation", scaling=False)
     recipe["parameters"] |= {"anchor": "mean", "save_alignment": True}
     merged(recipe, tmp_path / "out")
     assert "running mean" in card(tmp_path / "out")
@@ -110,14 +111,10 @@ def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_pa
     for path, name in zip(paths[1:], ("alignment", "alignment-2"), strict=True):
         moved = rm.Alignment.load(tmp_path / "out" / f"{name}.safetensors").apply(str(path))
         rows = [row for row in report(tmp_path / "out")["rows"] if row["donor"] == str(path)]
-        assert [row["kind"] for row in rows] == ["attention", "ffn"] * 2 + ["stream"] * (residual != "none")
+        assert [row["kind"] for row in rows] == [*["attention", "ffn"] * 2, "stream"]
         for row in rows:
-            within = {
-                "attention": f"layers.{row['layer']}.self_attn",
-                "ffn": f"layers.{row['layer']}.mlp",
-                "stream": "",
-            }
-            names = [name for name in base if within[row["kind"]] in name]
+            place = {"attention": "layers.{}.self_attn", "ffn": "layers.{}.mlp", "stream": ""}[row["kind"]]
+            names = [name for name in base if place.format(row["layer"]) in name]
             apart = sum(float((moved[name] - base[name]).double().square().sum()) for name in names)
             assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
 
@@ -127,16 +124,12 @@ NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False
 
 @pytest.mark.slow
 def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
-    for name, options in {"off": NOTHING, "excluded": {"exclude": "model,lm_head"}}.items():
-        merged(recipe_for("linear", *models, **options), tmp_path / name)
-        text = card(tmp_path / name)
-        if name == "off":
-            assert "No model was moved" in text
-            assert "function" not in text.partition("### Configuration")[0].partition("### Alignment")[2]
-    alone = recipe_for("linear", models[0])
-    merged(alone, tmp_path / "alone")
-    assert "No model was moved" in card(tmp_path / "alone")
+    merged(recipe_for("linear", *models, exclude="model,lm_head"), tmp_path / "excluded")
+    merged(recipe_for("linear", *models, **NOTHING), tmp_path / "off")
+    merged(recipe_for("linear", models[0]), tmp_path / "alone")
     merged(recipe_for("linear", *models), tmp_path / "moved")
+    assert "function" not in card(tmp_path / "off").partition("### Configuration")[0].partition("### Alignment")[2]
+    assert all("No model was moved" in card(tmp_path / name) for name in ("off", "alone"))
     assert "keep their outputs" in card(tmp_path / "moved")
 
 
@@ -184,8 +177,10 @@ PLAIN_WORDS = ("practically the plain one", "this is the plain merge", "mergekit
 """What holds where models were averaged by position only."""
 
 
-@pytest.mark.parametrize("delegate", ["linear", "ties", "regmean", "fisher", "refit"])
-@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize(
+    ("delegate", "moved"),
+    [("linear", True), ("linear", False), ("ties", True), ("regmean", False), ("fisher", True), ("refit", False)],
+)
 def test_only_averages_of_positions_are_called_plain(
     delegate: str, moved: bool, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -212,11 +207,6 @@ def test_only_averages_of_positions_are_called_plain(
     assert report(tmp_path / "out")["own_method"] == (delegate in OWN)
 
 
-def slices(anchor: str, donor: str) -> dict[str, Any]:
-    sources = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 0.5}} for name in (anchor, donor)]
-    return {"slices": [{"sources": sources}]}
-
-
 @pytest.mark.parametrize("form", ["models", "slices", "relative", "same name"])
 def test_a_card_names_no_path_of_this_machine(
     form: str, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,12 +220,11 @@ def test_a_card_names_no_path_of_this_machine(
         target.symlink_to(source)
     monkeypatch.chdir(tmp_path)
     names = [str(path.relative_to(tmp_path) if form == "relative" else path) for path in pair]
-    recipe: dict[str, Any] = recipe_for("linear", *pair)
-    for entry, name in zip(recipe["models"], names, strict=True):
-        entry["model"] = name
-    recipe = {**recipe, "base_model": names[0], **(slices(*names) if form == "slices" else {})}
-    if form == "slices":
-        del recipe["models"]
+    recipe: dict[str, Any] = {**recipe_for("linear", *pair), "base_model": names[0]}
+    models_named = [{"model": name, "parameters": {"weight": 0.5}} for name in names]
+    sources = [{**entry, "layer_range": [0, 2]} for entry in models_named]
+    del recipe["models"]
+    recipe |= {"slices": [{"sources": sources}]} if form == "slices" else {"models": models_named}
     merged(recipe, tmp_path / "out")
     text = card(tmp_path / "out")
     assert "private" not in text
