@@ -23,7 +23,7 @@ from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.model.writing import HEADS, small_files, write_files
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
-from rotation_merge.run.functions import copy_parameters, load, module_of, stored_dtype, take_rows
+from rotation_merge.run.functions import copy_parameters, in_memory, module_of, stored_dtype
 from rotation_merge.workers import Progress
 
 TOGETHER = 16
@@ -175,9 +175,7 @@ def _in_memory(view: View, like: View | None = None) -> Any:
     """
     ordered = view if like is None else with_classes_of(view, like)
     if view.is_stored and view.files is not None and not view.untie:
-        module = load(str(view.files.reference))
-        take_rows(module, ordered.rows)
-        return module
+        return in_memory(ordered)
     module = module_of(ordered).float()
     copy_parameters(module)
     return module

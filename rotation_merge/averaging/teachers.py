@@ -17,8 +17,7 @@ from rotation_merge.run.data import (
     split_batches,
     unpadded,
 )
-from rotation_merge.run.empty_models import empty_model
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.functions import Batch, empty_model
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC, writes_text
 
 TOKENS = 2048

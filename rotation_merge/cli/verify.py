@@ -9,10 +9,9 @@ from rotation_merge.cli.options import data_option
 from rotation_merge.cli.paths import MODEL
 from rotation_merge.cli.show import Answer, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.run.functions import stored_dtype
+from rotation_merge.run.functions import kind_at
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.model_outputs import ModelOutputs
-from rotation_merge.run.proof import ROUNDINGS, largest_difference, least_precise_dtype, rounding_effect
+from rotation_merge.run.proof import ROUNDINGS, ModelOutputs, difference
 
 
 @click.command(epilog="Example: rotation-merge verify org/donor ./aligned --float64")
@@ -47,9 +46,9 @@ def command(
     """
     compute = torch.float64 if double else torch.float32
     a, b = ModelOutputs(model_a, compute), ModelOutputs(model_b, compute, like=model_a)
-    if a.kind is not b.kind:
+    if (kind := kind_at(model_b)) is not kind_at(model_a):
         raise CheckpointError(
-            f"is a {b.kind.__name__}, {model_a} a {a.kind.__name__}",
+            f"is a {kind.__name__}, {model_a} a {kind_at(model_a).__name__}",
             where=model_b,
             remedy="only models of one class and size can be compared",
         )
@@ -63,20 +62,17 @@ def command(
             problem = "is too large to be held in memory, so it cannot write text"
             raise CheckpointError(problem, where=model_a, remedy="give --data a file")
         inputs += read_samples(model_a, data, limit=32, module=a.model).batches
-    expected, actual = a.on(inputs), b.on(inputs)
-    worst = largest_difference(expected, actual, (model_a, model_b), probabilities)
-    coarsest = least_precise_dtype(stored_dtype(model_a), stored_dtype(model_b))
-    rounding = rounding_effect(a, inputs, expected, coarsest, seed, probabilities) if tolerance is None else 0.0
-    allowed = ROUNDINGS * rounding if tolerance is None else tolerance
-    same = worst["relative"] <= allowed
+    worst = difference(a, a.on(inputs), b, inputs, probabilities=probabilities, tolerance=tolerance, seed=seed)
+    same = worst.passes
 
     def show() -> None:
-        size = f"{worst['absolute']:.3g}, {worst['relative']:.3g} of the outputs' size"
-        named = str(coarsest).removeprefix("torch.")
+        size = f"{worst.absolute:.3g}, {worst.relative:.3g} of the outputs' size"
+        named = str(worst.dtype).removeprefix("torch.")
         why = f" ({ROUNDINGS:g} times the effect of rounding to {named})" if tolerance is None else ""
         say("the two models compute the same" if same else "the two models differ", "green" if same else "red")
-        say(f"largest difference over {len(inputs)} batches: {size}, in {worst['output']}")
-        say(f"allowed: {allowed:.3g} of the outputs' size{why}")
+        say(f"largest difference over {len(inputs)} batches: {size}, in {worst.output}")
+        say(f"allowed: {worst.allowed:.3g} of the outputs' size{why}")
 
-    facts = {"same": same, "tolerance": allowed, "batches": len(inputs), **worst}
+    facts = {"same": same, "tolerance": worst.allowed, "batches": len(inputs)}
+    facts |= {name: getattr(worst, name) for name in ("absolute", "relative", "output")}
     return Answer(facts, show, 0 if same else 1)

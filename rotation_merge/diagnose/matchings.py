@@ -15,11 +15,13 @@ from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING
 from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.mergekit_plugin.run_recipe import moved_states
 from rotation_merge.model.heads import head_names
+from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import as_tensors
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.run.curves import Barrier, Curve
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import path
-from rotation_merge.run.functions import architecture_of, load
+from rotation_merge.run.functions import architecture_of, in_memory, load
 from rotation_merge.run.generated_samples import SELF, writes_text
 from rotation_merge.run.ledger import NOWHERE, Ledger
 
@@ -171,9 +173,9 @@ def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, 
     match_values = None
     if matching.match_on != WEIGHTS:
         match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
-    changed = {"tie_word_embeddings": False} if donor.untie else None
     states = moved_states(carried_recipe(recipe, donor, matching.options, match_values))
-    anchor, tuned = (load(donor.anchor, state=state, changed=changed) for state in states)
+    view = open_model(donor.anchor, untie=donor.untie)
+    anchor, tuned = (in_memory(replace(view, tensors=as_tensors(state))) for state in states)
     return anchor, tuned
 
 

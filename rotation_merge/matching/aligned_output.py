@@ -22,7 +22,7 @@ from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.model.writing import SHARD_SIZE
 from rotation_merge.record import MergeReport, versions
-from rotation_merge.run.functions import load
+from rotation_merge.run.functions import in_memory
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
 
@@ -107,10 +107,8 @@ def write_aligned(
 
 def loaded(donor: View, view: View) -> Any:
     """Load a stored model in other coordinates into memory, in float32, as it would be written."""
-    tensors = view.state_dict()
-    state = {name: x.to("cpu", stored_dtype(x, donor.stored_dtypes.get(name))) for name, x in tensors.items()}
-    changed = {entry: value for entry, value in view.config.items() if value != donor.config.get(entry)}
-    return load(str(donor.reference), state=state, changed={**donor.changed, **changed})
+    tensors = view.tensors.map(lambda name, x: x.to(stored_dtype(x, donor.stored_dtypes.get(name))))
+    return in_memory(replace(view, tensors=tensors, at=None))
 
 
 def card(pair: Pair, report: MergeReport, name: str) -> str:

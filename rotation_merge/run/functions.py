@@ -1,7 +1,8 @@
-"""Models as functions: loading, inputs, outputs. Only transformers' own classes."""
+"""Models as functions: in memory, without weights, their inputs and outputs. Only transformers' own classes."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,11 @@ from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.contents import read_json
-from rotation_merge.model.folder import fetched_weights, stored_tensors
-from rotation_merge.model.labels import LabelRows, in_order, label_rows, labels
+from rotation_merge.model.folder import fetched_weights
+from rotation_merge.model.forms import restructured
+from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, parse_reference
-from rotation_merge.model.sentence import read_modules
-from rotation_merge.model.view import View, as_stored, described
+from rotation_merge.model.view import View, as_stored
 from rotation_merge.run.sentence import is_sentence_model, with_modules
 
 Batch = dict[str, Tensor]
@@ -63,55 +64,66 @@ def copy_parameters(model: Any) -> None:
         parameter.data = parameter.data.clone()
 
 
-def load(
-    path: str,
-    dtype: torch.dtype = torch.float32,
-    like: str | None = None,
-    state: dict[str, Tensor] | None = None,
-    changed: Mapping[str, Any] | None = None,
-) -> Any:
-    """The model at a path, in evaluation mode; every weight must be there.
+def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Any:
+    """The model at a path in memory, in evaluation mode; every weight must be there.
 
     Args:
         like: a model in whose order its classes are to stand, where they have the same names.
-        state: its weights, where they are not those of its files; the model's from here on.
-        changed: entries of its config that are not those of its files.
 
     Raises:
         CheckpointError: no class of transformers fits, weights are missing or of the wrong shape, or an adapter was
             trained on another base.
     """
-    import transformers
-
     directory = local_path(path)
-    kind = kind_at(path)
-    if parse_reference(path).lora is not None or not stores_codes(read_config(directory)):
-        view = open_model(path, unsupported="merge")  # whose gate says what is wrong with the files
-        if state is None and view.adapter is not None:
-            state = {name: tensor.clone() for name, tensor in view.items()}  # what the files stay mapped to is not
-    options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
+    config = read_config(directory)
+    unseen = stores_codes(config) or not config.get("architectures")  # transformers alone knows what it is
+    if unseen and parse_reference(path).lora is None:
+        return _evaluated(_from_pretrained(kind_at(path), path, directory, dtype, local_files_only=True))
+    view = open_model(path, unsupported="merge")
+    if like is not None:
+        view = with_classes_of(view, replace(view, name=like, config=read_config(local_path(like))))
+    return in_memory(view, dtype)
+
+
+def in_memory(view: View, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in memory, in evaluation mode, whose parameters are its own; as `load` gives it.
+
+    Raises:
+        CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
+    """
+    stored = as_stored(view)
+    state = {
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in stored.blocks()
+    }
+    named = {"config": stored.transformers_config, "state_dict": state}
+    model = _from_pretrained(stored.model_class, view.name, None, dtype, **named)
+    if modules := view.config.get(KEY):
+        with_modules(model, modules, state, view.name)
+    return _evaluated(model)
+
+
+def _from_pretrained(kind: Any, label: str, directory: str | None, dtype: torch.dtype, **named: Any) -> Any:
+    """A model of a class of transformers, all of whose weights are there."""
     try:
-        if state is None:
-            model, info = kind.from_pretrained(directory, local_files_only=True, **options)
-        else:
-            settings = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-            if changed:
-                settings = type(settings).from_dict({**settings.to_dict(), **changed})
-            model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
+        model, info = kind.from_pretrained(
+            directory, dtype=dtype, attn_implementation="eager", output_loading_info=True, **named
+        )
     except Exception as error:
-        raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
+        raise CheckpointError(f"cannot be loaded ({short(error)})", where=label, remedy="download it again") from error
     for failure in ("missing_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(failure) or [])):
             raise CheckpointError(
                 f"{failure.replace('_keys', '')} weights, the first is {wrong[0]}",
-                where=path,
+                where=label,
                 remedy="the checkpoint is incomplete, or its config.json belongs to another model",
             )
+    return model
+
+
+def _evaluated(model: Any) -> Any:
+    """A model in evaluation mode, which computes in any precision and gives its default outputs."""
     model.config._experts_implementation = "eager"  # grouped products know no double precision
-    if modules := read_modules(directory):
-        with_modules(model, modules, stored_tensors(directory, modules)[0] if state is None else state, path)
-    if like is not None:
-        _relabel(model, read_config(local_path(like)), like)
     disable_extra_outputs(model.config)
     return model.eval()
 
@@ -123,34 +135,53 @@ def module_of(opened: View) -> Any:
     return with_modules(module, modules, view, opened.name) if modules and not is_sentence_model(module) else module
 
 
+def empty_model(config: Any, untie: bool = False) -> Any:
+    """A model of transformers' own class without weights, its buffers as they should be; in evaluation mode.
+
+    No weight is drawn: where tensors hold nothing that takes longer than all the rest.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    config_copy = copy.deepcopy(config)
+    disable_extra_outputs(config_copy)
+    for part in (config_copy, config_copy.get_text_config()):
+        part.use_cache = False
+        part._attn_implementation = part._experts_implementation = "eager"
+        if untie:
+            part.tie_word_embeddings = False
+    kind = model_class(config_copy.architectures)
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = kind(config_copy)
+        if modules := getattr(config_copy, KEY, None):
+            model = with_modules(model, modules)
+    model.tie_weights()
+    return model.eval()
+
+
+def streamed_model(view: View, device: str) -> Any:
+    """transformers' model in evaluation mode and float32, whose modules read their weights on each run.
+
+    Raises:
+        CheckpointError: weights are missing, or the files have them in another form.
+    """
+    from accelerate import cpu_offload
+
+    model = empty_model(view.transformers_config, view.untie)
+    tensors = restructured(view.tensors, view.architecture, architecture_of(model, view.untie))
+    if missing := sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - tensors.keys()):
+        problem = f"has no weight {missing[0]} in the form of {type(model).__name__}"
+        raise CheckpointError(problem, where=view.name, remedy="download it again, or run it as a whole")
+    model.hf_device_map = {"": device}
+    return cpu_offload(model, device, state_dict=tensors)
+
+
 def disable_extra_outputs(config: Any) -> None:
     """Turn off a config's additional model outputs."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in BESIDE:
             if getattr(part, key, False):
                 setattr(part, key, False)
-
-
-def _relabel(model: nn.Module, config: dict[str, Any], name: str) -> None:
-    """Put a loaded model's classes into the order of another config, if both name the same ones."""
-    own_config = cast(Any, model).config.to_dict()
-    ours, own_labels = labels(config), labels(own_config)
-    if ours != own_labels and sorted(ours) == sorted(own_labels):
-        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        own = described(type(model).__name__, own_config, architecture_of(model), shapes)
-        take_rows(model, label_rows(replace(own, name=name, config=config), own))
-
-
-@torch.no_grad()
-def take_rows(model: nn.Module, rows: LabelRows) -> None:
-    """Put a loaded model's classes into another order, in place, its config with them (see `model/labels.py`)."""
-    for name, (dim, order) in rows.items():
-        parameter = model.get_parameter(name)
-        parameter.copy_(in_order(parameter, (dim, order)))
-    if rows:
-        config, (_, order) = cast(Any, model).config, next(iter(rows.values()))
-        names = [config.id2label[i] for i in order]
-        config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
 
 
 def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:

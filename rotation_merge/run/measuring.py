@@ -26,8 +26,7 @@ from rotation_merge.model.tensors import Tensors, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
-from rotation_merge.run.empty_models import empty_model, streamed_model
-from rotation_merge.run.functions import Batch, architecture_of, load
+from rotation_merge.run.functions import Batch, architecture_of, empty_model, load, streamed_model
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.measure import FISHER, MeasureConfig, fisher_diagonals, grams, together

@@ -1,22 +1,192 @@
-"""Checks that two models compute the same on random inputs, up to the effect of rounding weights."""
+"""Checks that two models compute the same on given inputs, up to the effect of rounding weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.run.functions import Batch, stored_dtype
+from rotation_merge.model.labels import with_classes_of
+from rotation_merge.model.open import open_model, weights_of
+from rotation_merge.run.functions import (
+    Batch,
+    empty_model,
+    floating_outputs,
+    load,
+    outputs,
+    stored_dtype,
+)
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.model_outputs import ModelOutputs
+from rotation_merge.run.runner import Runner
+
+LARGEST = 500_000_000
+"""Weights of the largest model that is held whole; larger ones run layer by layer."""
 
 ROUNDINGS = 16.0
 """Allowed difference of two models, as a multiple of the effect of rounding the first one's weights."""
 
 BATCHES = 2
 """Random batches of a proof."""
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """The model at a path as a function.
+
+    Attributes:
+        dtype: of the computation.
+        like: a model in whose order its classes are to stand, where they have the same names.
+    """
+
+    path: str
+    dtype: torch.dtype = torch.float32
+    like: str | None = None
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether it reads its weights one layer at a time."""
+        return weights_of(self.path) > LARGEST
+
+    @cached_property
+    def model(self) -> Any:
+        """The model, without weights if it is large; its signature lists its inputs."""
+        if self.is_large:
+            return empty_model(open_model(self.path).transformers_config)
+        return load(self.path, self.dtype, self.like)
+
+    def on(self, inputs: Sequence[Batch], unit: float = 0.0, seed: int = 0) -> list[Batch]:
+        """Outputs of the model for each batch.
+
+        Args:
+            unit: each weight is off by up to half of this share, drawn with the seed; a model in memory stays so.
+
+        Raises:
+            CheckpointError: it cannot be run one layer at a time.
+        """
+        draw = torch.Generator().manual_seed(seed)
+        if self.is_large:
+            return self._by_layer(inputs, unit, draw)
+        with torch.no_grad():
+            for parameter in self.model.parameters() if unit else ():
+                parameter.copy_(_noisy(parameter, unit, draw))
+        return [outputs(self.model, {name: self._cast(x) for name, x in batch.items()}) for batch in inputs]
+
+    def _by_layer(self, inputs: Sequence[Batch], unit: float, draw: torch.Generator) -> list[Batch]:
+        view = open_model(self.path)
+        if self.like is not None:
+            view = with_classes_of(view, open_model(self.like))
+        if unit:
+            noisy = view.tensors.map(lambda _, tensor: _noisy(self._cast(tensor), unit, draw))
+            view = replace(view, tensors=noisy)
+        run = Runner(view, inputs, dtype=self.dtype)
+        run.run_through()
+        return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def _noisy(tensor: Tensor, unit: float, draw: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor * (1 + unit * (torch.rand(tensor.shape, generator=draw, dtype=torch.float32).to(tensor) - 0.5))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference between two models' outputs.
+
+    Attributes:
+        absolute, relative: by itself, and by the root mean square of the first model's output; infinite for NaN.
+        output: name of the output that it is in.
+        allowed: largest relative difference that passes.
+        dtype: the less precise of both storage types.
+    """
+
+    absolute: float
+    relative: float
+    output: str
+    allowed: float
+    dtype: torch.dtype
+
+    @property
+    def passes(self) -> bool:
+        return self.relative <= self.allowed
+
+
+def difference(
+    first: ModelOutputs,
+    expected: Sequence[Batch],
+    second: ModelOutputs,
+    inputs: Sequence[Batch],
+    *,
+    probabilities: bool = False,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Difference:
+    """Compare two models' outputs for inputs; the first model is let go before the second is loaded.
+
+    Args:
+        expected: the first one's outputs.
+        probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all
+            logits of a token does not change.
+        tolerance: largest relative difference that passes; None: a multiple of the effect of rounding the first one's
+            weights, each by up to half a unit in the last place of the less precise storage type, or of float32.
+
+    Raises:
+        CheckpointError: their outputs have other names or shapes.
+    """
+    names, dtype = (first.path, second.path), _less_precise(stored_dtype(first.path), stored_dtype(second.path))
+    allowed = tolerance
+    if allowed is None:
+        unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        rounded = _largest(expected, first.on(inputs, unit, seed), ("the model", "the model, rounded"), probabilities)
+        allowed = ROUNDINGS * rounded[1]
+    vars(first).pop("model", None)
+    return Difference(*_largest(expected, second.on(inputs), names, probabilities), allowed, dtype)
+
+
+def _less_precise(*dtypes: torch.dtype) -> torch.dtype:
+    return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+
+
+def _largest(
+    a: Sequence[Batch], b: Sequence[Batch], names: tuple[str, str], probabilities: bool
+) -> tuple[float, float, str]:
+    """The largest relative difference: absolute, relative, and the output that it is in."""
+    worst = 0.0, 0.0, "all outputs"
+    for name, x, y in _both_outputs(a, b, names):
+        if probabilities and name == "logits":
+            x, y = x.log_softmax(-1), y.log_softmax(-1)
+        absolute = float((x - y).abs().max())
+        relative = absolute / (float(x.square().mean().sqrt()) or 1.0)
+        if absolute != absolute:
+            return math.inf, math.inf, f"{name} (NaN)"
+        worst = max(worst, (absolute, relative, name), key=lambda each: each[1])
+    return worst
+
+
+def _both_outputs(
+    a: Sequence[Batch], b: Sequence[Batch], names: tuple[str, str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The outputs of both models for each batch, by name."""
+    for first, second in zip(a, b, strict=True):
+        for name in dict.fromkeys([*first, *second]):
+            x, y = first.get(name), second.get(name)
+            if x is None or y is None or y.shape != x.shape:
+                shapes = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
+                raise CheckpointError(
+                    f"output '{name}' is {shapes[0]}, that of {names[0]} is {shapes[1]}",
+                    where=names[1],
+                    remedy="only models of one class and size can be compared",
+                )
+            yield name, x, y
 
 
 @dataclass(frozen=True)
@@ -61,70 +231,6 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    coarsest = least_precise_dtype(stored_dtype(donor), stored_dtype(result))
-    allowed = ROUNDINGS * rounding_effect(first, inputs, expected, coarsest, probabilities=probabilities)
-    del first
-    result_outputs = ModelOutputs(result, like=donor).on(inputs)
-    return Proof(
-        float(largest_difference(expected, result_outputs, (donor, result), probabilities)["relative"]), allowed
-    )
-
-
-def least_precise_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of lowest precision."""
-    return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
-
-
-def rounding_effect(
-    model: ModelOutputs,
-    inputs: list[Batch],
-    expected: list[Batch],
-    dtype: torch.dtype,
-    seed: int = 0,
-    probabilities: bool = False,
-) -> float:
-    """The largest relative effect of rounding a model's weights.
-
-    Each is off by up to half a unit in the last place of `dtype`, or of float32 if that is coarser.
-
-    Args:
-        expected: its outputs for the inputs; a model in memory is modified.
-    """
-    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    rounded = model.on(inputs, unit, seed)
-    names = "the model", "the model, rounded"
-    return float(largest_difference(expected, rounded, names, probabilities)["relative"])
-
-
-def largest_difference(
-    a: list[Batch], b: list[Batch], names: tuple[str, str], probabilities: bool = False
-) -> dict[str, Any]:
-    """The largest difference between two models' outputs, relative to the size of each output.
-
-    Args:
-        probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all
-            logits of a token does not change.
-
-    Raises:
-        CheckpointError: their outputs have other names or shapes.
-    """
-    worst: dict[str, Any] = {"absolute": 0.0, "relative": 0.0, "output": "all outputs"}
-    for first, second in zip(a, b, strict=True):
-        for name in dict.fromkeys([*first, *second]):
-            x, y = first.get(name), second.get(name)
-            if x is None or y is None or y.shape != x.shape:
-                shapes = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
-                raise CheckpointError(
-                    f"output '{name}' is {shapes[0]}, that of {names[0]} is {shapes[1]}",
-                    where=names[1],
-                    remedy="only models of one class and size can be compared",
-                )
-            if probabilities and name == "logits":
-                x, y = x.log_softmax(-1), y.log_softmax(-1)
-            difference = float((x - y).abs().max())
-            relative = difference / (float(x.square().mean().sqrt()) or 1.0)
-            if not relative <= worst["relative"]:
-                worst = {"absolute": difference, "relative": relative, "output": name}
-            if difference != difference:
-                return {"absolute": float("inf"), "relative": float("inf"), "output": f"{name} (NaN)"}
-    return worst
+    second = ModelOutputs(result, like=donor)
+    apart = difference(first, expected, second, inputs, probabilities=probabilities)
+    return Proof(apart.relative, apart.allowed)

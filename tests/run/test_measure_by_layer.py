@@ -25,7 +25,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
-from rotation_merge.run.empty_models import streamed_model
+from rotation_merge.run.functions import streamed_model
 from rotation_merge.run.measure import GramSums, grams
 from rotation_merge.run.measuring import measured
 from rotation_merge.run.recorder import WatchedBlocks

@@ -16,7 +16,7 @@ from tiny_models import ALL, save
 from tiny_models import make as tiny
 
 from rotation_merge.model.forms import named_as
-from rotation_merge.run import model_outputs, proof, runner
+from rotation_merge.run import proof, runner
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
 
@@ -28,15 +28,15 @@ def test_large_models_are_proven_layer_by_layer(
 ) -> None:
     """No model is held whole: the same difference and limit as otherwise, and wrong work is kept aside."""
     donor = models[family][1]
-    monkeypatch.setattr(model_outputs, "LARGEST", 10)
-    monkeypatch.setattr(model_outputs, "load", never)
+    monkeypatch.setattr(proof, "LARGEST", 10)
+    monkeypatch.setattr(proof, "load", never)
     found = parsed("align", *models[family], tmp_path / "out")["proof"]
     monkeypatch.undo()
     whole = prove(str(donor), str(tmp_path / "out"))
     assert (found["difference"], found["allowed"]) == pytest.approx((whole.difference, whole.allowed), rel=0.9)
     assert found["difference"] < found["allowed"]
-    monkeypatch.setattr(model_outputs, "LARGEST", 10)
-    monkeypatch.setattr(model_outputs, "load", never)
+    monkeypatch.setattr(proof, "LARGEST", 10)
+    monkeypatch.setattr(proof, "load", never)
     assert run("verify", donor, tmp_path / "out", "--batches", 1).exit_code == 0
     assert run("verify", *models[family], "--batches", 1).exit_code == 1
     assert "too large to be held in memory" in one_error(run("verify", donor, donor, "--data", "self").output)
@@ -48,7 +48,7 @@ def test_large_models_are_proven_layer_by_layer(
 
 
 def test_large_models_have_their_classes_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_outputs, "LARGEST", 10)
+    monkeypatch.setattr(proof, "LARGEST", 10)
     model = tiny(next(case for case in ALL if case.class_name == "ViTForImageClassification")).float()
     names, order = ["cat", "dog"], [1, 0]
     model.config.id2label = dict(enumerate(names))
@@ -70,7 +70,7 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for seed in (0, 1):
         save(tiny(case, seed).float(), tmp_path / str(seed))
     assert parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]["difference"] is not None
-    monkeypatch.setattr(model_outputs, "LARGEST", 10)
+    monkeypatch.setattr(proof, "LARGEST", 10)
     assert "not checked: " not in run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large").output
     as_stored = lambda source, stored, named: named_as(named, source, stored)  # noqa: E731
     monkeypatch.setattr(runner, "restructured", as_stored)  # a form that is not the file's in pieces
@@ -89,8 +89,8 @@ def test_a_merge_proves_donors_moved_by_files(
     assert run("align", anchor, donor, "--alignment", tmp_path / "map", "--residual", residual).exit_code == 0
     recipe = from_file(recipe_for("linear", anchor, donor, prove=True), tmp_path / "map")
     if residual == "rotation":  # one layer at a time
-        monkeypatch.setattr(model_outputs, "LARGEST", 10)
-        monkeypatch.setattr(model_outputs, "load", never)
+        monkeypatch.setattr(proof, "LARGEST", 10)
+        monkeypatch.setattr(proof, "load", never)
     merged(recipe, tmp_path / "out")
     notes = " ".join(json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"])
     assert "random batches" in notes
@@ -106,11 +106,11 @@ def test_a_merge_proves_donors_moved_by_files(
 def test_a_model_run_layer_by_layer_answers_to_every_batch(
     family: str, models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, layered = (model_outputs.ModelOutputs(str(models[family][0]), torch.float64) for _ in range(2))
+    whole, layered = (proof.ModelOutputs(str(models[family][0]), torch.float64) for _ in range(2))
     draw = torch.Generator().manual_seed(0)
     inputs = [random_batch(whole.model, draw) for _ in range(3)]
     wanted = whole.on(inputs)
-    monkeypatch.setattr(model_outputs, "LARGEST", 10)
+    monkeypatch.setattr(proof, "LARGEST", 10)
     for expected, computed in zip(wanted, layered.on(inputs), strict=True):
         assert expected.keys() == computed.keys()
         for name in expected:

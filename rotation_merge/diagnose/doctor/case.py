@@ -29,7 +29,7 @@ from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
-from rotation_merge.run.model_outputs import LARGEST
+from rotation_merge.run.proof import LARGEST
 from rotation_merge.workers import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")

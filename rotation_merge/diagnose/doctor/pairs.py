@@ -14,7 +14,7 @@ from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
-from rotation_merge.run.model_outputs import LARGEST
+from rotation_merge.run.proof import LARGEST
 from rotation_merge.workers import Progress
 
 POSITIONS = "the merge uses the anchor's positions"
