@@ -27,7 +27,7 @@ from rotation_merge.carrying.transfer import carried
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.errors import RotationMergeError as RotationMergeError
 from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
-from rotation_merge.matching.aligned_output import match_pair, with_basis
+from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit as fit
 from rotation_merge.matching.match import Match, match_model
@@ -98,7 +98,7 @@ def align(
     match = _matcher(match_on, samples, first, second)
     stored = first.files is not None and second.files is not None
     pair = open_pair(first, second, chosen, untie, watched=not stored)
-    alignment = with_basis(pair, match_pair(pair, match=match))
+    alignment = match_pair(pair, match=match)
     if second.unread and alignment.moves_streams(pair.architecture):
         further = not_written(second.unread)
         LOG.warning("%s", further)

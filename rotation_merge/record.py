@@ -44,13 +44,12 @@ class SpaceRow:
     notes: list[str]
 
 
-def read_as(kind: type[T], content: Any, finite: bool = False) -> T:
+def read_as(kind: type[T], content: Any) -> T:
     """A value of a type out of JSON's content; a ValueError says in one line what is wrong with it."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
-    adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False) if finite else None)
     try:
-        return adapter.validate_python(content)
+        return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"]))

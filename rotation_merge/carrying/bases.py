@@ -28,7 +28,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
-from rotation_merge.matching.run import AppliedAlignment, Run, change_note
+from rotation_merge.matching.run import Run, change_note
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapter_parts import adapter_parts
 from rotation_merge.model.adapters import Adapter, is_adapter
@@ -134,7 +134,7 @@ class Bases(Pair):
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
             alignment = read_alignment(self, known, self.old_as_new)
-            run.alignment_files[old] = AppliedAlignment(known, alignment.metadata)
+            run.aligned(old, alignment, known)
             return alignment, pair_report(self, run, base=new)
         options = config.match
         if known is not None:

@@ -196,7 +196,7 @@ def _matched(
         how: device of this process and of workers, and the backend.
         place: the output that unfinished work is kept beside.
     """
-    from rotation_merge.matching.aligned_output import match_pair, with_basis
+    from rotation_merge.matching.aligned_output import match_pair
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.run.ledger import kept_beside
     from rotation_merge.workers import on_backend
@@ -207,7 +207,7 @@ def _matched(
     mark = mark_of(models, on, on=on, options=asdict(pair.options), untie=match.untie)
     workers = on_backend(backend, worker_device)
     with kept_beside(place, lambda: mark, device) as ledger, unchanged(models), workers as over:
-        yield with_basis(pair, match_pair(pair, progress, matcher(match, *names, device, over), ledger))
+        yield match_pair(pair, progress, matcher(match, *names, device, over), ledger)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment, with_basis
+from rotation_merge.matching.aligned_output import aligned_view, loaded, match_pair, read_alignment
 from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, open_pair
@@ -160,7 +160,7 @@ def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, led
     if donor.file is None:
         bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
         match = matcher(donor.match_on, donor.anchor, donor.name, data=donor.data, count=donor.samples)
-        alignment = with_basis(bodies, match_pair(bodies, tick, match, ledger))
+        alignment = match_pair(bodies, tick, match, ledger)
     else:
         alignment = read_alignment(pair, donor.file)
     if alignment.folded:

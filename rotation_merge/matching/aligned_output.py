@@ -30,7 +30,7 @@ from rotation_merge.workers import Progress
 def match_pair(
     pair: Pair, progress: Progress | None = None, match: Match = match_model, ledger: Ledger = NOWHERE
 ) -> Alignment:
-    """Match the donor to the anchor; the alignment has a report, and no basis yet.
+    """Match the donor to the anchor; the alignment has a report, and a basis.
 
     Args:
         ledger: store of intermediate results, to resume from.
@@ -41,18 +41,14 @@ def match_pair(
 
 
 def reported(pair: Pair, alignment: Alignment) -> Alignment:
-    """The alignment of a pair with its report, and what its file keeps."""
+    """The alignment of a pair with its report, and what applying and writing it need of both models."""
     run, name = Run(), str(pair.donor.reference)
     if alignment.transforms and not alignment.rows:
         alignment = recorded(pair.architecture, *pair.sources, alignment)
     run.aligned(name, alignment)
     report = pair_report(pair, run, yaml.safe_dump(asdict(pair.options), sort_keys=False))
-    return replace(alignment, report=report, metadata=file_metadata(report, name))
-
-
-def with_basis(pair: Pair, alignment: Alignment) -> Alignment:
-    """The alignment of a pair with what applying and writing it need of both models."""
-    return replace(alignment, basis=pair.basis(alignment.folded))
+    basis, metadata = pair.basis(alignment.folded), file_metadata(report, name)
+    return replace(alignment, report=report, metadata=metadata, basis=basis)
 
 
 def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:

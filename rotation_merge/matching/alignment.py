@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
-from pydantic import Json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,7 +18,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.matching.basis import Basis, Identity
+from rotation_merge.matching.basis import Basis, Identity, IdentityFacts
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
@@ -30,13 +30,13 @@ from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
-from rotation_merge.model.tensors import Fingerprint, TensorSource
+from rotation_merge.model.tensors import Fingerprint
 from rotation_merge.model.view import View, check_storage
 from rotation_merge.record import MergeReport, SpaceRow, read_as
 from rotation_merge.run.statistics import Statistics, has_format
 from rotation_merge.symmetry.transform import packed, unpacked
 
-FORMAT = "rotation_merge.alignment.6"
+FORMAT = "rotation_merge.alignment.7"
 BIASES = "bias of the anchor|", "bias of the donor|"
 """What the names of the two models' biases begin with in a file."""
 
@@ -67,7 +67,7 @@ class Alignment:
         summary: iterations, objective and the like, for the report.
         notes: what the user should know.
         samples: where it was matched on samples: what they are called, and how many.
-        report: what was done, where it was matched outside a merge, or made by `rotation_merge.align`.
+        report: what was done, where it was matched outside a merge.
         basis: of the two models what applying it needs; None where only a merge that has both at hand uses it.
         metadata: what its file keeps beside it, such as options and figures.
     """
@@ -153,15 +153,9 @@ class Alignment:
             CheckpointError: it cannot be read, or its sizes differ.
             StatisticsError: the statistics are of another model, or do not survive the maps (when they are read).
         """
-        check_storage(dtype)
-        basis = self.known_basis
-        if isinstance(donor, Statistics):
-            return self._statistics(donor, basis.donor, dtype, strict)
         if isinstance(donor, Movable):
             return donor.moved_by(self, dtype, strict)
-        opened = self.opened_donor(donor, strict)
-        biases = named_as(opened.architecture, basis.biases, basis.architecture) if basis.biases else None
-        return self.view_of(opened, biases, dtype, basis.donor if strict else None)
+        return self._moved(donor, dtype, strict)
 
     def check_donor(self, donor: ModelLike) -> None:
         """Refuse another donor than that the alignment was made for. Errors as for `apply`."""
@@ -171,9 +165,15 @@ class Alignment:
 
     def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
-        basis = self.known_basis
-        opened = self._opened(donor, basis.donor, strict)
+        basis, identity = self.known_basis, self.known_basis.donor
+        opened = open_model(donor, identity.name, untie=basis.untie)
+        opened = within(opened, basis.described_anchor) or opened
+        remedy = f"give {identity.name}, which the alignment was made for"
+        check_same_kind(basis.described_anchor, opened, remedy)
+        check_depth(basis.described_anchor, opened, remedy)
         names = names_in(basis.architecture, opened.architecture)
+        if strict and not identity.any_model and not identity.is_view(opened):
+            opened = replace(opened, tensors=identity.verified(opened, names))
         return in_class_order(opened, {name: basis.rows[k] for name, k in names.items() if k in basis.rows})
 
     @overload
@@ -186,31 +186,32 @@ class Alignment:
 
         Also moves the anchor's statistics. Arguments and errors as for `apply`.
         """
-        check_storage(dtype)
-        still, identity = replace(self, transforms={}).without_biases(), self.known_basis.anchor
-        if isinstance(anchor, Statistics):
-            return still._statistics(anchor, identity, dtype, strict)
-        return still.view_of(self._opened(anchor, identity, strict), None, dtype, identity if strict else None)
+        basis = self.known_basis
+        still = replace(basis, donor=basis.anchor, biases={}, donor_biases={}, rows={})
+        return replace(self, transforms={}, basis=still)._moved(anchor, dtype, strict)
 
     def without_biases(self) -> Alignment:
         """The same alignment without the anchor's biases: a moved donor keeps its own."""
         return replace(self, basis=replace(self.known_basis, biases={}, donor_biases={}))
 
-    def _statistics(
-        self, statistics: Statistics, identity: Identity, dtype: torch.dtype | None, strict: bool
-    ) -> Statistics:
-        """Statistics of a model, moved as the alignment moves the model."""
+    def _moved(self, donor: ModelLike, dtype: torch.dtype | None, strict: bool) -> Any:
+        """A view of a model, or the statistics of one, moved; arguments and errors as for `apply`."""
+        check_storage(dtype)
+        if isinstance(donor, Statistics):
+            return self._statistics(donor, dtype, strict)
+        return self._view(self.opened_donor(donor, strict), dtype, strict)
+
+    def _statistics(self, statistics: Statistics, dtype: torch.dtype | None, strict: bool) -> Statistics:
+        """Statistics of the donor, moved as the alignment moves the model."""
         basis, fingerprint = self.known_basis, statistics.metadata.get("fingerprint")
-        if strict and identity.fingerprint and fingerprint != identity.fingerprint:
+        if strict and basis.donor.fingerprint and fingerprint != basis.donor.fingerprint:
             raise StatisticsError(
-                f"are of other weights than {identity.name}, which the alignment was made for",
+                f"are of other weights than {basis.donor.name}, which the alignment was made for",
                 where=statistics.path,
                 remedy="measure that model, or apply(..., strict=False) to move those of a fine-tune by the same maps",
             )
         maps, biases = (self.transforms, self.folded), (basis.biases, basis.donor_biases)
-        moved = moved_statistics(
-            statistics, basis.with_head, *maps, biases, basis.rows if self.transforms else {}, dtype
-        )
+        moved = moved_statistics(statistics, basis.with_head, *maps, biases, basis.rows, dtype)
         mark = self._moved_fingerprint(str(fingerprint)) if strict else ""
         return replace(moved, metadata={**statistics.metadata, "fingerprint": mark})
 
@@ -226,36 +227,28 @@ class Alignment:
         mark.complete(tensors, tensors)
         return mark.hexdigest({"of": fingerprint, "folded": self.folded, "rows": self.known_basis.rows})
 
-    def view_of(
-        self, model: View, biases: TensorSource | None, dtype: torch.dtype | None, identity: Identity | None = None
-    ) -> View:
-        """A view of a checked model: folded, transformed, with the anchor's biases, rounded once.
-
-        Args:
-            biases: gives the anchor's biases, by the model's names, folded where the alignment folds; None: the model
-                keeps its own.
-            dtype: as of `apply`.
-            identity: of the model that it is known to be.
-        """
-        mover = Mover(model.architecture, model.tensors, self.transforms, self.folded, biases)
-        whole = model.text or model
-        left_out = frozenset(whole.unread if self.moves_streams(model.architecture) else ())
+    def _view(self, donor: View, dtype: torch.dtype | None, strict: bool) -> View:
+        """A view of the opened donor: folded, transformed, with the anchor's biases, rounded once."""
+        architecture, basis = donor.architecture, self.known_basis
+        biases = named_as(architecture, basis.biases, basis.architecture) if basis.biases else None
+        mover = Mover(architecture, donor.tensors, self.transforms, self.folded, biases)
+        left_out = frozenset((donor.text or donor).unread if self.moves_streams(architecture) else ())
         notes = (not_written(sorted(left_out)),) if left_out else ()
         changes = {"left_out": left_out, "notes": notes, "report": self.report, "folded": self.folded}
-        if model.text is None:
 
-            def moved() -> str | None:
-                mark = identity.fingerprint if identity else ""
-                return self._moved_fingerprint(mark) if mark else None
+        def identity() -> str | None:
+            mark = basis.donor.fingerprint if strict else ""
+            return self._moved_fingerprint(mark) if mark else None
 
-            return model.blockwise(mover.tensor, dtype, identity=moved, **changes)
-        places = model.architecture.places()
-        by_text_name = {text_name: places[name][:2] for name, text_name in model.text_names.items() if name in places}
+        if donor.text is None:
+            return donor.blockwise(mover.tensor, dtype, identity=identity, **changes)
+        places = architecture.places()
+        by_text_name = {text_name: places[name][:2] for name, text_name in donor.text_names.items() if name in places}
 
         def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
             return mover.tensor(*by_text_name[info.names[0]], rounded) if info.names[0] in by_text_name else None
 
-        return model.text.blockwise(of_half, dtype, **changes)
+        return donor.text.blockwise(of_half, dtype, **changes)
 
     def inverse(self) -> Alignment:
         """The alignment that moves the moved donor back, with unchanged outputs.
@@ -295,19 +288,6 @@ class Alignment:
         assert self.report is not None
         return self.report
 
-    def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> View:
-        """Open a model to move, and check its architecture; strict: also its weights."""
-        basis = self.known_basis
-        opened = open_model(model, identity.name, untie=basis.untie)
-        opened = within(opened, basis.described_anchor) or opened
-        remedy = f"give {identity.name}, which the alignment was made for"
-        check_same_kind(basis.described_anchor, opened, remedy)
-        check_depth(basis.described_anchor, opened, remedy)
-        if not strict or identity.any_model or identity.is_view(opened):
-            return opened
-        names = names_in(basis.architecture, opened.architecture)
-        return replace(opened, tensors=identity.verified(opened, names))
-
     # The file.
 
     def save(self, path: Path | str, metadata: Mapping[str, Any] | None = None, half: bool = False) -> None:
@@ -334,14 +314,20 @@ class Alignment:
         tensors |= {key: x.to(dtype) for key, x in tensors.items() if x.is_floating_point() and x.ndim == 3}
         for prefix, biases in zip(BIASES, (basis.biases, basis.donor_biases), strict=True):
             tensors |= {f"{prefix}{name}": bias for name, bias in biases.items()}
-        anchor, donor = basis.anchor, basis.donor
-        names, marks = (anchor.name, donor.name), (dict(anchor.tensors), dict(donor.tensors))
-        models = _Models(dict(basis.config), dict(basis.shapes), basis.untie, dict(basis.rows), names, marks)
-        still = tuple(sorted(_asked(basis.architecture) - self.transforms.keys()))
-        made, family = dict(self.metadata), basis.architecture.family
-        header = _Header(family, anchor.fingerprint, donor.fingerprint, self.folded, kinds, still, made, models)
-        facts = {"format": FORMAT, **vars(header), "basis": vars(models)}
-        meta = {key: x if isinstance(x, str) else json.dumps(x, default=str) for key, x in facts.items()}
+        still = {name: "" for name in _asked(basis.architecture) if name not in kinds}
+        head = Head(
+            family=basis.architecture.family,
+            kinds={**kinds, **still},
+            folded=self.folded,
+            config=dict(basis.config),
+            shapes=dict(basis.shapes),
+            untie=basis.untie,
+            rows=dict(basis.rows),
+            models=(basis.anchor.facts, basis.donor.facts),
+            figures=(self.rows, self.summary),
+            made=dict(self.metadata),
+        )
+        meta = {"format": FORMAT, "head": json.dumps(asdict(head), default=str)}
         with replacing(path) as temporary:
             save_file({key: x.cpu().contiguous().clone() for key, x in tensors.items()}, temporary, metadata=meta)
 
@@ -359,29 +345,31 @@ class Alignment:
 
 
 @dataclass(frozen=True)
-class _Models:
-    """What a file's header says of its models, anchor and donor; see `Basis`."""
+class Head:
+    """The head of an alignment file, as JSON in the metadata of its tensors.
 
+    Attributes:
+        family: of the architecture.
+        kinds: of the transform of each space; empty: the space keeps its coordinates.
+        folded: see `Alignment`.
+        config, shapes, untie, rows: see `Basis`.
+        models: facts on the anchor and on the donor, see `Identity`.
+        figures: rows and summary, see `Alignment`.
+        made: its metadata.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"allow_inf_nan": False}
+
+    family: str
+    kinds: dict[str, str]
+    folded: tuple[str, ...]
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     untie: bool
     rows: dict[str, tuple[int, tuple[int, ...]]]
-    models: tuple[str, str]
-    tensors: tuple[dict[str, str], dict[str, str]]
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The metadata of an alignment file."""
-
-    family: str
-    anchor: str
-    donor: str
-    folded: Json[tuple[str, ...]]
-    kinds: Json[dict[str, str]]
-    still: Json[tuple[str, ...]]
-    made: Json[dict[str, Any]]
-    basis: Json[_Models]
+    models: tuple[IdentityFacts, IdentityFacts]
+    figures: tuple[list[SpaceRow], dict[str, object]]
+    made: dict[str, Any]
 
 
 def load_file(path: Path | str, architecture: Architecture | None = None) -> Alignment:
@@ -393,25 +381,17 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
     Raises:
         AlignmentError: it cannot be read, is no alignment, is for another architecture, or would change functions.
     """
-    name = str(path)
-    meta, tensors = _stored(name)
-    try:
-        header = read_as(_Header, meta)
-        basis = _basis(header, tensors)
+    with opened_file(str(path)) as (head, file):
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        basis = _basis(head, tensors)
         architecture = architecture or basis.architecture
         _check_basis(basis, architecture)
-        if header.family != architecture.family:
-            problem = f"was made for {header.family} models, not for {architecture.family}"
-            raise AlignmentError(problem, where=name, remedy="use another file")
-        transforms = _transforms(tensors, header, architecture)
-        _check_spaces(transforms, header, architecture)
-    except RotationMergeError as error:
-        if error.where == name:
-            raise
-        raise AlignmentError(error.what, where=name, remedy=AGAIN) from error
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise AlignmentError(f"is damaged ({short(error)})", where=name, remedy=AGAIN) from error
-    return Alignment(transforms, header.folded, basis=basis, metadata=header.made)
+        if head.family != architecture.family:
+            problem = f"was made for {head.family} models, not for {architecture.family}"
+            raise AlignmentError(problem, remedy="use another file")
+        transforms = _transforms(tensors, head, architecture)
+        _check_folding(transforms, head.folded, architecture)
+    return Alignment(transforms, head.folded, *head.figures, basis=basis, metadata=head.made)
 
 
 def load_for(
@@ -436,82 +416,88 @@ def load_for(
     return alignment
 
 
-def _stored(name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and tensors of a file of this format."""
+@contextmanager
+def opened_file(name: str) -> Iterator[tuple[Head, Any]]:
+    """The head of an alignment file, and the open file.
+
+    Raises:
+        AlignmentError: it cannot be read, is no alignment, or something in the block finds it damaged.
+    """
     try:
         with safe_open(name, framework="pt") as file:
-            meta = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            yield _head(file.metadata() or {}), file
+    except AlignmentError as error:
+        raise AlignmentError(error.what, where=name, remedy=error.remedy or AGAIN) from error
+    except RotationMergeError as error:
+        raise AlignmentError(error.what, where=name, remedy=AGAIN) from error
     except (OSError, SafetensorError) as error:
         raise AlignmentError(f"cannot be read ({error})", where=name, remedy=WRITE) from error
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise AlignmentError(f"is damaged ({short(error)})", where=name, remedy=AGAIN) from error
+
+
+def _head(meta: Mapping[str, str]) -> Head:
+    """The head of a file of this format."""
     if (kind := str(meta.get("format"))) != FORMAT:
         older = kind.startswith(FORMAT[:-1])
         problem = "was written by another version of rotation_merge" if older else "is not an alignment file"
-        raise AlignmentError(problem, where=name, remedy=AGAIN if older else WRITE)
-    return meta, tensors
+        raise AlignmentError(problem, remedy=AGAIN if older else WRITE)
+    return read_as(Head, json.loads(meta["head"]))
 
 
-def _basis(header: _Header, tensors: dict[str, Tensor]) -> Basis:
+def _basis(head: Head, tensors: dict[str, Tensor]) -> Basis:
     """The file's facts on its models; their biases are taken out of the tensors."""
-    models = header.basis
-    anchor_biases, donor_biases = (
+    biases = [
         {key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
         for prefix in BIASES
-    )
-    anchor, donor = map(Identity, models.models, (header.anchor, header.donor), models.tensors)
-    return Basis(models.config, models.shapes, models.untie, anchor, donor, anchor_biases, donor_biases, models.rows)
+    ]
+    anchor, donor = (Identity(*facts) for facts in head.models)
+    return Basis(head.config, head.shapes, head.untie, anchor, donor, biases[0], biases[1], head.rows)
 
 
 def _check_basis(basis: Basis, architecture: Architecture) -> None:
-    """Check the class order (a permutation) and the biases (the anchor's, finite)."""
+    """Check the class order (a permutation) and the biases (those of the architecture, finite)."""
     for name, (_, order) in basis.rows.items():
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
     infos = (info for block in architecture.blocks for info in holders(block))
     known = {name for info in infos for name in info.names if name in basis.shapes}
-    if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
-        raise AlignmentError(f"is damaged: the anchor's bias '{odd[0]}' is missing in its header or among its tensors")
-    if odd := sorted(basis.donor_biases.keys() - basis.biases.keys()):  # a language half has fewer than its anchor
-        raise AlignmentError(f"does not fit: it has a bias '{odd[0]}' of the donor, but none of the anchor")
-    for side, biases in (("anchor", basis.biases), ("donor", basis.donor_biases)):
-        for name, bias in biases.items():
-            if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
-                raise AlignmentError(f"would change the models' outputs: the {side}'s bias '{name}' is damaged")
+    odd = basis.donor_biases.keys() - basis.biases.keys()  # a language half has fewer than its anchor
+    if odd := odd | (known ^ basis.biases.keys() if basis.biases else set()):
+        raise AlignmentError(f"is damaged: the bias '{min(odd)}' is missing in its head or among its tensors")
+    for name, bias in (*basis.biases.items(), *basis.donor_biases.items()):
+        if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
+            raise AlignmentError(f"would change the models' outputs: the bias '{name}' is damaged")
 
 
-def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
-    """The transforms, those of rounded maps put back into their groups."""
-    transforms = unpacked(tensors, header.kinds)
-    small = (key for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64)
+def _transforms(tensors: Mapping[str, Tensor], head: Head, architecture: Architecture) -> Transforms:
+    """The transforms, one of each space's group or none; those of rounded maps put back into their groups."""
     known = architecture.spaces()
-    for name in {key.partition("|")[0] for key in small} & known.keys():
-        transforms[name] = architecture.widest_group(known[name], transforms[name]).restored(transforms[name])
+    if odd := (head.kinds.keys() - known.keys()) | (set(_asked(architecture)) - head.kinds.keys()):
+        raise AlignmentError(f"does not fit: space '{min(odd)}' is only in the file, or only in the models")
+    transforms = unpacked(tensors, {name: kind for name, kind in head.kinds.items() if kind})
+    rounded = {key.partition("|")[0] for key, x in tensors.items() if x.is_floating_point() and x.itemsize < 8}
+    for name, transform in transforms.items():
+        group = architecture.widest_group(known[name], transform)
+        if name in rounded:
+            transforms[name] = group.restored(transform)
+        if not group.admits(transforms[name]):
+            problem = f"the transform of space '{name}' does not belong to the group: {group.words}"
+            raise AlignmentError(f"would change the models' outputs: {problem}")
     return transforms
 
 
-def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:
-    """Check that each space has a transform of its group or is declared still, and that folding fits the rotations."""
-    known, space_names = architecture.spaces(), (*transforms, *header.still)
-    if odd := [name for name in space_names if name not in known]:
-        raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
-    if absent := sorted(_asked(architecture) - set(space_names)):
-        raise AlignmentError(f"has no entry for space '{absent[0]}'")
-    if len(space_names) != len(set(space_names)):
-        raise AlignmentError("names a space twice")
-    for name, transform in transforms.items():
-        group = architecture.widest_group(known[name], transform)
-        if not group.admits(transform):
-            problem = f"the transform of space '{name}' does not belong to the group: {group.words}"
-            raise AlignmentError(f"would change the models' outputs: {problem}")
-    turned = {name for name, transform in transforms.items() if transform.turns_stream}
-    spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
-    if spare or not turned <= set(header.folded):
-        words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
+def _check_folding(transforms: Transforms, folded: tuple[str, ...], architecture: Architecture) -> None:
+    """Check that the streams that are rotated are folded, and (beside latents) no others."""
+    known, turned = architecture.spaces(), {name for name, x in transforms.items() if x.turns_stream}
+    spare = {name for name in set(folded) - turned if name not in known or known[name].kind != "latent"}
+    if spare or not turned <= set(folded):
+        words = [", ".join(sorted(names)) or "none" for names in (folded, turned)]
         raise AlignmentError(
             f"would change the models' outputs: folded streams: {words[0]}; rotated streams: {words[1]}"
         )
 
 
-def _asked(architecture: Architecture) -> set[str]:
+def _asked(architecture: Architecture) -> list[str]:
     """The spaces that a file must cover: all except those that only a recipe enables."""
-    return {name for name, space in architecture.spaces().items() if not space.head}
+    return [name for name, space in architecture.spaces().items() if not space.head]

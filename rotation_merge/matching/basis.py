@@ -20,11 +20,12 @@ from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Tensors, TensorSource, checksum
 from rotation_merge.model.view import View, described
 
+IdentityFacts = tuple[str, str, dict[str, str]]
+"""The name of a model; its fingerprint (see `View.fingerprint`); and dtype, shape and checksum of its tensors."""
+
 
 class Identity:
-    """The model that an alignment was made for: its fingerprint, and a checksum of every tensor.
-
-    Those of a stored model are taken from its files when they are asked for.
+    """The model that an alignment was made for; of a stored model its files are read when facts are asked for.
 
     Args:
         name: as the model was called.
@@ -39,26 +40,26 @@ class Identity:
         self.name, self._view = name, view
         self._stamps = None if view is None else stamps_of(view)
         if view is None:
-            self.marks = fingerprint, tensors or {}
+            self.facts = name, fingerprint, dict(tensors or {})
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_view": None, "marks": self.marks, "_stamps": None}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Identity, self.facts
 
     @cached_property
-    def marks(self) -> tuple[str, Mapping[str, str]]:
-        """The fingerprint of config and weights; by name, dtype, shape and checksum of every tensor."""
+    def facts(self) -> IdentityFacts:
+        """Name, fingerprint, and checksums of the tensors."""
         assert self._view is not None
         if stamps_of(self._view) != self._stamps:
             problem = "was changed after it was aligned"
             raise AlignmentError(problem, where=self.name, remedy="align it again")
-        return self._view.fingerprint, dict(self._view.mark)
+        return self.name, self._view.fingerprint, dict(self._view.mark)
 
     @staticmethod
     def of(model: View) -> Identity:
         """A model's identity; one that is not as it is stored is read once."""
         if model.as_filed.is_stored:
             return Identity(model.name, view=model)
-        return Identity(model.name, model.fingerprint, dict(model.mark))
+        return Identity(model.name, model.fingerprint, model.mark)
 
     def is_view(self, model: View) -> bool:
         """Whether a model is surely this one: what is stored in the same files, which have not changed."""
@@ -66,13 +67,11 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        """Of config and weights."""
-        return self.marks[0]
+        return self.facts[1]
 
     @property
     def tensors(self) -> Mapping[str, str]:
-        """Dtype, shape and checksum of every tensor, by name."""
-        return self.marks[1]
+        return self.facts[2]
 
     @property
     def any_model(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.aligned_output import reported, with_basis
+from rotation_merge.matching.aligned_output import reported
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.between import LARGEST_KEPT, LearnedTransforms, Mixture, mixed_model, renamed
 from rotation_merge.matching.match import Match, match_model
@@ -376,7 +376,7 @@ class _Fit:
         """An alignment under the names of the pair's models, with a report."""
         transforms = renamed(transforms, self.architecture, pair.architecture)
         alignment = Alignment(transforms, pair.folded, summary={"learned": report.to_dict()})
-        return with_basis(pair, reported(pair, alignment))
+        return reported(pair, alignment)
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> None:
         """Take the steps, and leave the parameters with the lowest held-out loss."""

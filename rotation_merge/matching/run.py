@@ -7,16 +7,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import yaml
 from torch import Tensor
 
-from rotation_merge.errors import AlignmentError, short
 from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.record import MergeReport, SpaceRow, read_as, versions
+from rotation_merge.record import MergeReport, SpaceRow, versions
 from rotation_merge.run.ledger import NOWHERE, Ledger
 
 LOG = logging.getLogger(__name__)
@@ -25,21 +24,13 @@ FAR = 0.2
 """Squared change over squared norm before it, above which a task vector hardly transfers."""
 
 
-@dataclass(frozen=True)
-class AppliedAlignment:
-    """An alignment file that moves a donor, with its name in the recipe and its metadata."""
-
-    file: str
-    metadata: Mapping[str, Any]
-
-
 @dataclass(eq=False)
 class Run:
     """Records of one merge; tasks add to it from any thread.
 
     Attributes:
         watched: whether somebody will read the report; if not, models' fingerprints are not taken.
-        alignment_files: by donor, the alignment files that are applied instead of matching.
+        files: by donor, the alignment files that are applied instead of matching.
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
         lifts: facts of the recovered lift of each donor that samples judged.
@@ -50,7 +41,7 @@ class Run:
     matched: list[SpaceRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
-    alignment_files: dict[str, AppliedAlignment] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     transforms: dict[str, Transforms] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -64,16 +55,24 @@ class Run:
     later: list[Callable[[], list[str]]] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    def record(self, donor: str, rows: Sequence[SpaceRow]) -> None:
-        """Record matches of a donor's spaces."""
-        _log(donor, rows)
+    def record(self, donor: str, rows: Sequence[SpaceRow], silent: bool = False) -> None:
+        """Record matches of a donor's spaces, and log them."""
+        _log(donor, () if silent else rows)
         with self._lock:
             self.matched += [replace(row, donor=donor) for row in rows]
 
-    def aligned(self, donor: str, alignment: Alignment) -> None:
-        """Record the alignment of one donor as a whole."""
-        self.record(donor, alignment.rows)
+    def aligned(self, donor: str, alignment: Alignment, file: str | None = None) -> None:
+        """Record the alignment of one donor as a whole, once.
+
+        Args:
+            file: that it was read from, nothing being matched.
+        """
+        if donor in self.transforms:
+            return
         self.transforms[donor] = alignment.transforms
+        if file is not None:
+            self.files[donor] = file
+        self.record(donor, alignment.rows, silent=file is not None)
         for note in alignment.notes:
             self.note(f"`{donor}`: {note}")
         if alignment.samples is not None:
@@ -126,18 +125,17 @@ class Run:
             change_note(f"The task vector of `{donor}`", *norms) for donor, norms in sorted(self.carried.items())
         ]
         notes = [*self.notes, *filter(None, changed), *(line for lines in self.later for line in lines())]
-        of_files = {name: figures_in(file.metadata, file.file)[1] for name, file in self.alignment_files.items()}
         return MergeReport(
             str(anchor),
             delegate,
             recipe,
             self.rows(),
-            {**self.whole, **{name: whole for name, whole in of_files.items() if whole}},
+            dict(self.whole),
             notes,
             time.perf_counter() - self.began,
             versions(),
             dict(fingerprints or {}),
-            {name: file.file for name, file in self.alignment_files.items()},
+            dict(self.files),
             dict(models or {}),
             relation,
             base,
@@ -147,11 +145,8 @@ class Run:
         )
 
     def rows(self) -> list[SpaceRow]:
-        """Report rows for each space of each donor: from matching, or from its alignment file."""
-        rows = sorted(self.matched, key=lambda row: (row.donor, row.layer is None, row.layer or 0, row.block))
-        for donor, file in sorted(self.alignment_files.items()):
-            rows += [replace(row, donor=donor) for row in figures_in(file.metadata, file.file)[0]]
-        return rows
+        """Report rows for each space of each donor."""
+        return sorted(self.matched, key=lambda row: (row.donor, row.layer is None, row.layer or 0, row.block))
 
     def end(self) -> None:
         """End the run and remove its files."""
@@ -183,33 +178,12 @@ def _log(donor: str, rows: Sequence[SpaceRow]) -> None:
         LOG.info("%s, %s: %s", donor, block, "; ".join(words))
 
 
-def file_metadata(report: MergeReport, donor: str, name: str | None = None) -> dict[str, Any]:
-    """The metadata of an alignment file, from the report of its match; `figures_in` reads the figures.
-
-    Args:
-        name: what the report calls the donor, if not the same.
-    """
-    rows = [asdict(row) for row in report.rows if row.donor == (name or donor)]
+def file_metadata(report: MergeReport, donor: str) -> dict[str, Any]:
+    """The metadata of an alignment file, from the report of its match."""
     return {
         "anchor": report.anchor,
         "donor": donor,
         "models": report.models,
         "options": yaml.safe_load(report.recipe),
         "versions": report.versions,
-        "figures": {"rows": rows, "whole": report.whole.get(name or donor, {})},
     }
-
-
-def figures_in(metadata: Mapping[str, Any], path: str) -> tuple[list[SpaceRow], dict[str, object]]:
-    """The figures in the metadata of an alignment file: rows, and those of the whole model; empty if it has none.
-
-    Raises:
-        AlignmentError: they are damaged.
-    """
-    try:
-        known = metadata.get("figures", {})
-        whole = known.get("whole", {})
-        return read_as(list[SpaceRow], known.get("rows", []), finite=True), whole if isinstance(whole, dict) else {}
-    except (ValueError, AttributeError) as error:
-        remedy = "write it again with 'rotation-merge align'"
-        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error

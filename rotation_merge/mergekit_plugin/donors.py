@@ -21,7 +21,6 @@ from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, residual_of
-from rotation_merge.matching.run import AppliedAlignment, figures_in
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
@@ -182,14 +181,12 @@ def _moved_by(session: Session, donor: Donor, model: ModelReference, path: str) 
     alignment = load_for(path, session.base, session.models[matched], cache=session.options.transformers_cache)
     residual = residual_of(alignment.transforms, alignment.folded)
     _checked(session, matched, matched, NOTHING.with_residual(residual), None if residual != "none" else {})
-    run.alignment_files[donor.name] = AppliedAlignment(path, alignment.metadata)
-    figures_in(alignment.metadata, path)
+    run.aligned(donor.name, alignment, path)
     data, learned = (alignment.metadata.get(key) for key in ("data", "learned"))
     if isinstance(data, str):
         run.used(f"learning how {matched} is aligned", data, int(alignment.metadata.get("samples") or 0))
     words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
     run.note(f"`{matched}` was aligned by the file {path}; nothing was matched.{words}")
-    run.transforms[str(model)] = alignment.transforms
     return replace(donor, folded=alignment.folded, whole=lambda: alignment)
 
 

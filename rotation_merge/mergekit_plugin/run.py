@@ -145,9 +145,11 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
         spaces, models = pair.architecture.spaces(), [pair.anchor.reference, pair.donor.reference]
         folded = tuple(s for s in run.folded if s in maps and (maps[s].turns_stream or spaces[s].kind == "latent"))
         options = yaml.safe_dump(asdict(pair.options), sort_keys=False)
-        report, known = run.report(models[0], "none", options, models=origins(models)), run.alignment_files.get(name)
-        metadata = known.metadata if known else file_metadata(report, str(models[1]), name)
-        alignment = Alignment(maps, folded, basis=pair.basis(folded), metadata=metadata)
+        report = run.report(models[0], "none", options, models=origins(models))
+        whole = views.donors[model].whole
+        metadata = whole().metadata if whole and name in run.files else file_metadata(report, str(models[1]))
+        figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
+        alignment = Alignment(maps, folded, *figures, basis=pair.basis(folded), metadata=metadata)
         alignment.save(path, {KEPT_BY: "save_alignment"})
 
 
@@ -195,9 +197,9 @@ def prove_files(views: RecipeViews, place: str) -> None:
     """Refuse an alignment file that changed what its donor computes; `place` has room for one model."""
     from rotation_merge.run.proof import prove
 
-    files, run = views.session.run.alignment_files, views.session.run
+    run = views.session.run
     for model, donor in views.donors.items():
-        if donor.name not in files or donor.whole is None:
+        if donor.name not in run.files or donor.whole is None:
             continue
         view, alignment = views.session.models[donor.origin or model].as_filed, donor.whole()
         spaces = view.architecture.spaces()
@@ -205,7 +207,7 @@ def prove_files(views: RecipeViews, place: str) -> None:
             moved = os.path.join(folder, "moved")
             alignment.apply(view).save_pretrained(moved)
             proof = prove(view.name, moved, any(spaces[name].head for name in alignment.transforms if name in spaces))
-        file = files[donor.name].file
+        file = run.files[donor.name]
         if proof.failed:
             problem, remedy = f"changes the outputs of {view.name} ({proof.words})", "write it again with"
             raise AlignmentError(problem, where=file, remedy=f"{remedy} 'rotation-merge align'")

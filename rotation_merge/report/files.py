@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rotation_merge.errors import RotationMergeError, short
-from rotation_merge.matching.run import figures_in
+from rotation_merge.matching.alignment import opened_file
 from rotation_merge.record import MergeReport, gained, relative_distance
 
 NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align' or 'measure' wrote"
@@ -27,13 +27,11 @@ def read_report(path: str) -> MergeReport:
     try:
         with open(path, encoding="utf-8") as file:
             return MergeReport.from_dict(json.load(file))
-    except FileNotFoundError as error:
-        raise RotationMergeError(
-            "no such file", where=path, remedy="name the directory of a model that rotation_merge wrote"
-        ) from error
-    except NotADirectoryError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        absent = isinstance(error, FileNotFoundError)
+        problem, place = ("no such file", path) if absent else ("is a file", os.path.dirname(path))
         remedy = "name the directory of a model that rotation_merge wrote"
-        raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
+        raise RotationMergeError(problem, where=place, remedy=remedy) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RotationMergeError(f"is not a report ({error})", where=path, remedy="merge again") from error
 
@@ -64,19 +62,10 @@ def _tensors(path: str) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             meta, names = file.metadata() or {}, list(file.keys())
         kind = str(meta.get("format"))
-        metadata = json.loads(meta.get("made", "{}"))
         if kind.startswith(ALIGNMENT):
-            marks = {metadata.get("anchor", "anchor"): meta["anchor"], metadata.get("donor", "donor"): meta["donor"]}
-            spaces = Counter(json.loads(meta["kinds"]).values())
-            holds = {"architecture": meta["family"], "folded": json.loads(meta["folded"]), "spaces": dict(spaces)}
-            rows, _ = figures_in(metadata, path)
-            facts = {name: value for name, value in metadata.items() if name not in ("anchor", "donor", "figures")}
-            figures = (
-                dict(zip(("relative_before", "relative_after"), relative_distance(rows), strict=True)) if rows else {}
-            )
-            return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": facts,
-                    "figures": figures, "verdict": gained(*relative_distance(rows)) if rows else None}  # fmt: skip
+            return _alignment(path, kind)
         if kind.startswith(STATISTICS):
+            metadata = json.loads(meta.get("made", "{}"))
             marks = {metadata.get("model", "model"): metadata["fingerprint"]}
             kinds = Counter(name.rsplit(".", 1)[-1] for name in names)
             facts = {name: value for name, value in metadata.items() if name not in ("model", "fingerprint")}
@@ -88,6 +77,19 @@ def _tensors(path: str) -> dict[str, Any]:
             raise RotationMergeError(f"{NEITHER}, nor a report (.json)", where=path, remedy=MAKES) from error
         raise RotationMergeError(f"cannot be read ({short(error)})", where=path, remedy="write it again") from error
     raise RotationMergeError(NEITHER, where=path, remedy=MAKES)
+
+
+def _alignment(path: str, kind: str) -> dict[str, Any]:
+    with opened_file(path) as (head, _):
+        made, (rows, _summary) = head.made, head.figures
+    marks = {made.get(role, role): x[1] for role, x in zip(("anchor", "donor"), head.models, strict=True)}
+    spaces = dict(Counter(filter(None, head.kinds.values())))
+    holds = {"architecture": head.family, "folded": list(head.folded), "spaces": spaces}
+    facts = {name: value for name, value in made.items() if name not in ("anchor", "donor")}
+    distances = relative_distance(rows) if rows else ()
+    figures = dict(zip(("relative_before", "relative_after"), distances, strict=False))
+    return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": facts,
+            "figures": figures, "verdict": gained(*distances) if distances else None}  # fmt: skip
 
 
 def _report(path: str) -> dict[str, Any]:

@@ -284,7 +284,8 @@ def _rename_in_head(path: str, renaming: Renaming) -> None:
     """Replace a link to one of our files by a copy without local names in its head, if there are any there."""
     head, begin = _head(path)
     entries = head.get("__metadata__", {})
-    changed = {name: _entry(text, renaming) for name, text in entries.items()} if "made" in entries else entries
+    is_ours = str(entries.get("format")).startswith("rotation_merge.")
+    changed = {name: _entry(text, renaming) for name, text in entries.items()} if is_ours else entries
     if changed == entries:
         return
     text = json.dumps({**head, "__metadata__": changed}, separators=(",", ":")).encode()

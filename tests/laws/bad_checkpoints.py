@@ -342,29 +342,29 @@ ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object
         lambda x, _: x.update({"residual|map.matrix": torch.eye(31)[None]}),
         NO_MAP,
     ),
-    "nothing folded": (lambda _, header: header.update(folded=[]), "folded"),
-    "unknown stream folded": (lambda _, header: header["folded"].append("other"), "folded"),
-    "folded is a number": (lambda _, header: header.update(folded=3), "damaged"),
-    "folded holds numbers": (lambda _, header: header.update(folded=[3]), "damaged"),
+    "nothing folded": (lambda _, header: header["head"].update(folded=[]), "folded"),
+    "unknown stream folded": (lambda _, header: header["head"]["folded"].append("other"), "folded"),
+    "folded is a number": (lambda _, header: header["head"].update(folded=3), "damaged"),
+    "folded holds numbers": (lambda _, header: header["head"].update(folded=[3]), "damaged"),
     "no transform of a space": (
         lambda x, header: (
             [x.pop(name) for name in list(x) if name.startswith("layers.0.ffn|")],
-            header["kinds"].pop("layers.0.ffn"),
+            header["head"]["kinds"].pop("layers.0.ffn"),
         ),
-        "has no entry for space 'layers.0.ffn'",
+        "space 'layers.0.ffn' is only in the file, or only in the models",
     ),
     "no tensor of a transform": (lambda x, _: x.pop("layers.0.ffn|neurons.index"), "no group element"),
-    "moved and unmoved": (lambda _, header: header["still"].append("layers.0.ffn"), "twice"),
+    "moved and unmoved": (lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": ""}), "damaged"),
     "another kind": (
-        lambda _, header: header["kinds"].update({"layers.0.ffn": "attention"}),
+        lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": "attention"}),
         NO_ORDER,
     ),
-    "kinds that are no JSON": (lambda _, header: header.update(kinds="{"), "damaged"),
-    "kinds that are a list": (lambda _, header: header.update(kinds=[1]), "damaged"),
-    "no anchor": (lambda _, header: header.pop("anchor"), "is damaged (it lacks 'anchor')"),
-    "no family": (lambda _, header: header.pop("family"), "damaged"),
-    "record that is no JSON": (lambda _, header: header.update(made="\x00"), "damaged"),
-    "record without end": (lambda _, header: header.update(made="[" * 100000), "damaged"),
+    "head that is no JSON": (lambda _, header: header.update(head="{"), "damaged"),
+    "kinds that are a list": (lambda _, header: header["head"].update(kinds=[1]), "damaged"),
+    "no models": (lambda _, header: header["head"].pop("models"), "is damaged (it lacks 'models')"),
+    "no family": (lambda _, header: header["head"].pop("family"), "damaged"),
+    "record that is no mapping": (lambda _, header: header["head"].update(made="x"), "damaged"),
+    "head without end": (lambda _, header: header.update(head="[" * 100000), "damaged"),
 }
 WITH_ALIGNMENT = edit((DONORS, "{weight: 0.5, alignment: map}\np"))
 ALIGNED = [
@@ -373,10 +373,10 @@ ALIGNED = [
         Row(
             f"alignment: another {name}",
             ("map", "other weights"),
-            mapped(lambda _, header, name=name: header.update({name: "0" * 40})),
+            mapped(lambda _, header, number=number: header["head"]["models"][number].__setitem__(1, "0" * 40)),
             ("merge",),
         )
-        for name in ("anchor", "donor")
+        for number, name in enumerate(("anchor", "donor"))
     ),
     Row("alignment that is not there", ("map", "o such file"), both(gone("map"), WITH_ALIGNMENT), BOTH),
     Row(

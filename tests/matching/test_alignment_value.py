@@ -370,34 +370,34 @@ def test_a_module_without_numbers_is_one_line(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
-    """An alignment file with other tensors, or another basis."""
+    """An alignment file with other tensors, or another head."""
     with safe_open(path, framework="pt") as file:
         meta, tensors = dict(file.metadata()), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    basis = json.loads(meta["basis"])
-    change(tensors, basis)
-    save_file(tensors, path, metadata={**meta, "basis": json.dumps(basis)})
+    head = json.loads(meta["head"])
+    change(tensors, head)
+    save_file(tensors, path, metadata={**meta, "head": json.dumps(head)})
 
 
-def without_a_bias(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
+def without_a_bias(tensors: dict[str, torch.Tensor], head: dict[str, Any]) -> None:
     del tensors[next(key for key in tensors if key.startswith("bias of the anchor|"))]
 
 
-def with_a_bias_of_nan(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
+def with_a_bias_of_nan(tensors: dict[str, torch.Tensor], head: dict[str, Any]) -> None:
     tensors[next(key for key in tensors if key.startswith("bias of the anchor|"))].fill_(torch.nan)
 
 
-def with_a_class_twice(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
-    basis["rows"] = {"classifier.weight": [0, [0, 0]]}
+def with_a_class_twice(tensors: dict[str, torch.Tensor], head: dict[str, Any]) -> None:
+    head["rows"] = {"classifier.weight": [0, [0, 0]]}
 
 
-def with_layers_by_the_million(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
-    basis["config"]["num_hidden_layers"] = 400_000_000
+def with_layers_by_the_million(tensors: dict[str, torch.Tensor], head: dict[str, Any]) -> None:
+    head["config"]["num_hidden_layers"] = 400_000_000
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_a_bias, "is missing in its header"),
+        (without_a_bias, "is missing in its head"),
         (with_a_bias_of_nan, "bias '.*' is damaged"),
         (with_a_class_twice, "loses classes"),
         (with_layers_by_the_million, "map.safetensors: its config says 400000000 layers"),

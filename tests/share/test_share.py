@@ -330,15 +330,15 @@ def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
     (content,) = (content for place, content in home.files(REPO).items() if place.startswith("alignment/"))
     head = load_head(content)
     models = [f"org/{name}@{revisions[name]}" for name in ("anchor", "donor")]
-    assert json.loads(head["basis"])["models"] == models
+    assert [facts[0] for facts in json.loads(head["head"])["models"]] == models
     assert not any(str(local[0].parent) in entry for entry in head.values())
     monkeypatch.chdir(local[0].parent)
     assert run("align", "anchor", "donor", "--alignment", tmp_path / "near.safetensors").exit_code == 0
     renaming = Renaming({"anchor": "org/a@1", "donor": "org/b@2"})
     _stage(str(tmp_path / "near.safetensors"), str(tmp_path / "copy.safetensors"), renaming)
     head = load_head((tmp_path / "copy.safetensors").read_bytes())
-    assert json.loads(head["basis"])["models"] == ["org/a@1", "org/b@2"]
-    assert not {"anchor", "donor"} & set(texts_of([json.loads(head[name]) for name in ("basis", "made")]))
+    assert [facts[0] for facts in json.loads(head["head"])["models"]] == ["org/a@1", "org/b@2"]
+    assert not {"anchor", "donor"} & set(texts_of(json.loads(head["head"])))
     assert rm.Alignment.load(tmp_path / "copy.safetensors").transforms
 
 
