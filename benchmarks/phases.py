@@ -72,12 +72,12 @@ class Watch:
         from rotation_merge.matching import visit
         from rotation_merge.matching.moving import Mover
         from rotation_merge.matching.stream import StreamMeasurement, StreamSums
-        from rotation_merge.mergekit_plugin import block_match, run
+        from rotation_merge.mergekit_plugin import run, views
 
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)
-        for owner in (visit, block_match):
+        for owner in (visit, views):
             self.over(owner, "match_block", "matching", _in_layer)
         self.over(Mover, "tensor", "moving", lambda _, block, *__: _in_layer(block))
         self.over(visit, "read_block", "reading", _in_layer)

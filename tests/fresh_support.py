@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
-from rotation_merge.mergekit_plugin import hooks
+from rotation_merge.mergekit_plugin import SWITCH
 
 torch.set_num_threads(1)  # a forked process has no other threads
 START = (Path(__file__).resolve().parent.parent / "rotation_merge.pth").read_text()
@@ -39,7 +39,7 @@ def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any
             torch.set_num_threads(1)  # OpenMP waits forever for threads that are not forked
             gc.freeze()
             constants.HF_HUB_OFFLINE = True
-            os.environ[hooks.SWITCH] = plugin
+            os.environ[SWITCH] = plugin
             forget()
             exec(start, {})
             found = work()

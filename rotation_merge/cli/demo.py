@@ -18,7 +18,7 @@ from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.options import FitConfig
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run.demo import CHECKPOINTS, digits

@@ -13,7 +13,7 @@ from rotation_merge.matching.aligned_output import aligned_view, loaded, match_p
 from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Pair, open_pair
-from rotation_merge.mergekit_plugin.run_recipe import moved_states
+from rotation_merge.mergekit_plugin.run import moved_states
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors

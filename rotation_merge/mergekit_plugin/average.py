@@ -19,8 +19,7 @@ from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin import METHOD, delegates
-from rotation_merge.mergekit_plugin.compile import output_views
-from rotation_merge.mergekit_plugin.delegated import tensor_parameters
+from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
 from rotation_merge.mergekit_plugin.own_methods import told

@@ -7,7 +7,8 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import registry
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, TensorGroup
+from mergekit.parameter_resolver import resolve_parameters
 from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -24,15 +27,14 @@ from rotation_merge.architecture import find
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.average import check_merged
-from rotation_merge.errors import not_written
+from rotation_merge.errors import RecipeError, not_written, short
 from rotation_merge.matching.pair import check_depth, check_shapes
-from rotation_merge.mergekit_plugin.delegated import Delegated, tensor_parameters
 from rotation_merge.mergekit_plugin.document import with_models
 from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
 from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
 from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
-from rotation_merge.mergekit_plugin.own_methods import refitted_view, told
-from rotation_merge.mergekit_plugin.recipe import tuned_from
+from rotation_merge.mergekit_plugin.own_methods import Parameters, refitted_view, told
+from rotation_merge.mergekit_plugin.recipe import Recipe, tuned_from
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.folder import fetched
@@ -105,6 +107,79 @@ def described(views: RecipeViews) -> ModelArchitecture:
         tagalong_files=list(spec.tagalong_files) if spec else None,
         vocab_size_config_key=spec.vocab_size_key if spec else None,
     )
+
+
+def tensor_parameters(
+    recipe: Recipe, blocks: Iterable[OutputBlock], ids: Mapping[ModelReference, Hashable]
+) -> dict[str, dict[str, Any]]:
+    """The delegate's parameters for each tensor of the output that is merged, by its name, as mergekit resolves them.
+
+    Filters see the name that a tensor has in each model.
+
+    Args:
+        ids: of the models, by which values of single models are given.
+
+    Raises:
+        RecipeError: a required parameter has no value for a tensor.
+    """
+    spec, base, parameters = recipe.delegate.spec, None if recipe.plain else recipe.base, dict[str, dict[str, Any]]()
+    for out in blocks:
+        own_names, reader = {model: out.names_in(model) for model in out.sources}, out.reader
+        for name in (name for info in out.block.tensors for name in info.names if not recipe.excluded(name)):
+            inputs, sources = {model: names[name] for model, names in own_names.items()}, reader.parameter_sources
+            try:
+                shared, each = resolve_parameters(
+                    spec, tensor_name=name, inputs=inputs, sources=sources, base_model=base, t=reader.t
+                )
+            except RuntimeError as error:
+                raise RecipeError(short(error), remedy="give it a value for every tensor") from error
+            parameters[name] = shared | {
+                of_model.name: {ids[m]: values[of_model.name] for m, values in each.items() if of_model.name in values}
+                for of_model in spec.input_parameters
+            }
+    return parameters
+
+
+class Delegated(MergeMethod):
+    """The delegate of one recipe, with the parameters of each tensor that it merges; all others are passed on.
+
+    Args:
+        name: under which mergekit knows it while the recipe runs.
+        inner: the delegate.
+        plain: whether it is not told that the anchor is the base.
+        parameters: of each tensor that is merged, by its name.
+        finish: takes every tensor of the result by its name, and gives the one to write, if any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inner: MergeMethod,
+        plain: bool,
+        parameters: Parameters,
+        finish: Callable[[str, Tensor], Tensor | None],
+    ) -> None:
+        self.inner, self.plain, self.parameters, self.finish = inner, plain, parameters, finish
+        contract = InputContract(base=BasePolicy.OPTIONAL, min_inputs=0)
+        self.spec = replace(inner.spec, name=name, parameters=(), contract=contract)
+
+    def validate_inputs(self, *args: Any, **kwargs: Any) -> None:
+        """The recipe's reader has judged numbers of models by the delegate itself."""
+
+    def _execute_resolved(
+        self, groups: Sequence[TensorGroup], parameters: list[dict[str, Any]], **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(self.finish(str(group.metadata.name), self._merged(group, options)) for group in groups)
+
+    def _merged(self, group: TensorGroup, options: dict[str, Any]) -> Tensor:
+        if (parameters := self.parameters.get(str(group.metadata.name))) is None:
+            return group.entries[0].tensor  # the anchor's, which every model gives
+        if self.plain:
+            group = replace(group, entries=tuple(replace(entry, is_base=False) for entry in group.entries))
+        return self.inner((group,), parameters=parameters, **options)[0]
+
+    def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        raise NotImplementedError("groups are executed once they are resolved")
 
 
 def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import torch
 import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
@@ -18,7 +21,9 @@ from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, load_for
-from rotation_merge.matching.match import match_model
+from rotation_merge.matching.block import named
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, residual_of
 from rotation_merge.matching.stream import Transforms
@@ -26,16 +31,18 @@ from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session, settle_presets
-from rotation_merge.mergekit_plugin.wholes import match_whole, mean_matcher
 from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.gguf import quantised
+from rotation_merge.model.heads import compared
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, matched_on, shared_rows
+from rotation_merge.model.vocabulary import check_token_ids, matched_on, on_shared_rows, shared_rows
+from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices
 
 LOG = logging.getLogger(__name__)
 
@@ -334,3 +341,82 @@ def _one_vocabulary(session: Session, model: ModelReference, why: str, remedy: s
     if shared_rows([session.base, session.models[model]]) is not None:
         problem = f"{why}, but its tokens are not those of {session.base.reference}"
         raise RecipeError(problem, where=str(model), remedy=remedy)
+
+
+# --- alignments of whole models: one block of each in memory at a time ---
+
+
+def match_whole(session: Session, pair: Pair, name: str, match: Match) -> Alignment:
+    """The alignment of one whole model to the anchor, on all devices where weights are matched."""
+    devices, recipe, run = session.devices, session.recipe, session.run
+    architecture = compared(session.base, [pair.donor], recipe.own_heads, recipe.excluded)
+    together = len(devices) > 1 and match is match_model
+    if together:
+        match = partial(match_model, over=on_devices(devices))
+    else:
+        pair = replace(pair, device=devices[0])
+    with progress_bar(f"Aligning {name}", session.options.quiet) as progress, named(str(recipe.base), name):
+        alignment = match(architecture, *pair.matched, pair.options, progress, ledger=run.ledger.under(name))
+    if together:  # where every device finds it
+        cpu = {space: transform.to(torch.device("cpu")) for space, transform in alignment.transforms.items()}
+        alignment = replace(alignment, transforms=cpu)
+    run.aligned(name, alignment)
+    return alignment
+
+
+def mean_matcher(session: Session, pairs: Mapping[str, Pair]) -> Callable[[], dict[str, Alignment]]:
+    """Gives the alignments of all models but the base to their running mean, by name, found once.
+
+    Args:
+        pairs: of the base and each donor, with the same options.
+
+    Raises:
+        CheckpointError: their vocabularies have next to nothing in common.
+    """
+    recipe, base, donors = session.recipe, session.base, [pair.donor for pair in pairs.values()]
+    sources = {str(recipe.base): base.tensors, **{name: pair.sources[1] for name, pair in pairs.items()}}
+    options = next((pair.options for pair in pairs.values()), NOTHING)
+    if options.residual != "none" and (rows := shared_rows([base, *donors])) is not None:
+        shared = on_shared_rows(base.architecture, list(sources.values()), rows)
+        sources = dict(zip(sources, shared, strict=True))
+    architecture = compared(base, donors, recipe.own_heads, recipe.excluded)
+    return cache(partial(_match_mean, session, architecture, sources, options))
+
+
+def _match_mean(
+    session: Session, architecture: Architecture, sources: Mapping[str, Tensors], options: AlignConfig
+) -> dict[str, Alignment]:
+    devices, base, run = session.devices, str(session.recipe.base), session.run
+    sources = {name: source.on(devices[0]) for name, source in sources.items()}
+    over = in_threads if len(devices) == 1 else on_devices(devices)
+    with progress_bar("Aligning to the mean", session.options.quiet) as progress:
+        alignments = match_to_mean(architecture, sources, base, options, progress, over, ledger=run.ledger)
+    for name, alignment in alignments.items():
+        run.aligned(name, alignment)
+    rounds = max((int(str(alignment.summary["rounds"])) for alignment in alignments.values()), default=0)
+    run.note(
+        f"All {len(sources)} models were aligned to their running mean ('anchor: mean'), in {rounds} rounds, and are "
+        f"expressed in the coordinates of `{base}`; distances are those to it."
+    )
+    return alignments
+
+
+@contextmanager
+def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
+    """A bar like mergekit's own, which starts anew with every pass over the model.
+
+    Progress also goes to the thread's listener, and the bar shows progress within the block.
+    """
+    tell = listener()
+    with tqdm.tqdm(desc=title, disable=quiet, leave=True) as bar:
+
+        def show(step: str, done: float, total: float) -> None:
+            tell(step, done, total)
+            if getattr(bar, "desc", None) != f"{title} ({step})":
+                bar.reset(total)
+                bar.set_description(f"{title} ({step})", refresh=False)
+            bar.update(done - bar.n)
+            bar.n = done
+
+        with listening(show):
+            yield show

@@ -7,7 +7,7 @@ cannot be extended stays unchanged; the error is kept and raised by the first ro
 
 import sys
 
-from rotation_merge.mergekit_plugin import failed
+from rotation_merge.mergekit_plugin import failed, switched_off
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-SWITCH = "ROTATION_MERGE_PLUGIN"
-"""Environment variable that, set to 0, leaves mergekit alone."""
 
 HOOKS = {
     "mergekit.config": "extend_config",
@@ -28,13 +25,6 @@ HOOKS = {
     "mergekit.scripts.merge_raw_pytorch": "extend_command",
 }
 """mergekit modules and the functions of `rotation_merge.mergekit_plugin.extensions` that extend them."""
-
-
-def switched_off() -> bool:
-    """Whether the user wants mergekit to be left alone."""
-    from os import environ
-
-    return environ.get(SWITCH) == "0"
 
 
 def install() -> None:

@@ -20,9 +20,8 @@ from rotation_merge.averaging.refit_models import ModelRefit
 from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.statistics import moved_statistics
-from rotation_merge.mergekit_plugin.delegated import Parameters
+from rotation_merge.mergekit_plugin.donors import progress_bar
 from rotation_merge.mergekit_plugin.views import RecipeViews
-from rotation_merge.mergekit_plugin.wholes import progress_bar
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors, by_name
@@ -33,6 +32,9 @@ from rotation_merge.run.statistics import NAME, Statistics
 
 SAMPLES = 200
 """Samples that activations are taken on."""
+
+Parameters = Mapping[str, Mapping[str, Any]]
+"""Parameters of a method by name of an output tensor."""
 
 Ids = Mapping[ModelReference, Hashable]
 """By what a method knows the models of a recipe."""

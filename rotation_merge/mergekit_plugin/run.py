@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from threading import Lock
 from typing import Any
 from unittest import mock
 
 import click
+import torch
 import yaml
-from mergekit import card
+from mergekit import card, merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from torch import Tensor
 
-from rotation_merge.errors import AlignmentError, RecipeError, named, printable, short
+from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeError, named, printable, short
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.run import file_metadata
-from rotation_merge.mergekit_plugin.compile import compiled
+from rotation_merge.mergekit_plugin import SWITCH, switched_off
+from rotation_merge.mergekit_plugin.compile import compiled, output_views
 from rotation_merge.mergekit_plugin.recipe import (
     ALIGNMENT,
     KEPT_BY,
@@ -37,7 +40,7 @@ from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import add_section, origins
 from rotation_merge.model.contents import VOCABULARIES
-from rotation_merge.model.folder import folder_of
+from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.run_keys import mark_of, unchanged
@@ -78,6 +81,44 @@ def run(
             _run(stock, session, out_path, config_source or config.to_yaml())
         finally:
             session.run.end()
+
+
+def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each model of a recipe as they are merged, in float32, in memory; the base first.
+
+    Raises:
+        RotationMergeError: as the merge does.
+    """
+    session = Session.of(recipe, MergeOptions(quiet=True), watched=False)
+    try:
+        views = output_views(session)
+        views.prepare()
+        for model in views.stored:
+            yield views.served(model).to(torch.float32).state_dict()
+    finally:
+        session.run.end()
+
+
+def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None = None, device: str = "cpu") -> None:
+    """Merge by mergekit's own `run_merge`, quietly, as mergekit-yaml would.
+
+    Args:
+        text: the recipe, YAML.
+        out: directory to write.
+        tokenizer: copy the base's, as mergekit-yaml does.
+        seed: of methods that draw at random.
+        device: to compute on.
+
+    Raises:
+        RotationMergeError: the plugin is switched off, or as of `run`.
+    """
+    if switched_off():
+        raise RotationMergeError(f"the plugin is switched off ({SWITCH}=0)", remedy="unset it")
+    options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed, device=device)
+    try:
+        merge.run_merge(MergeConfiguration.model_validate(yaml.safe_load(text)), out, options, config_source=text)
+    finally:
+        close_files()
 
 
 def _run(stock: Callable[..., None], session: Session, out_path: str, source: str) -> None:

@@ -19,7 +19,7 @@ import yaml
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.card import class_of, updated_card
 from rotation_merge.model.contents import reason

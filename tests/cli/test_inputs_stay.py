@@ -329,7 +329,7 @@ def test_an_alignment_replaces_no_file_of_the_merge(tmp_path: Path, pair: tuple[
 def test_from_python_and_from_several_recipes(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     from mergekit.scripts.multimerge import main
 
-    from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+    from rotation_merge.mergekit_plugin.run import merge_recipe
 
     text = yaml.safe_dump(recipe_for("linear", *pair))
     before = snapshot(pair[0].parent)

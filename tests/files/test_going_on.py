@@ -22,7 +22,7 @@ from tiny_models import ALL, planted
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.matching import visit
 from rotation_merge.matching.match import match_model
-from rotation_merge.mergekit_plugin import block_match
+from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
 
@@ -32,7 +32,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.last, self._lock = 0, 10**9, threading.Lock()
-        for module in (visit, block_match):
+        for module in (visit, views):
             monkeypatch.setattr(module, "match_block", self._counted(module.match_block))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

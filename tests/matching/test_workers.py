@@ -32,7 +32,7 @@ from rotation_merge.matching.pair import open_pair
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.matching.visit import Visits
-from rotation_merge.mergekit_plugin import block_match
+from rotation_merge.mergekit_plugin import views
 from rotation_merge.workers import (
     BYTES_A_WEIGHT,
     SHARE,
@@ -139,7 +139,7 @@ def test_merges_are_the_same_bytes_however_many_workers(
     donor = make("llama", tmp_path / "donor", seed=1)
     found = []
     for count in (1, 3):
-        for part in (block_match, visit):
+        for part in (views, visit):
             monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
         merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
         found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
@@ -162,7 +162,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     alone = merged(recipe, tmp_path / "alone")
     two_devices(monkeypatch)
     used: set[tuple[str, str]] = set()
-    for part in (visit, block_match):
+    for part in (visit, views):
         stock = part.match_block
 
         def watched(*given: Any, stock: Any = stock, part: Any = part, **named: Any) -> Any:
@@ -172,7 +172,7 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
         monkeypatch.setattr(part, "match_block", watched)
     together = merged(recipe, tmp_path / "together", "--multi-gpu")
     assert all(torch.equal(together[name], alone[name]) for name in alone)
-    matched = "visit" if options else "block_match"
+    matched = "visit" if options else "views"
     assert len({thread for part, thread in used if part == matched}) >= 2
 
 
@@ -265,7 +265,7 @@ def test_backends_that_cannot_be_used_are_said_in_one_line(
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
-    monkeypatch.setattr(block_match, "workers_for", lambda weights: 2)
+    monkeypatch.setattr(views, "workers_for", lambda weights: 2)
 
     def match(device: None) -> Any:
         if failing:
@@ -276,7 +276,7 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     before, jobs = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        blocks = block_match.BlockMatches(Run(watched=False), lambda: None)
+        blocks = views.BlockMatches(Run(watched=False), lambda: None)
         blocks.jobs = jobs
         for key in "abc":
             out = SimpleNamespace(label=key, anchor=None)

@@ -93,7 +93,7 @@ def test_the_switch_leaves_mergekit_alone(tmp_path: Path) -> None:
 
         import rotation_merge  # noqa: F401
         from rotation_merge import RotationMergeError
-        from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+        from rotation_merge.mergekit_plugin.run import merge_recipe
 
         finders = [type(f).__name__ for f in sys.meta_path if "Mergekit" in type(f).__name__]
         known = ["rotation_merge" in methods.registry._METHODS, hasattr(mergekit.config, "_rotation_merge")]

@@ -14,7 +14,7 @@ import yaml
 from faults_support import edit, read, rewrite, state, whole
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.report.integrity import check_folder
 
 Parents = tuple[Path, Path]

@@ -9,7 +9,7 @@ import pytest
 from plugin_support import make, recipe_for
 
 from rotation_merge import RotationMergeError
-from rotation_merge.mergekit_plugin.run_recipe import merge_recipe
+from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.workers import listening
 
 
