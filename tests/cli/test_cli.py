@@ -12,315 +12,229 @@ import numpy as np
 import pytest
 import torch
 from cli_support import CHECKPOINTS, COMMANDS, parsed, run
-from plugin_support import make, state, twin
+from click.testing import Result
+from plugin_support import from_file, make, recipe_for, state, twin, write_recipe
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-VITS = str(CHECKPOINTS / "vit-0"), str(CHECKPOINTS / "vit-1")
-LLAMAS = str(CHECKPOINTS / "llama-0-english"), str(CHECKPOINTS / "llama-0-c")
+Pair = tuple[Path, Path]
+VITS = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
+LLAMAS = CHECKPOINTS / "llama-0-english", CHECKPOINTS / "llama-0-c"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A tiny Llama and its twin."""
-    folder = tmp_path_factory.mktemp("pair")
-    anchor = make("llama", folder / "anchor")
-    return str(anchor), str(twin(anchor, folder / "twin"))
+def done(*arguments: object, code: int = 0) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    return result
 
 
-def recipe(folder: Path, anchor: str, donor: str, *parameters: str) -> Path:
-    lines = [f"  {line}" for line in ("delegate: linear", *parameters)]
-    text = (
-        f"merge_method: rotation_merge\nbase_model: {anchor}\nmodels:\n"
-        f"  - model: {anchor}\n    parameters: {{weight: 0.5}}\n  - model: {donor}\n    parameters: {{weight: 0.5}}\n"
-    )
-    path = folder / "recipe.yml"
-    path.write_text(text + "\n".join(["parameters:", *lines, "dtype: float32\n"]))
-    return path
+def close(first: Path, second: Path) -> None:
+    """The same tensors, up to rounding."""
+    ours, theirs = state(first), state(second)
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(name: str):
-    done = run(name, "--help")
-    assert done.exit_code == 0
-    assert "Example" in done.output
-    assert "--json" in done.output
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    """`-v` stands before or behind the command."""
+    for word in ("Example", "--json"):
+        assert word in done(name, "-v", "--help").output
 
 
-def test_help_is_quick_because_nothing_heavy_is_imported():
-    code = (
-        "import sys; from rotation_merge.cli.app import app; print('torch' in sys.modules, 'mergekit' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+def python(code: str, **environment: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment or None, check=False).stdout
 
 
-class TestCheck:
-    def test_a_good_recipe_passes(self, pair: tuple[str, str], tmp_path: Path):
-        done = run("check", recipe(tmp_path, *pair))
-        assert done.exit_code == 0
-        assert "ready to run" in done.output
+def test_help_is_quick_and_completion_is_clicks() -> None:
+    """Nothing heavy is imported for help."""
+    heavy = "import sys; from rotation_merge.cli.app import app; print({'torch', 'mergekit'} & {*sys.modules})"
+    assert python(heavy) == "set()\n"
+    main = "from rotation_merge.cli import main; main()"
+    assert "complete" in python(main, _ROTATION_MERGE_COMPLETE="bash_source", PATH="/usr/bin:/bin")
 
-    def test_all_faults_are_named_at_once_at_their_places(self, pair: tuple[str, str], tmp_path: Path):
-        path = recipe(tmp_path, *pair, "attention: rotatoin", "layers: 3-1", "residual: rotation", "colour: red")
-        path.write_text(path.read_text().replace("dtype: float32", "dtype: float23\nbase_modle: x"))
-        done = run("check", path)
-        assert done.exit_code == 1
-        for place, words in {
-            "10:3": "did you mean 'rotation'?",
-            "11:3": "it must be all, or ranges",
-            "13:3": "there is no parameter 'colour'",
-            "14:1": "did you mean 'float32'?",
-            "15:1": "did you mean 'base_model'?",
-        }.items():
-            assert any(line.startswith(f"{path}:{place}:") and words in line for line in done.output.splitlines()), (
-                done.output
-            )
-        assert "5 faults" in done.output
 
-    @pytest.mark.parametrize(
-        ("parameters", "replaced", "remedies"),
+# --- check -----------------------------------------------------------------------------------------------------------
+
+CHECKED: dict[str, tuple[dict[str, str], list[str]]] = {
+    "a good recipe": ({}, []),
+    "many": (
+        {
+            "delegate: linear": "attention: rotatoin\n  delegate: linear\n  layers: 3-1\n  colour: red",
+            "dtype: float32": "dtype: float23\nbase_modle: x",
+        },
         [
-            (("residual: rotatoin",), {}, ["did you mean 'rotation'?"]),
-            (
-                (),
-                {"base_model": "base_modle", "{weight": "{weigth"},
-                ["did you mean 'base_model'?", "did you mean 'weight'?"],
-            ),
+            "10:3: parameters.attention: ... did you mean 'rotation'?",
+            "12:3: ... it must be all, or ranges",
+            "13:3: ... there is no parameter 'colour'",
+            "14:1: ... did you mean 'float32'?",
+            "15:1: ... did you mean 'base_model'?",
         ],
-    )
-    def test_a_misspelt_word_is_one_fault(
-        self,
-        parameters: tuple[str, ...],
-        replaced: dict[str, str],
-        remedies: list[str],
-        pair: tuple[str, str],
-        tmp_path: Path,
+    ),
+    "a value": ({"delegate: linear": "residual: rotatoin\n  delegate: linear"}, ["10:3: ... did you mean 'rotation'?"]),
+    "two keys": (
+        {"base_model": "base_modle", "weight": "weigth"},
+        ["2:1: ... did you mean 'base_model'?", "5:18: ... did you mean 'weight'?"],
+    ),
+    "a lacking key": ({"weight: 0.5": ""}, ["4:5: models[0]: ... delegate linear needs the parameter 'weight'"]),
+}
+"""What stands in a recipe instead of something else, and all faults with their places: none is told twice."""
+
+
+def text_of(anchor: Path, donor: Path) -> str:
+    models = "".join(f"  - model: {model}\n    parameters: {{weight: 0.5}}\n" for model in (anchor, donor))
+    head = f"merge_method: rotation_merge\nbase_model: {anchor}\nmodels:\n{models}"
+    return f"{head}parameters:\n  # of the merge\n  delegate: linear\ndtype: float32\n"
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_all_faults_are_named_at_once_at_their_places(name: str, pair: Pair, tmp_path: Path) -> None:
+    replaced, said = CHECKED[name]
+    text, path = text_of(*pair), tmp_path / "recipe.yml"
+    for words, instead in replaced.items():
+        text = text.replace(words, instead, 1)
+    path.write_text(text)
+    *faults, last = done("check", path, code=int(bool(said))).output.splitlines()
+    if not said:
+        assert last == "the recipe is ready to run"
+        return
+    assert last == f"{len(said)} fault{'s' if len(said) > 1 else ''}"
+    for line, words in zip(faults, said, strict=True):
+        place, _, rest = words.partition("... ")
+        assert line.startswith(f"{path}:{place.strip()}"), line
+        assert rest in line
+    first = json.loads(done("check", path, "--json", code=1).stdout)["faults"][0]
+    assert said[0].startswith(f"{first['line']}:{first['column']}:")
+    assert first["where"]
+    assert first["remedy"]
+
+
+def test_models_are_held_against_the_recipe(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that are misspelt, groups that the architecture lacks, vocabularies of other sizes."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pair[0], "models/donor-7b")
+    bert, small = make("bert", tmp_path / "bert"), make("llama", tmp_path / "small", vocab_size=50)
+    for models, more, code, said in (
+        ((pair[0], "models/doner-7b"), {}, 0, "did you mean 'models/donor-7b'?"),
+        ((pair[0], "models/doner-7b"), {}, 0, "if the models that were not checked exist"),
+        ((bert, bert), {"residual": "rotation"}, 1, "the largest it admits is 'residual: permutation'"),
+        ((pair[0], small), {}, 1, "tokenizer: {source: base}"),
     ):
-        """And its key is not said to be missing, too."""
-        path = recipe(tmp_path, *pair, *parameters)
-        for word, other in replaced.items():
-            path.write_text(path.read_text().replace(word, other, 1))
-        *faults, count = run("check", path).output.splitlines()
-        assert [remedy in line for remedy, line in zip(remedies, faults, strict=True)] == [True] * len(remedies)
-        assert count == f"{len(remedies)} fault{'s' if len(remedies) > 1 else ''}"
-
-    def test_a_misspelt_folder_is_named(self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.chdir(tmp_path)
-        shutil.copytree(pair[0], "models/donor-7b")
-        done = run("check", recipe(tmp_path, pair[0], "models/doner-7b"))
-        assert "did you mean 'models/donor-7b'?" in done.output
-        assert "if the models that were not checked exist" in done.output
-
-    def test_json_holds_line_column_and_remedy(self, pair: tuple[str, str], tmp_path: Path):
-        done = run("check", recipe(tmp_path, *pair, "ffn: permutatoin"), "--json")
-        assert done.exit_code == 1
-        fault = json.loads(done.stdout)["faults"][0]
-        assert (fault["line"], fault["column"], fault["where"]) == (10, 3, "parameters.ffn")
-        assert "permutation" in fault["remedy"]
-
-    def test_a_delegates_missing_parameter_stands_at_the_model(self, pair: tuple[str, str], tmp_path: Path):
-        path = recipe(tmp_path, *pair)
-        path.write_text(path.read_text().replace("parameters: {weight: 0.5}", "parameters: {}", 1))
-        done = run("check", path)
-        assert f"{path}:4:5: models[0]: delegate linear needs the parameter 'weight'" in done.output
-
-    def test_groups_are_held_against_the_architecture(self, tmp_path: Path):
-        anchor = make("bert", tmp_path / "bert")
-        done = run("check", recipe(tmp_path, str(anchor), str(anchor), "residual: rotation"))
-        assert done.exit_code == 1
-        assert "the largest it admits is 'residual: permutation'" in done.output
-
-    def test_vocabularies_need_a_tokenizer_setting(self, tmp_path: Path):
-        anchor, donor = make("llama", tmp_path / "a"), make("llama", tmp_path / "b", vocab_size=50)
-        done = run("check", recipe(tmp_path, str(anchor), str(donor)))
-        assert done.exit_code == 1
-        assert "tokenizer: {source: base}" in done.output
-
-    def test_faults_are_found_without_weights(self, pair: tuple[str, str], tmp_path: Path, monkeypatch):
-        """Only what says which preset fits looks at some, where there are no faults."""
-        from rotation_merge.diagnose import check
-        from rotation_merge.model.folder import ShardReader
-
-        monkeypatch.setattr(ShardReader, "__call__", lambda *_: pytest.fail("a weight was read"))
-        assert run("check", recipe(tmp_path, *pair, "colour: red")).exit_code == 1
-        monkeypatch.setattr(check, "likeness", lambda *_: 1.0)
-        assert run("check", recipe(tmp_path, *pair)).exit_code == 0
+        recipe = write_recipe(recipe_for("linear", *models, **more), tmp_path / "recipe.yml")
+        assert said in done("check", recipe, code=code).output
 
 
-class TestInspect:
-    def test_model(self):
-        found = parsed("inspect", LLAMAS[0], "--heads", "permutation")[0]
-        assert found["parameters"] == 443_232
-        kinds = {line["kind"]: line for line in found["lines"]}
-        assert kinds["attention"]["count"] == 4
-        assert "RoPE" in kinds["attention"]["group"]
-        assert found["memory"] > 0
-        assert found["disk"] == 2 * 443_232
+def test_faults_are_found_without_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what says which preset fits looks at some, where there are no faults."""
+    from rotation_merge.diagnose import check
+    from rotation_merge.model.folder import ShardReader
 
-    def test_recipe_and_words(self, tmp_path: Path):
-        done = run("inspect", recipe(tmp_path, *LLAMAS, "attention: none"))
-        assert done.exit_code == 0
-        assert "residual: none" in done.output
-        assert "on disk" in done.output
+    monkeypatch.setattr(ShardReader, "__call__", lambda *_: pytest.fail("a weight was read"))
+    done("check", write_recipe(recipe_for("linear", *pair, colour="red"), tmp_path / "recipe.yml"), code=1)
+    monkeypatch.setattr(check, "likeness", lambda *_: 1.0)
+    done("check", write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml"))
 
 
-class TestAlign:
-    @pytest.mark.slow
-    def test_the_output_is_a_normal_checkpoint_that_computes_the_same(self, tmp_path: Path):
-        out = tmp_path / "aligned"
-        done = run("align", *LLAMAS, out, "--residual", "rotation", "--heads", "permutation", "--dtype", "float32")
-        assert done.exit_code == 0, done.output
-        for name in ("config.json", "tokenizer.json", "README.md", "rotation_merge.json"):
-            assert (out / name).exists()
-        LlamaForCausalLM.from_pretrained(out)
-        assert AutoTokenizer.from_pretrained(out)("ab")["input_ids"] == [97, 98]
-        done = run("verify", LLAMAS[1], out)
-        assert done.exit_code == 0, done.output
-        wide = run("align", *LLAMAS, tmp_path / "wide", "--heads", "permutation", "--dtype", "float64")
-        assert wide.exit_code == 0, wide.output
-        for how in ((), ("--float64",)):
-            assert run("verify", LLAMAS[1], tmp_path / "wide", *how).exit_code == 0
-            assert run("verify", LLAMAS[0], tmp_path / "wide", *how).exit_code == 1
-
-    def test_the_twin_comes_back_to_the_anchor(self, pair: tuple[str, str], tmp_path: Path):
-        out = tmp_path / "aligned"
-        found = parsed("align", *pair, out, "--heads", "permutation")
-        assert found["after"] < 1e-3 < 0.1 < found["before"]
-        ours, theirs = state(out), state(Path(pair[0]))
-        for name, tensor in theirs.items():
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-3)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("device", ["auto", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-    def test_any_device_gives_the_same_up_to_rounding(self, device: str, pair: tuple[str, str], tmp_path: Path):
-        options = ("--heads", "permutation", "--residual", "rotation", "--alignment", tmp_path / "a.safetensors")
-        done = run("align", *pair, tmp_path / "out", *options, "--device", device)
-        assert done.exit_code == 0, done.output
-        done = run("align", *pair, tmp_path / "cpu", *options[:4])
-        assert done.exit_code == 0, done.output
-        ours, theirs = state(tmp_path / "out"), state(tmp_path / "cpu")
-        assert list(ours) == list(theirs)
-        for name, tensor in theirs.items():
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-3)
-
-    def test_large_models_are_written_in_shards(self, pair: tuple[str, str], tmp_path: Path):
-        done = run("align", *pair, tmp_path / "out", "--shard-size", "20K")
-        assert done.exit_code == 0, done.output
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        assert len(set(index["weight_map"].values())) > 1
-        LlamaForCausalLM.from_pretrained(tmp_path / "out")
-
-    def test_the_alignment_file_alone(self, pair: tuple[str, str], tmp_path: Path):
-        done = run("align", *pair, "--alignment", tmp_path / "a.safetensors", "--half")
-        assert done.exit_code == 0, done.output
-        path = recipe(tmp_path, *pair)
-        line = f"parameters: {{weight: 0.5, alignment: {tmp_path / 'a.safetensors'}}}"
-        path.write_text(line.join(path.read_text().rsplit("parameters: {weight: 0.5}", 1)))
-        assert run("check", path).exit_code == 0
-
-
-class TestVerify:
-    def test_different_models_exit_with_one(self):
-        done = run("verify", *VITS)
-        assert done.exit_code == 1
-        assert "differ" in done.output
-
-    def test_double_precision_and_given_inputs(self, pair: tuple[str, str]):
-        found = parsed("verify", VITS[0], VITS[0], "--data", "demo:digits", "--float64")
-        assert found["same"]
-        assert found["absolute"] == 0.0
-
-    @pytest.mark.parametrize("family", ["qwen2", "bert", "roberta", "vit"])
-    def test_random_inputs_for_every_kind(self, family: str, tmp_path: Path):
-        anchor = make(family, tmp_path / "a")
-        assert run("verify", anchor, twin(anchor, tmp_path / "b")).exit_code == 0
-
-
-def test_compare_finds_one_model_in_two_coordinate_systems(pair: tuple[str, str]):
-    found = parsed("align", *pair, "--heads", "permutation")
-    assert "one model in two coordinate systems" in found["summary"]
-    whole = found["gaps"][-1]
-    assert whole["angle_after"] < 0.01 < whole["angle_before"]
-    assert {gap["space"] for gap in found["gaps"]} == {"attn", "ffn", "all"}
-
-
-def test_compare_says_when_there_is_nothing_to_do():
-    done = run("align", *LLAMAS, "--by", "layer")
-    assert "share their coordinates" in done.output
-
-
-class TestBarrier:
-    @pytest.mark.slow
-    def test_two_models(self, tmp_path: Path):
-        pytest.importorskip("sklearn")
-        pytest.importorskip("matplotlib")
-        merged = tmp_path / "merged"
-        merged.mkdir()
-        options = [
-            "--data",
-            "demo:digits",
-            "--points",
-            3,
-            "--limit",
-            64,
-            "--save",
-            merged,
-            "--plot",
-            tmp_path / "b.svg",
-        ]
-        found = parsed("barrier", *VITS, *options)[0]
-        plain, aligned = found["curves"]
-        assert plain["loss"][0] == pytest.approx(aligned["loss"][0], abs=1e-4)
-        assert plain["loss"][2] == pytest.approx(aligned["loss"][2], abs=1e-3)
-        assert found["measures"]["plain"]["barrier"] > 1
-        assert (tmp_path / "b.svg").read_text().startswith("<?xml")
-        assert (merged / "barrier.json").exists()
-
-    @pytest.mark.slow
-    def test_an_alignment_file_stands_in_for_matching(self, pair: tuple[str, str], tmp_path: Path):
-        file, data = tmp_path / "a.safetensors", tmp_path / "data.npz"
-        np.savez(data, input_ids=np.arange(40).reshape(2, 20))
-        assert run("align", *pair, "--alignment", file, "--heads", "permutation").exit_code == 0
-        found = parsed("barrier", *pair, "--data", data, "--points", 3, "--alignment", file)[0]
-        plain, aligned = (curve["loss"] for curve in found["curves"])
-        assert aligned[1] == pytest.approx(aligned[0], abs=1e-3)
-        assert plain[1] != pytest.approx(plain[0], abs=1e-2)
-        swapped = run("barrier", *reversed(pair), "--data", data, "--alignment", file)
-        assert swapped.exit_code == 2
-        assert "other weights" in swapped.output
-
-    @pytest.mark.slow
-    def test_recipe_and_text_on_a_pipe(self, tmp_path: Path):
-        (tmp_path / "held-out.txt").write_text("def f(x):\n    return x + 1\n" * 40)
-        texts = ("--data", tmp_path / "held-out.txt", "--data", "demo:c", "--limit", 4)
-        done = run("barrier", recipe(tmp_path, *LLAMAS), *texts, "--points", 3)
-        assert done.exit_code == 0, done.output
-        assert done.output.count("Barrier:") == 2
-        assert "held-out.txt (next token" in done.output
-        assert "demo:c (next token, 4 examples)" in done.output
-
-
-def test_methods_and_architectures():
-    assert "slerp" in {entry["name"] for entry in parsed("inspect", "--methods")["delegates"]}
-    assert "llama" in parsed("inspect", "--architectures")
-    assert "LlamaForCausalLM" in run("inspect", "--architectures").output
-    assert "finetuned_from" in run("inspect", "--methods").output
+# --- align, verify ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_demo_shows_the_twin_come_back(tmp_path: Path):
+def test_the_output_is_a_normal_checkpoint_that_computes_the_same(tmp_path: Path) -> None:
+    out, wide = tmp_path / "aligned", tmp_path / "wide"
+    done("align", *LLAMAS, out, "--residual", "rotation", "--heads", "permutation", "--dtype", "float32")
+    assert {"config.json", "tokenizer.json", "README.md", "rotation_merge.json"} <= {x.name for x in out.iterdir()}
+    LlamaForCausalLM.from_pretrained(out)
+    assert AutoTokenizer.from_pretrained(out)("ab")["input_ids"] == [97, 98]
+    done("verify", LLAMAS[1], out)
+    done("align", *LLAMAS, wide, "--heads", "permutation", "--dtype", "float64")
+    for how in ((), ("--float64",)):
+        done("verify", LLAMAS[1], wide, *how)
+        done("verify", LLAMAS[0], wide, *how, code=1)
+
+
+def test_the_twin_comes_back_to_the_anchor_in_shards(pair: Pair, tmp_path: Path) -> None:
+    found = parsed("align", *pair, tmp_path / "out", "--heads", "permutation", "--shard-size", "20K")
+    assert found["after"] < 1e-3 < 0.1 < found["before"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    LlamaForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "one")
+    close(tmp_path / "one", pair[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["auto", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_any_device_gives_the_same_up_to_rounding(device: str, pair: Pair, tmp_path: Path) -> None:
+    options = ("--heads", "permutation", "--residual", "rotation")
+    done("align", *pair, tmp_path / "out", *options, "--alignment", tmp_path / "a.safetensors", "--device", device)
+    done("align", *pair, tmp_path / "cpu", *options)
+    close(tmp_path / "out", tmp_path / "cpu")
+
+
+def test_without_an_output_it_says_how_far_apart_two_models_are(pair: Pair) -> None:
+    found = parsed("align", *pair, "--heads", "permutation")
+    assert "one model in two coordinate systems" in found["summary"]
+    assert found["gaps"][-1]["angle_after"] < 0.01 < found["gaps"][-1]["angle_before"]
+    assert {gap["space"] for gap in found["gaps"]} == {"attn", "ffn", "all"}
+    assert "share their coordinates" in done("align", *LLAMAS, "--by", "layer").output
+
+
+def test_models_that_differ_and_inputs_that_are_given(tmp_path: Path) -> None:
+    assert "differ" in done("verify", *VITS, code=1).output
+    found = parsed("verify", VITS[0], VITS[0], "--data", "demo:digits", "--float64")
+    assert (found["same"], found["absolute"]) == (True, 0.0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert", "roberta", "vit"])
+def test_random_inputs_for_every_kind(family: str, tmp_path: Path) -> None:
+    anchor = make(family, tmp_path / "a")
+    done("verify", anchor, twin(anchor, tmp_path / "b"))
+
+
+# --- barrier, demo ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_barrier_of_two_models(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "b.svg"
+    options = ("--data", "demo:digits", "--points", 3, "--limit", 64, "--save", tmp_path, "--plot", plot)
+    found = parsed("barrier", *VITS, *options)[0]
+    plain, aligned = found["curves"]
+    assert plain["loss"][::2] == pytest.approx(aligned["loss"][::2], abs=1e-3)
+    assert found["measures"]["plain"]["barrier"] > 1
+    assert plot.read_text().startswith("<?xml")
+    assert (tmp_path / "barrier.json").exists()
+
+
+@pytest.mark.slow
+def test_an_alignment_file_stands_in_for_matching(pair: Pair, tmp_path: Path) -> None:
+    file, data = tmp_path / "a.safetensors", tmp_path / "data.npz"
+    np.savez(data, input_ids=np.arange(40).reshape(2, 20))
+    done("align", *pair, "--alignment", file, "--heads", "permutation", "--half")
+    done("check", write_recipe(from_file(recipe_for("linear", *pair), file), tmp_path / "recipe.yml"))
+    found = parsed("barrier", *pair, "--data", data, "--points", 3, "--alignment", file)[0]
+    plain, aligned = (curve["loss"] for curve in found["curves"])
+    assert aligned[1] == pytest.approx(aligned[0], abs=1e-3)
+    assert plain[1] != pytest.approx(plain[0], abs=1e-2)
+    assert "other weights" in done("barrier", *reversed(pair), "--data", data, "--alignment", file, code=2).output
+
+
+@pytest.mark.slow
+def test_a_barrier_of_a_recipe_on_several_texts(tmp_path: Path) -> None:
+    (tmp_path / "held-out.txt").write_text("def f(x):\n    return x + 1\n" * 40)
+    texts = ("--data", tmp_path / "held-out.txt", "--data", "demo:c", "--limit", 4, "--points", 3)
+    said = done("barrier", write_recipe(recipe_for("linear", *LLAMAS), tmp_path / "recipe.yml"), *texts).output
+    assert said.count("Barrier:") == 2
+    assert "held-out.txt (next token" in said
+    assert "demo:c (next token, 4 examples)" in said
+
+
+@pytest.mark.slow
+def test_the_demo_shows_the_twin_come_back(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     found = parsed("demo", "--only", "twin", "--keep", tmp_path)["results"][0]
     assert found["merges"]["plain"] < 0.5
     assert found["merges"]["whole"] == pytest.approx(found["parents"][0], abs=0.005)
     assert (tmp_path / "twin" / "whole" / "rotation_merge.json").exists()
-
-
-def test_completion_is_offered_by_click():
-    done = subprocess.run(
-        [sys.executable, "-c", "from rotation_merge.cli import main; main()"],
-        env={"_ROTATION_MERGE_COMPLETE": "bash_source", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-    assert "complete" in done.stdout

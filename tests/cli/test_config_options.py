@@ -95,33 +95,26 @@ def test_commands_have_every_option_and_judge_it_alike(config: type[Config]) -> 
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda c: c.__name__)
-def test_every_field_is_described(config: type[Config]) -> None:
+def test_every_field_is_described_and_has_a_default_that_it_may_have(config: type[Config]) -> None:
     others = SETTINGS if config is rm.TransferConfig else ()
     assert {*config.options(), *others} == {field.name for field in fields(config)}
-    assert all(described.help and described.allowed for described in config.options().values())
-    assert all(re.match(r"^[a-z0-9_]+$", name) for name in config.options())
-
-
-def test_every_default_is_one_that_the_option_may_have() -> None:
-    for config in ALL:
-        for name, described in config.options().items():
-            described.check(name, getattr(config, name))
+    for name, described in config.options().items():
+        described.check(name, getattr(config, name))
+        assert all((described.help, described.allowed, re.match(r"^[a-z0-9_]+$", name)))
 
 
 def test_every_exported_config_is_tried() -> None:
     exported = {value for value in (getattr(rm, name) for name in rm.__all__) if isinstance(value, type)}
     assert {value for value in exported if issubclass(value, Config)} == {*ALL} - {RecipeConfig, MatchConfig}
-
-
-def test_the_nearest_name_and_a_nearest_word_of_several_are_told() -> None:
-    with pytest.raises(rm.RotationMergeError, match="holds 'gramm'; did you mean 'gram'"):
-        rm.MeasureConfig(kinds=("fisher", "gramm"))
-    with pytest.raises(rm.RotationMergeError, match="did you mean 'points'"):
-        rm.BarrierConfig.from_values({"point": 3})
     assert RecipeConfig.options()["delegate"].kind.role == NEITHER
 
 
 def test_paths_lists_and_single_words_are_what_people_write() -> None:
+    """Where none is near enough, the nearest is told."""
+    with pytest.raises(rm.RotationMergeError, match="holds 'gramm'; did you mean 'gram'"):
+        rm.MeasureConfig(kinds=("fisher", "gramm"))
+    with pytest.raises(rm.RotationMergeError, match="did you mean 'points'"):
+        rm.BarrierConfig.from_values({"point": 3})
     assert rm.TransferConfig(data=Path("texts.txt")).data == "texts.txt"
     assert rm.FitConfig(state="state.safetensors").state == Path("state.safetensors")
     assert rm.FitConfig(coefficients=[0.5, 0.5]).coefficients == (0.5, 0.5)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_support import COMMANDS, run
+from cli_support import run
 from plugin_support import merged, recipe_for, write_recipe
 
 Pair = tuple[Path, Path]
@@ -29,6 +29,9 @@ def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 def test_a_merge_says_what_was_decided_for_each_donor_and_block(
     pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And nothing unless asked."""
+    merged(recipe_for("linear", *pair), tmp_path / "silent")
+    assert not said(caplog, logging.INFO)
     caplog.set_level(logging.DEBUG, "rotation_merge")
     merged(recipe_for("linear", *pair), tmp_path / "out")
     info, debug = said(caplog, logging.INFO), said(caplog, logging.DEBUG)
@@ -42,16 +45,6 @@ def test_a_merge_says_what_was_decided_for_each_donor_and_block(
         ]
     assert [text for text in info if text.startswith(f"{pair[1]} is aligned block by block: AlignConfig(")]
     assert [text for text in info if text.startswith(f"{pair[0]}: llama, ")]
-
-
-def test_a_merge_is_silent_unless_asked(pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    merged(recipe_for("linear", *pair), tmp_path / "out")
-    assert not said(caplog, logging.INFO)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_takes_it(name: str) -> None:
-    assert run(name, "-v", "--help").exit_code == 0
 
 
 @pytest.mark.parametrize("before", [True, False])
