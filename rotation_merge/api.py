@@ -287,7 +287,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
     Raises:
         RotationMergeError: the model or the samples are of no use.
     """
-    opened, config = open_model(model), MeasureConfig.or_default(config)
+    opened, config = open_model(model), MeasureConfig.of(config)
     module = for_evaluation(opened) if "fisher" in config.kinds else None
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
@@ -304,7 +304,7 @@ def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None =
     Raises:
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
-    opened, config = open_model(model), EvaluateConfig.or_default(config)
+    opened, config = open_model(model), EvaluateConfig.of(config)
     module = for_evaluation(opened)
     data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
     scores = score(module, data)
@@ -328,7 +328,7 @@ def refit(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    return _refitted(_opened(models), samples, RefitConfig.or_default(config), weights)
+    return _refitted(_opened(models), samples, RefitConfig.of(config), weights)
 
 
 def _refitted(
@@ -393,7 +393,7 @@ def polish(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    config = PolishConfig.or_default(config)
+    config = PolishConfig.of(config)
     opened, parents = open_model(merged), [open_model(teacher) for teacher in several(teachers)]
     with TemporaryFolder() as folder:
         return polished(opened, parents, samples, config, Path(folder)).view()
@@ -413,7 +413,7 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     Raises:
         RotationMergeError: the models do not fit together, or the samples are of no use.
     """
-    config = BarrierConfig.or_default(config)
+    config = BarrierConfig.of(config)
     first, second = open_model(anchor), open_model(donor)
     check_pair(first, second, NOTHING, excluded=lambda _: True)
     _check_folded([first, second])
@@ -451,7 +451,7 @@ def merge(
     if len(names) < 2:
         raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
     check_different([whole_path(name) for name in names])
-    config = MergeConfig.or_default(config)
+    config = MergeConfig.of(config)
     sources = paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source")
     check_output(Output(place, "out", FOLDER), [Input(whole_path(name), "model") for name in names], force=True)
     outcome, _ = searched(names, place, sources, config, "cpu", False, anyway, watch or LOG.info, time.perf_counter())

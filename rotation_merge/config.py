@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, MinLen
@@ -242,23 +242,14 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def or_default(cls: type[C], config: C | None) -> C:
-        """A config that a caller gave; None: the defaults.
-
-        Raises:
-            RecipeError: it is no such config.
-        """
-        if config is not None and not isinstance(config, cls):
-            problem = f"the config is of type {type(config).__name__}"
-            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
-        return cls() if config is None else config
-
-    @classmethod
-    def of(cls: type[C], config: C | None, options: Mapping[str, Any]) -> C:
-        """A config (None: the defaults) with some options replaced by name.
+    def of(cls: type[C], config: C | None, options: Mapping[str, Any] = MappingProxyType({})) -> C:
+        """A config that a caller gave (None: the defaults), with some options replaced by name.
 
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.
         """
-        start = cls.or_default(config)
+        if config is not None and not isinstance(config, cls):
+            problem = f"the config is of type {type(config).__name__}"
+            raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
+        start = cls() if config is None else config
         return cls.from_values({**vars(start), **options}) if options else start

@@ -161,8 +161,8 @@ def fit(
     Raises:
         RotationMergeError: models that do not fit together, groups that are not admitted, data without use.
     """
-    options = FitConfig.or_default(options)
-    pairs = _pairs([anchor, *_as_list(donors)], AlignConfig.or_default(match or WIDEST), untie)
+    options = FitConfig.of(options)
+    pairs = _pairs([anchor, *_as_list(donors)], AlignConfig.of(match or WIDEST), untie)
     if options.coefficients is not None and len(options.coefficients) != len(pairs) + 1:
         problem = f"{len(options.coefficients)} 'coefficients' for {len(pairs) + 1} models"
         raise RecipeError(problem, remedy="give one share for each model, the anchor first")

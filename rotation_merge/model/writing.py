@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -99,42 +99,40 @@ def staged(out: str) -> Iterator[str]:
 
 
 def _move(staging: Path, target: Path) -> None:
-    """Move staged files to their place."""
+    """Move staged files to their place, configs last."""
     if not target.exists() or not os.listdir(target):
         os.replace(staging, target)
         return
-    incoming, outgoing = _moves(staging, target, Path())
-    for number, path in enumerate(sorted(outgoing, key=lambda path: path.name not in CONFIGS)):
+    incoming = [path.relative_to(staging) for path in staging.rglob("*") if not path.is_dir()]
+    for number, path in enumerate(sorted(_outgoing(target, incoming), key=lambda path: path.name not in CONFIGS)):
         os.replace(target / path, f"{staging}.{number}")
     sync(str(target))
-    for path in sorted(incoming, key=lambda path: (path.name in CONFIGS, -len(path.parts))):
+    for path in sorted(incoming, key=lambda path: (path.name in CONFIGS, -len(path.parts), path)):
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / path, target / path)
-    sync(str(target))
+    for folder in {target / path.parent for path in incoming} | {target}:
+        sync(str(folder))
 
 
-def _moves(staging: Path, target: Path, folder: Path) -> tuple[list[Path], list[Path]]:
-    """What to move into a folder that both have, and what to remove from it before, by relative paths."""
-    names, present = os.listdir(staging / folder), os.listdir(target / folder)
-    incoming: list[Path] = []
-    outgoing: list[Path] = []
-    for path in (folder / name for name in sorted(names)):
-        if not (target / path).is_dir() or (target / path).is_symlink():
-            incoming.append(path)
-            if (staging / path).is_dir() and os.path.lexists(target / path):
-                outgoing.append(path)
-        elif (staging / path).is_dir():
-            further = _moves(staging, target, path)
-            incoming += further[0]
-            outgoing += further[1]
-        else:
-            raise IsADirectoryError(f"{target / path} is a folder, where a file is to be written")
-    if any(map(is_of_a_model, names)):
-        old = (folder / name for name in present if is_of_a_model(name))
-        outgoing += [path for path in old if not (target / path).is_dir()]
-    if folder == Path(HEADS):  # what an earlier merge wrote there is a model that nobody merged this time
-        stale = (folder / name for name in present if name not in names)
-        outgoing += [path for path in stale if (target / path / REPORT_FILE).is_file()]
-    return incoming, outgoing
+def _outgoing(target: Path, incoming: Sequence[Path]) -> Iterator[Path]:
+    """What has to go from a folder before files come into it, by relative paths."""
+    if blocked := next((path for path in incoming if _is_folder(target / path)), None):
+        raise IsADirectoryError(f"{target / blocked} is a folder, where a file is to be written")
+    folders = {folder for path in incoming for folder in path.parents}
+    for folder in folders:
+        path = target / folder
+        if os.path.lexists(path) and not _is_folder(path) and _is_folder(path.parent):
+            yield folder
+    for folder in filter(_is_folder, {target / path.parent for path in incoming if is_of_a_model(path.name)}):
+        yield from (p.relative_to(target) for p in folder.iterdir() if is_of_a_model(p.name) and not p.is_dir())
+    if Path(HEADS) in folders and _is_folder(target / HEADS):  # heads of an earlier merge, which this one has not
+        heads = {Path(HEADS, name) for name in os.listdir(target / HEADS)} - folders
+        yield from (head for head in heads if (target / head / REPORT_FILE).is_file())
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder, and no link on the way to it."""
+    return path.is_dir() and path.resolve() == path
 
 
 def is_of_a_model(name: str) -> bool:

@@ -161,13 +161,15 @@ def test_what_stays_beside_a_new_model(law: str, tmp_path: Path) -> None:
 
 
 def test_a_link_gives_way_and_what_it_stands_for_stays(tmp_path: Path) -> None:
-    elsewhere = write(tmp_path / "elsewhere", {"gram": "mine"})
+    mine = {"gram": "mine", "deep/config.json": "mine"}
+    elsewhere = write(tmp_path / "elsewhere", mine)
     out = write(tmp_path / "out", MODEL)
     (out / "stats").symlink_to(elsewhere)
     (out / "README.md").symlink_to(elsewhere / "gram")
-    put(out, {"config.json": "new", "stats/gram": "new", "README.md": "new"})
-    assert files(out) == {"config.json": "new", "stats/gram": "new", "README.md": "new"}
-    assert files(elsewhere) == {"gram": "mine"}
+    new = {"config.json": "new", "stats/gram": "new", "stats/deep/adapter_config.json": "new", "README.md": "new"}
+    put(out, new)
+    assert files(out) == new
+    assert files(elsewhere) == mine
 
 
 def test_a_folder_in_the_way_of_a_file_stays(tmp_path: Path) -> None:
