@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
+from rotation_merge.carrying.bases import Bases, Transfer
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
@@ -120,7 +120,7 @@ class Pair:
     """The old base and a new one, matched."""
 
     def __init__(self, old: str, new: str) -> None:
-        self.old, self.new, self.bases = old, new, open_bases(new, old)
+        self.old, self.new, self.bases = old, new, Bases.of(new, old)
         self.model = load(new)
         self.stored = tensors_of(self.bases.sources[0], self.bases.architecture)
         self.alignment = rm.align(new, old, WHOLE)
@@ -136,8 +136,7 @@ class Pair:
             old, fine = (tensors_of(source, self.bases.architecture) for source in sources)
             return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
         config = replace(way, data=text, alignment=self.alignment)
-        work = Work.of(tuned, self.bases, config)
-        job = Transfer.of(work, self.bases, config, Execution(dtype="float32"))
+        job = Transfer.of(tuned, self.old, self.new, config, dtype="float32", untie=True)
         return dict(carried(job).blocks())
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:

@@ -20,7 +20,7 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.carrying.bases import Execution, Transfer, Work, is_adapter_folder, open_bases
+from rotation_merge.carrying.bases import Transfer, is_adapter_folder
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta as Delta
 from rotation_merge.carrying.transfer import carried
@@ -503,11 +503,8 @@ def transfer(
     work = tuned if adapter else open_model(tuned, "tuned")
     if isinstance(work, View) and None in (first.files, work.files):
         check_names(first, work)
-    chosen, execution, samples = _run_of(chosen, samples, first, second)
-    whole = not adapter and not chosen.rank and chosen.method == "weights"
-    bases = open_bases(first, second, untie=chosen.untie or not whole, watched=False)
-    job = Transfer.of(Work.of(work, bases, chosen), bases, chosen, execution)
-    value = carried(job, samples=samples)
+    chosen, match, samples = _run_of(chosen, samples, first, second)
+    value = carried(Transfer.of(work, second, first, chosen, watched=False, match=match), samples=samples)
     if isinstance(value, AdapterWeights) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": named})
@@ -516,8 +513,8 @@ def transfer(
 
 def _run_of(
     config: TransferConfig, samples: Samples, new: View, old: View
-) -> tuple[TransferConfig, Execution, Samples]:
-    """How a transfer runs: its config with what the samples are called, its settings, and samples in memory."""
+) -> tuple[TransferConfig, Match | None, Samples]:
+    """How a transfer runs: its config with what the samples are called, what aligns, and samples in memory."""
     if type(samples) is int:
         config, samples = replace(config, samples=samples), None
     match = None
@@ -526,7 +523,7 @@ def _run_of(
     named = isinstance(samples, str | os.PathLike)
     if samples is not None:
         config = replace(config, data=os.fspath(samples) if named else "samples in memory")
-    return config, Execution(match=match), None if named else samples
+    return config, match, None if named else samples
 
 
 def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:

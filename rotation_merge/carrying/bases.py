@@ -1,4 +1,4 @@
-"""An old base and an aligned new one, and fine-tunes and adapters of the old one between the two."""
+"""An old base and an aligned new one, and the change of a fine-tune or an adapter of the old one between the two."""
 
 from __future__ import annotations
 
@@ -44,24 +44,8 @@ from rotation_merge.record import MergeReport
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
 
-
-@dataclass(frozen=True)
-class Execution:
-    """Device, storage and other settings of a transfer's run.
-
-    Attributes:
-        device: to compute on.
-        dtype: that models are stored in; None: the new base's.
-        ledger: store of matching's intermediate results, to resume from.
-        force: carry adapters to the new base from one that is not their own.
-        match: aligns the bases, instead of what the config says.
-    """
-
-    device: str = "cpu"
-    dtype: str | None = None
-    ledger: Ledger = field(default=NOWHERE, repr=False)
-    force: bool = False
-    match: Match | None = field(default=None, repr=False)
+OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
+ALONE = "carry by weights, at a given scale: they alone can be carried to other ids"
 
 
 class Bases(Pair):
@@ -69,6 +53,20 @@ class Bases(Pair):
 
     Rows of shared tokens are known whatever is matched; `shared` is None if the vocabularies are equal.
     """
+
+    @staticmethod
+    def of(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool = True, watched: bool = True) -> Bases:
+        """Two bases of one architecture and sizes.
+
+        Ids of their tokens may differ, and so may the form of their files: experts apart or stacked.
+
+        Raises:
+            RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
+        """
+        pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
+        check_same_set(pair.anchor, pair.donor)
+        facts = {each.name: getattr(pair, each.name) for each in fields(Pair)}
+        return Bases(**{**facts, "shared": shared_rows([pair.anchor, pair.donor])})
 
     @property
     def names(self) -> tuple[str, str]:
@@ -90,12 +88,6 @@ class Bases(Pair):
     def nearness(self) -> Nearness:
         """The nearness of the two bases by a few matrices, cached."""
         return nearness(self.architecture, *self.sources)
-
-    @property
-    def near_words(self) -> str:
-        """Words on bases that share their coordinates."""
-        new, old = self.names
-        return f"{old} and {new} share their coordinates ({self.nearness.words})"
 
     def _named(self, source: Tensors, model: View) -> Tensors:
         """The tensors of the old base or of its fine-tune, under the new base's names."""
@@ -122,10 +114,46 @@ class Bases(Pair):
         tensors = self._named(source, pair.donor)
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
+    def tuned_or_adapter(self, work: ModelLike, config: TransferConfig, force: bool) -> dict[str, Any]:
+        """What `Transfer` holds of a fine-tune, or of an adapter's folder.
+
+        Args:
+            force: also an adapter of another base.
+
+        Raises:
+            RotationMergeError: it is damaged, or not of the old base, or added tokens.
+        """
+        if not is_adapter_folder(work):
+            opened = open_model(work, "tuned", any_base=True)
+            chat = chat_folder(self.donor, opened)
+            return {"name": str(opened.reference), "rank": config.rank, "chat": chat, "tuned": self.tuned(opened)}
+        path = str(work)
+        adapter, chat = Adapter(path), chat_folder(self.donor, path)
+        if not force:
+            check_base(adapter, [self.donor], path, open_model, OWN_BASE)
+        old = self.donor.as_filed
+        parts = adapter_parts(adapter, old.architecture, old.tensors, old.config, path, adds=True)
+        axes = {part.change.value: part.info.vocabulary_axis for part in parts if part.change.value}
+        sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
+        check_adapter_tokens(self.donor, path, max(sizes, default=None))
+        facts = {"name": path, "chat": chat, "adapter": adapter}
+        if not config.needs_samples:
+            return {**facts, "rank": adapter.rank}
+        tuned = self.tuned(open_model(f"{self.names[1]}+{path}", any_base=True))
+        return {**facts, "rank": config.rank or adapter.rank, "tuned": tuned}
+
     def aligned(
-        self, config: TransferConfig, execution: Execution, progress: Progress | None = None
+        self,
+        config: TransferConfig,
+        match: Match | None = None,
+        ledger: Ledger = NOWHERE,
+        progress: Progress | None = None,
     ) -> tuple[Alignment, MergeReport]:
         """The alignment of the old base to the new one, and its report: from a file, or matched.
+
+        Args:
+            match: aligns them, instead of what the config says.
+            ledger: store of matching's intermediate results, to resume from.
 
         Raises:
             RotationMergeError: the file cannot be read, or was made for other weights; or they cannot be matched.
@@ -142,12 +170,12 @@ class Bases(Pair):
         options = check_pair(self.anchor_view, self.old_as_new, options, untie=self.untie).options
         if self.shared is not None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
-        match = execution.match or self._matcher(config, execution.device)
-        alignment = match(self.architecture, *self.matched, options, progress, ledger=execution.ledger)
+        match = match or self._matcher(config)
+        alignment = match(self.architecture, *self.matched, options, progress, ledger=ledger)
         run.aligned(old, alignment)
         return alignment, pair_report(self, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
-    def _matcher(self, config: TransferConfig, device: str) -> Match:
+    def _matcher(self, config: TransferConfig) -> Match:
         """The function that aligns the bases."""
         alignment = config.alignment
         if isinstance(alignment, Alignment):
@@ -156,7 +184,7 @@ class Bases(Pair):
 
         part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
         samples: dict[str, Any] = {"data": config.data, "count": config.sample_count, "seed": config.seed}
-        return matcher(config.matched_on, *self.names, **samples, device=device, length=config.length, part=part)
+        return matcher(config.matched_on, *self.names, **samples, device=self.device, length=config.length, part=part)
 
     def check_head(self) -> None:
         """Refuse to change a model's head that is tied in the new base and apart in the old one.
@@ -182,126 +210,100 @@ def is_adapter_folder(work: ModelLike) -> bool:
     return not isinstance(work, View) and is_adapter(str(work))
 
 
-def open_bases(new: ModelLike, old: ModelLike, device: str = "cpu", untie: bool = True, watched: bool = True) -> Bases:
-    """Open two bases of one architecture and sizes.
-
-    Ids of their tokens may differ, and so may the form of their files: experts apart or stacked.
-
-    Raises:
-        RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
-    """
-    pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
-    check_same_set(pair.anchor, pair.donor)
-    facts = {each.name: getattr(pair, each.name) for each in fields(Pair)}
-    return Bases(**{**facts, "shared": shared_rows([pair.anchor, pair.donor])})
-
-
-OWN_BASE = "name its own base, or a copy of it (the command carries it anyway with --force)"
-ALONE = "carry by weights, at a given scale: they alone can be carried to other ids"
-
-
-@dataclass(frozen=True)
-class Work:
-    """A fine-tune or an adapter of the old base, opened.
-
-    Attributes:
-        name: as the user names it.
-        rank: of the adapter that it becomes; 0: it becomes a model.
-        chat: the folder whose tokenizer has a chat template that the old base lacks; empty: there is none.
-        adapter: the adapter; None: it is a model.
-        model: the fine-tune, or the old base with the adapter; None: the adapter's factors are carried.
-    """
-
-    name: str
-    rank: int
-    chat: str = ""
-    adapter: Adapter | None = None
-    model: View | None = None
-
-    @staticmethod
-    def of(work: ModelLike, bases: Bases, config: TransferConfig, force: bool = False) -> Work:
-        """Open a fine-tune, or an adapter's folder.
-
-        Args:
-            force: also an adapter of another base.
-
-        Raises:
-            RotationMergeError: it is damaged, or not of the old base, or added tokens.
-        """
-        if not is_adapter_folder(work):
-            opened = open_model(work, "tuned", any_base=True)
-            chat = chat_folder(bases.donor, opened)
-            return Work(str(opened.reference), config.rank, chat, None, bases.tuned(opened))
-        path = str(work)
-        adapter, chat = Adapter(path), chat_folder(bases.donor, path)
-        if not force:
-            check_base(adapter, [bases.donor], path, open_model, OWN_BASE)
-        old = bases.donor.as_filed
-        parts = adapter_parts(adapter, old.architecture, old.tensors, old.config, path, adds=True)
-        axes = {part.change.value: part.info.vocabulary_axis for part in parts if part.change.value}
-        sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
-        check_adapter_tokens(bases.donor, path, max(sizes, default=None))
-        if not config.needs_samples:
-            return Work(path, adapter.rank, chat, adapter)
-        model = bases.tuned(open_model(f"{bases.names[1]}+{path}", any_base=True))
-        return Work(path, config.rank or adapter.rank, chat, adapter, model)
-
-
 @dataclass(frozen=True)
 class Transfer:
-    """One change between two aligned bases.
+    """The change of a fine-tune or an adapter, between two aligned bases.
 
     Attributes:
+        name: of the fine-tune or adapter, as the user names it.
         alignment: of the old base to the new one.
-        report: on the alignment, with the origin of the work.
+        report: on the alignment, with the origin of the fine-tune or adapter.
+        rank: of the adapter that the change becomes; 0: it becomes a model.
+        adapter: None: it is a model.
+        tuned: the fine-tune, or the old base with the adapter; None: the adapter's factors are carried.
+        chat: the folder whose tokenizer has a chat template that the old base lacks; empty: there is none.
+        dtype: that a model is stored in; None: the new base's.
         norms: squared norms of the change of each tensor of a carried view, and of the old base's, as it is computed.
     """
 
-    work: Work
+    name: str
     bases: Bases
+    config: TransferConfig
     alignment: Alignment
     report: MergeReport
-    config: TransferConfig
-    execution: Execution
+    rank: int = 0
+    adapter: Adapter | None = None
+    tuned: View | None = None
+    chat: str = ""
+    dtype: str | None = None
     norms: list[tuple[float, float]] = field(default_factory=list, repr=False)
 
-    @staticmethod
+    @classmethod
     def of(
-        work: Work, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
+        cls,
+        work: ModelLike,
+        old: ModelLike,
+        new: ModelLike,
+        config: TransferConfig,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        untie: bool = False,
+        watched: bool = True,
+        force: bool = False,
+        match: Match | None = None,
+        ledger: Ledger = NOWHERE,
+        progress: Progress | None = None,
     ) -> Transfer:
-        """Align the bases of work.
+        """Open a fine-tune, or an adapter's folder, with its base and a new one, and align the bases.
+
+        Args:
+            untie: match heads as tensors of their own, also where the change becomes a model with a tied one.
+            watched, match, ledger: as of `open_pair` and `Bases.aligned`.
+            force: also an adapter of another base.
 
         Raises:
-            RotationMergeError: they do not fit together, or samples would be read by models of two vocabularies.
+            RotationMergeError: one is of no use, they do not fit together, or samples would be read by models of two
+                vocabularies.
         """
+        untie = untie or config.untie or bool(config.rank) or is_adapter_folder(work) or config.method != "weights"
+        bases = Bases.of(new, old, device, untie, watched)
+        facts = bases.tuned_or_adapter(work, config, force)
         if config.needs_samples and bases.shared is not None:
-            new, old = bases.names
-            problem = f"its vocabulary differs from that of {new}, so samples cannot be shared"
-            raise DataError(problem, where=old, remedy=ALONE)
+            problem = f"its vocabulary differs from that of {bases.names[0]}, so samples cannot be shared"
+            raise DataError(problem, where=bases.names[1], remedy=ALONE)
         config, notes = _matched_as(config, bases)
-        alignment, report = bases.aligned(config, execution, progress)
-        report = _with_origin(replace(report, notes=[*notes, *report.notes]), work)
-        return Transfer(work, bases, alignment, report, config, execution)
+        alignment, report = bases.aligned(config, match, ledger, progress)
+        job = cls(bases=bases, config=config, alignment=alignment, report=report, dtype=dtype, **facts)
+        remarks = [] if job.tuned is None else job.tuned.remarks
+        notes = [*notes, *report.notes, *remarks]
+        return replace(job, report=replace(report, models={**report.models, **job._origin()}, notes=notes))
+
+    def _origin(self) -> dict[str, dict[str, Any]]:
+        """Where the fine-tune or adapter comes from, for the report."""
+        stored = self.adapter is not None or (self.tuned is not None and self.tuned.files is not None)
+        known = origins([parse_reference(self.name)] if stored else [])
+        return {name: {**origin, "carried": True} for name, origin in known.items()}
 
     @cached_property
     def base(self) -> View:
         """The new base as the result is written: the head apart, or tied, and with the fine-tune's chat template."""
-        untie = self.config.untie or bool(self.work.rank)
+        untie = self.config.untie or bool(self.rank)
         base = replace(open_model(self.bases.anchor, untie=untie), tensors=self.bases.sources[0])
-        if not self.work.chat or self.work.model is None or self.bases.shared is not None:
+        if not self.chat or self.tuned is None or self.bases.shared is not None:
             return base
-        return with_chat(base, self.work.chat, self.bases.donor, self.work.model)
+        return with_chat(base, self.chat, self.bases.donor, self.tuned)
 
     @cached_property
     def delta(self) -> Delta:
         """The change, moved by weights; of an adapter whose factors are carried none yet."""
         old = self.bases.sources[1]
-        tuned = old if self.work.model is None else self.work.model.tensors
+        tuned = old if self.tuned is None else self.tuned.tensors
         return Delta(self.base, old, tuned, self.alignment, self.bases.shared)
 
     def as_adapter(self, delta: Delta, trained: Collection[str] = ()) -> NewAdapter:
-        """A change of the new base as an adapter of the work's rank; arguments as of `new_adapter`."""
-        return new_adapter(delta, self._places, self.work.rank, trained)
+        """A change of the new base as an adapter of this rank; arguments as of `new_adapter`."""
+        return new_adapter(delta, self._places, self.rank, trained)
 
     @cached_property
     def _places(self) -> dict[str, str]:
@@ -310,13 +312,13 @@ class Transfer:
     def applied(self, delta: Delta, record: Record | None = None) -> View:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
         view = delta.applied(record=record)
-        dtype = torch.float32 if self.work.rank else dtype_from_name(self.execution.dtype)
+        dtype = torch.float32 if self.rank else dtype_from_name(self.dtype)
         return view if dtype is None else view.to(dtype)
 
     def size_note(self) -> list[str]:
         """A warning if the change, all of which was computed, is too large to transfer."""
         sums = map(sum, zip(*self.norms, strict=True))
-        note = change_note(f"The task vector of `{self.work.name}`", *sums) if self.norms else None
+        note = change_note(f"The task vector of `{self.name}`", *sums) if self.norms else None
         return [note] if note else []
 
 
@@ -332,12 +334,3 @@ def _matched_as(config: TransferConfig, bases: Bases) -> tuple[TransferConfig, l
         return replace(config, match=replace(config.match, residual="none")), []
     words = f"The bases share their coordinates ({bases.nearness.words})"
     return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]
-
-
-def _with_origin(report: MergeReport, work: Work) -> MergeReport:
-    """The report with the origin of the work in it, and remarks on its files."""
-    stored = work.adapter is not None or (work.model is not None and work.model.files is not None)
-    known = origins([parse_reference(work.name)] if stored else [])
-    facts = {name: {**origin, "carried": True} for name, origin in known.items()}
-    remarks = [] if work.model is None else work.model.remarks
-    return replace(report, models={**report.models, **facts}, notes=[*report.notes, *remarks])

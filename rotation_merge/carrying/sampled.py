@@ -83,10 +83,10 @@ def sampled_change(
     Raises:
         RotationMergeError: the samples cannot be read, or are of no use to the models.
     """
-    bases, tuned = transfer.bases, transfer.work.model
+    bases, tuned = transfer.bases, transfer.tuned
     assert tuned is not None
     views = {"new": transfer.base, "old": bases.old_as_new, "tuned": tuned}
-    load = partial(module, device=transfer.execution.device)
+    load = partial(module, device=bases.device)
     parts = read_parts(tuned, transfer.base, transfer.config, samples, load)
     return _Sampling(transfer, views, parts, load, place, progress or (lambda *_: None)).chosen()
 
@@ -117,7 +117,7 @@ class _Sampling:
 
     @property
     def rank(self) -> int:
-        return self.transfer.work.rank
+        return self.transfer.rank
 
     def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> LossPair:
         """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
@@ -131,7 +131,7 @@ class _Sampling:
     def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
         """The best change by its losses on samples held out."""
         transfer, method = self.transfer, self.transfer.config.method
-        lines = [f"{transfer.bases.near_words}."] if transfer.bases.nearness.shared else []
+        lines = [self._near_words()] if transfer.bases.nearness.shared else []
         delta = transfer.delta
         if method != "weights":
             delta, notes = self._solved()
@@ -141,13 +141,18 @@ class _Sampling:
         if transfer.bases.nearness.shared:
             merged = transfer.base.blockwise(lambda block, info, _: self._merged(unmoved, block, info))
             changes[MERGED] = self._between(merged.tensors)
-        keeps = method == "weights" and transfer.work.adapter is not None  # its factors
+        keeps = method == "weights" and transfer.adapter is not None  # its factors
         tried = [
             self._scaled(ChangeCandidate(name, change if keeps and name == method else self._as_written(change)))
             for name, change in changes.items()
         ]
         best, lift = self._judged(tried)
         return best, lift, [*lines, *lift.words()]
+
+    def _near_words(self) -> str:
+        """A line on bases that share their coordinates."""
+        bases, (new, old) = self.transfer.bases, self.transfer.bases.names
+        return f"{old} and {new} share their coordinates ({bases.nearness.words})."
 
     def _between(self, tuned: Tensors) -> Delta:
         """The change from the new base to another model in its storage form."""
@@ -214,7 +219,7 @@ class _Sampling:
             softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
             rank=self.rank,
             untie=config.untie,
-            device=transfer.execution.device,
+            device=transfer.bases.device,
             progress=self.progress,
         )
         delta = self._between(transfer.base.tensors.replaced(tensors))
@@ -243,7 +248,7 @@ class _Sampling:
         transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
         held_out = unpadded(choice.batches, config.data)
         samples = [*solved, *held_out]
-        options = f"{config} {transfer.execution} {self.rank}"
+        options = f"{config} {transfer.bases.device} {transfer.dtype} {self.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
         with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
             key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rotation_merge.carrying.adapter import carry_adapter
-from rotation_merge.carrying.bases import Bases, Execution, Transfer, Work, is_adapter_folder, open_bases
+from rotation_merge.carrying.bases import Bases, Transfer
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.sampled import sampled_change
@@ -39,23 +40,23 @@ def carried(
     Raises:
         RotationMergeError: the samples cannot be used, or the new base has no place for a change.
     """
-    config, work, bases = transfer.config, transfer.work, transfer.bases
-    if not work.rank and not config.untie:
+    config, adapter, bases = transfer.config, transfer.adapter, transfer.bases
+    if not transfer.rank and not config.untie:
         bases.check_head()
     delta, lines, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
     if config.needs_samples:
         chosen, lift, lines = sampled_change(transfer, place, samples, progress)
-        used = {"of": f"carrying {work.name}", "source": config.data, "samples": config.sample_count}
+        used = {"of": f"carrying {transfer.name}", "source": config.data, "samples": config.sample_count}
         report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
         transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
-    if not work.rank:
+    if not transfer.rank:
         record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
         return _noted(transfer, transfer.applied(delta, record), lines)
-    if work.adapter is not None and config.method == "weights" and method in ("weights", NONE):
-        adapter, notes = carry_adapter(work.adapter, delta, bases.donor.config, bases.donor.rows)
-        if config.rank not in (0, work.adapter.rank):
-            notes.append(f"The adapter keeps its rank {work.adapter.rank}: another rank is for whole fine-tunes.")
-        return _noted(transfer, adapter, [*lines, *notes])
+    if adapter is not None and config.method == "weights" and method in ("weights", NONE):
+        weights, notes = carry_adapter(adapter, delta, bases.donor.config, bases.donor.rows)
+        if config.rank not in (0, adapter.rank):
+            notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
+        return _noted(transfer, weights, [*lines, *notes])
     return _new_adapter(transfer, delta, lines, cut=not config.needs_samples)
 
 
@@ -77,7 +78,7 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
 
 def _noted(transfer: Transfer, value: View | AdapterWeights, lines: Sequence[str]) -> View | AdapterWeights:
     """A view or an adapter with its notes and report."""
-    adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.work.chat
+    adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.chat
     same_ids = transfer.bases.shared is None
     copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
     of_chat = [f"Its chat template was {copied}."] if chat else []
@@ -104,15 +105,16 @@ def carry(
     new: str,
     out: str,
     config: TransferConfig | None = None,
-    execution: Execution | None = None,
     shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> MergeReport:
     """Carry an adapter or a fine-tune of one base to another, into a folder with report and card.
 
     Args:
         path: folder of the adapter, or the fine-tune.
         shard_size: bytes of a model's largest file.
+        settings: further arguments of `Transfer.of`: device, dtype, force, ledger.
 
     Returns:
         The report, whose first note is on the distance of the bases.
@@ -120,11 +122,8 @@ def carry(
     Raises:
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
-    config, execution = config or TransferConfig(), execution or Execution()
-    untie = config.untie or bool(config.rank) or is_adapter_folder(path) or config.method != "weights"
-    bases = open_bases(new, old, execution.device, untie)
-    job = Transfer.of(Work.of(path, bases, config, execution.force), bases, config, execution, progress)
-    value = carried(job, out, progress=progress)
+    job = Transfer.of(path, old, new, config or TransferConfig(), progress=progress, **settings)
+    bases, value = job.bases, carried(job, out, progress=progress)
     lines, report = [*value.notes, *_advice(job)], value.report
     assert report is not None
     with staged(out) as staging, unchanged([bases.anchor]):
@@ -133,17 +132,17 @@ def carry(
         else:
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])
-        write_notes(staging, report, card(bases, job.work.name, report, out))
+        write_notes(staging, report, card(bases, job.name, report, out))
     return replace(report, notes=[verdict(bases, report), *report.notes])
 
 
 def _advice(job: Transfer) -> list[str]:
     """Lines on a change that no samples judged: its scale, measuring it, and what else the bases allow."""
-    factor, bases, (new, old), name = job.config.factor, job.bases, job.bases.names, job.work.name
+    factor, bases, (new, old), name = job.config.factor, job.bases, job.bases.names, job.name
     if job.config.needs_samples or factor is None:
         return []
     lines = [] if factor == 1 else [f"Its change was multiplied by {factor:g}."]
-    if bases.nearness.shared and job.work.adapter is None:
+    if bases.nearness.shared and job.adapter is None:
         recipe = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
         lines.append(f"A merge of both as fine-tunes of {old} keeps more of what {new} knows ({recipe}).")
     return [*lines, ASK if bases.shared is None else OTHER_WORDS]

@@ -64,7 +64,6 @@ def command(
     coordinates, the change is added as it is, unless options of matching or --data are given. --force also moves an
     adapter whose base is not OLD_BASE. Interrupted matching continues from OUT.matching.unfinished.
     """
-    from rotation_merge.carrying.bases import Execution
     from rotation_merge.carrying.transfer import carry
     from rotation_merge.model.open import open_model
     from rotation_merge.model.run_keys import mark_of
@@ -86,8 +85,8 @@ def command(
         return mark_of(map(open_model, (new, old)), [*on, work], on=on, options=match, **shapes)
 
     with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, values["dtype"], ledger, bool(context.params["force"]))
-        report = carry(work, old, new, out, config, execution, size, progress)
+        settings = {"device": device, "dtype": values["dtype"], "force": bool(context.params["force"])}
+        report = carry(work, old, new, out, config, size, progress, ledger=ledger, **settings)
     progress.close()
     written = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
     return Answer({"from": old, "to": new, "written": [written]}, lambda: _show(report.notes, out))

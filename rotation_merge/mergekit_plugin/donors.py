@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 import tqdm
@@ -14,7 +15,7 @@ from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.carrying.bases import Execution, Transfer, Work, open_bases
+from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
@@ -277,12 +278,13 @@ def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, orig
 def _with_samples(session: Session, model: ModelReference, origin: ModelReference, config: TransferConfig) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
     run, donor = session.run, str(model)
-    execution = Execution(str(session.options.device or "cpu"), "float32")
-    bases = open_bases(str(session.recipe.base), str(origin), execution.device)
+    models = donor, str(origin), str(session.recipe.base)
+    settings: dict[str, Any] = {"device": str(session.options.device or "cpu"), "dtype": "float32", "untie": True}
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
-        work = replace(Work.of(donor, bases, config), chat="")  # the merge has the anchor's tokenizer
-        job = Transfer.of(work, bases, config, execution, watch)
+        job = replace(
+            Transfer.of(*models, config, **settings, progress=watch), chat=""
+        )  # the tokenizer is the anchor's
         view = transferred(job, progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)

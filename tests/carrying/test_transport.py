@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rotation_merge as rm
-from rotation_merge.carrying.bases import Execution, open_bases
+from rotation_merge.carrying.bases import Bases
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.fold import folded_tensors
 
@@ -319,8 +319,8 @@ def test_the_value_of_a_change_is_what_a_recipe_adds(residual: str, words: Any, 
     anchor, old, fine, _ = words
     result = merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
     options = rm.AlignConfig(heads="permutation", residual=residual)
-    bases, norms = open_bases(str(anchor.path), str(old.path)), list[tuple[float, float]]()
-    alignment, _ = bases.aligned(rm.TransferConfig(match=options), Execution())
+    bases, norms = Bases.of(str(anchor.path), str(old.path)), list[tuple[float, float]]()
+    alignment, _ = bases.aligned(rm.TransferConfig(match=options))
     delta = rm.Delta.between(old.path, fine.path).moved(alignment, anchor.path)
     view = delta.applied(record=lambda change, before: norms.append((change, before)))
     carried = rm.transfer(fine.path, old.path, anchor.path, rm.TransferConfig(match=options))
