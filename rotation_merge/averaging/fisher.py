@@ -9,9 +9,8 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Inputs, Source
+from rotation_merge.averaging.methods import Inputs, Source, StatisticsMethod
 from rotation_merge.averaging.parameters import WEIGHT, parameter
-from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative
 from rotation_merge.errors import StatisticsError
 

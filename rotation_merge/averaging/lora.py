@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
-from rotation_merge.averaging.methods import Source, Target
+from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.parameters import check_known, checked, numbers_for
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
@@ -261,8 +261,9 @@ class _Rule:
         base = torch.zeros_like(changes[0])
         if isinstance(self.method, TaskVectorMethod):
             sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
-            target = Target(TensorInfo("", ("",), ()), linear=not like.embedding)
-            return self.method.merge([Source(base, 0.0), *sources], target, {**self.values, "size": min(like.shape)})
+            merge = self.method.merge if like.embedding else self.method.merge_map
+            known = {**self.values, "size": min(like.shape)}
+            return merge([Source(base, 0.0), *sources], TensorInfo("", ("",), ()), known)
         group = TensorGroup.from_tensors([base, *changes], base_index=0)
         (merged,) = self.method((group,), parameters={**self.values, "weight": list(weights)})
         return merged

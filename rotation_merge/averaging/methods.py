@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -11,14 +11,76 @@ import torch
 from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 from torch import Tensor
 
-from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.models import MergedModels, MergeLog
-from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.errors import RecipeError, RotationMergeError, StatisticsError
 from rotation_merge.model.view import View
+from rotation_merge.run.functions import Batch
 from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.statistics import Statistics
+
+Place = tuple[Block, TensorInfo, int]
+"""A tensor's block, its description, and which piece of a stacked tensor it is."""
 
 Inputs = Mapping[str, Any]
 """What a method takes of one model beside its tensor, by name."""
+
+
+@dataclass
+class MergeLog:
+    """What a method notes while it merges.
+
+    Attributes:
+        facts: numbers and words of the method, by name.
+        lines: for the report, each once.
+    """
+
+    facts: dict[str, list[Any]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def note(self, name: str, value: Any) -> None:
+        self.facts.setdefault(name, []).append(value)
+
+    def line(self, text: str) -> None:
+        if text not in self.lines:
+            self.lines.append(text)
+
+
+@dataclass(frozen=True)
+class MergedModels:
+    """The models of one merge, all in the anchor's coordinates.
+
+    Models go by the ids that the entries of a `TensorGroup` have.
+
+    Attributes:
+        base: id of the anchor.
+        places: by name of an output tensor, its place in every model; all other tensors get the weighted mean.
+        tied_head: name of a head that stays the embedding's tensor.
+        views: the models, by id.
+        statistics: of each model, by id, moved with it; empty where the method needs none.
+        storage: dtype that a tensor of the result is rounded to; None: that of the first model's tensor.
+        samples: gives the batches that activations are compared on; None: weights are compared.
+        log: takes the notes for the report.
+    """
+
+    base: Hashable
+    places: Mapping[str, Place]
+    tied_head: str | None = None
+    views: Mapping[Hashable, View] = field(default_factory=dict)
+    statistics: Mapping[Hashable, Statistics] = field(default_factory=dict)
+    storage: Callable[[str], torch.dtype | None] = lambda _: None
+    samples: Callable[[], Sequence[Batch]] | None = None
+    log: MergeLog = field(default_factory=MergeLog)
+
+    @classmethod
+    def of(cls, views: Sequence[View], **facts: Any) -> MergedModels:
+        """Models by their numbers, the anchor first; `facts` are further attributes."""
+        first = views[0]
+        facts = {"tied_head": first.tied_head, **facts}
+        return cls(0, first.architecture.places(), views=dict(enumerate(views)), **facts)
+
+    def name(self, model: Hashable) -> str:
+        """What a model is called in messages."""
+        return self.views[model].name if model in self.views else str(model)
 
 
 @dataclass(frozen=True)
@@ -40,28 +102,13 @@ class Source:
         return Source(self.weight[number], self.share, {name: value[number] for name, value in self.inputs.items()})
 
 
-@dataclass(frozen=True)
-class Target:
-    """The output tensor that a method merges.
-
-    Attributes:
-        linear: whether it is a linear map.
-        piece: which of several stacked pieces it is; None where it is not one of several.
-    """
-
-    info: TensorInfo
-    linear: bool = False
-    piece: int | None = None
-    log: MergeLog = field(default_factory=MergeLog, repr=False)
-
-
 class OwnMethod(MergeMethod):
     """A merge method that knows the architecture, and more of the models than the tensors of one group.
 
     A new one is a class in a file of its own, with a line in `averaging/registry.py`. `on` tells it about the models.
 
     Attributes:
-        maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
+        maps_only: whether its rule is for linear maps alone (`merge_map`), each by itself as (outputs, inputs).
         needs_base: whether it takes the base's tensor, whatever the base's weight.
         tied: whether an embedding that is the head, too, counts as a linear map.
         negative: whether weights may be negative.
@@ -115,12 +162,21 @@ class OwnMethod(MergeMethod):
             raise RecipeError(problem, remedy="use it in a recipe with 'merge_method: rotation_merge'")
         return self.bound
 
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        """The merged tensor, in any floating dtype.
+    @property
+    def log(self) -> MergeLog:
+        """Takes its notes; of a method without models nobody reads them."""
+        return MergeLog() if self.bound is None else self.bound.log
+
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
+        """The merged tensor, in any floating dtype; of a rule for linear maps alone, of all others.
 
         Args:
             sources: of the models that count, the anchor's first; at least one.
         """
+        return weighted_mean(sources)
+
+    def merge_map(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
+        """The merged linear map (outputs, inputs); arguments as of `merge`."""
         raise NotImplementedError
 
     def words(self) -> list[str]:
@@ -189,23 +245,85 @@ class OwnMethod(MergeMethod):
         try:
             brought = [self.brings(name, model, shared, first.device) for model in models]
             sources = [Source(turned(tensors[m]), weights[m], x) for m, x in zip(models, brought, strict=True)]
-            merged = self._average(name, sources, linear, shared)
+            merged = self._average(name, sources, linear is not None, shared)
         except StatisticsError as error:
             raise StatisticsError(error.what, where=error.where or name, remedy=error.remedy) from error
         dtype = out_dtype or self.models.storage(name) or first.dtype
         return turned(merged).to(first.device, dtype)
 
-    def _average(
-        self, name: str, sources: list[Source], linear: LinearMap | None, parameters: Mapping[str, Any]
-    ) -> Tensor:
+    def _average(self, name: str, sources: list[Source], linear: bool, parameters: Mapping[str, Any]) -> Tensor:
         if name not in self.models.places:
             return weighted_mean(sources)
-        _, info, piece = self.models.places[name]
-        target = Target(info, linear is not None, piece if info.stacked else None, self.models.log)
-        if linear is None or sources[0].weight.ndim != 3:
-            return self.merge(sources, target, parameters)
+        info = self.models.places[name][1]
+        if not linear:
+            return self.merge(sources, info, parameters)
+        if sources[0].weight.ndim != 3:
+            return self.merge_map(sources, info, parameters)
         rows = range(len(sources[0].weight))
-        return torch.stack([self.merge([source.row(i) for source in sources], target, parameters) for i in rows])
+        return torch.stack([self.merge_map([source.row(i) for source in sources], info, parameters) for i in rows])
+
+
+class StatisticsMethod(OwnMethod):
+    """A method that averages each tensor by statistics of the models, moved with them to the anchor's coordinates."""
+
+    def measured(self, name: str, model: Hashable, device: torch.device) -> Inputs:
+        """What one model's statistics hold for an output tensor.
+
+        Raises:
+            StatisticsError: they lack it.
+        """
+        raise NotImplementedError
+
+    def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
+        """The average, float64; the anchor's source first."""
+        raise NotImplementedError
+
+    def on(self, models: MergedModels) -> Self:
+        if self.maps_only:
+            tied = ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
+            others = "embeddings, biases, norms and other tensors that are not linear maps"
+            head = "" if models.tied_head is None else tied
+            models.log.line(f"Delegate {self.spec.name}: {others}{head} keep the average.")
+        return super().on(models)
+
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
+        return self.average(sources, parameters) if sources[0].inputs else weighted_mean(sources)
+
+    merge_map = merge
+
+    def words(self) -> list[str]:
+        kind, count = "linear maps" if self.maps_only else "tensors", len(set(self.log.facts.get("weighed", ())))
+        return [f"Delegate {self.spec.name} averaged {count} {kind} by statistics on samples."]
+
+    def participants(
+        self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
+    ) -> list[Hashable]:
+        models = super().participants(name, weights, parameters)
+        weighed = [model for model in models if self._weighs(name, model)]
+        if weighed:
+            self.log.note("weighed", name)
+        return weighed or models
+
+    def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
+        if not self._weighs(name, model):
+            return {}
+        try:
+            return self.measured(name, model, device)
+        except RotationMergeError as error:
+            place = error.where or self.models.name(model)
+            raise StatisticsError(error.what, where=place, remedy=error.remedy) from error
+
+    def _weighs(self, name: str, model: Hashable) -> bool:
+        """Whether a model's statistics weigh a tensor: a map that it has run; else the tensor gets the mean."""
+        if name not in self.models.places or (self.maps_only and self.linear(name) is None):
+            return False
+        names, statistics = self.models.places[name][1].names, self.models.statistics
+        if self.maps_only:
+            return names[0] not in statistics[model].uncalled
+        if all(set(names) <= set(each.metadata.get("buffers", ())) for each in statistics.values()):
+            self.log.line(f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
+            return False
+        return True
 
 
 def weighted_mean(sources: Sequence[Source]) -> Tensor:

@@ -21,8 +21,7 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSp
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
-from rotation_merge.averaging.methods import Inputs, OwnMethod, Source, Target, mean
-from rotation_merge.averaging.models import MergedModels
+from rotation_merge.averaging.methods import Inputs, MergedModels, OwnMethod, Source, mean
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
@@ -92,7 +91,7 @@ class OtFusion(OwnMethod):
         words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
         for model in models:
             if model != self.models.base:
-                self.models.log.line(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
+                self.log.line(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
                 self._settle(model, name, parameters)
         return models
 
@@ -109,10 +108,14 @@ class OtFusion(OwnMethod):
     def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
         if name not in self.models.places or model == self.models.base:
             return {}
-        return self._plans(model, name, parameters["stream"] == "transport", device)
+        plans = self._plans(model, name, parameters["stream"] == "transport", device)
+        _, info, piece = self.models.places[name]
+        return {"plans": plans, "piece": piece if info.stacked else None}
 
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        moved = [transported(source.weight, target.info, source.inputs, target.piece) for source in sources]
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
+        moved = [
+            transported(source.weight, info, **source.inputs) if source.inputs else source.weight for source in sources
+        ]
         return mean(moved, [source.share for source in sources])
 
     def _plans(self, model: Hashable, name: str, with_streams: bool, device: torch.device) -> Plans:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.average import averaged, check_merged
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.models import MergedModels
+from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.teachers import Teacher, read_teachers, teachers_in_memory

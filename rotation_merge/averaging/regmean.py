@@ -12,9 +12,8 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Inputs, Source, mean
+from rotation_merge.averaging.methods import Inputs, Source, StatisticsMethod, mean
 from rotation_merge.averaging.parameters import WEIGHT, parameter
-from rotation_merge.averaging.statistics import StatisticsMethod
 from rotation_merge.config import NotNegative, Share
 from rotation_merge.errors import StatisticsError
 from rotation_merge.model.apply import read_tensor

@@ -8,13 +8,15 @@ gives ``L f(D) R^T``: an alignment may come before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from typing import Any, Literal
 
 import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, ParameterScope, ParameterSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import OwnMethod, Source, Target, mean
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.averaging.methods import OwnMethod, Source, mean
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import Part, SlicedMatrix, combined
 from rotation_merge.model.vocabulary import row_slices
@@ -62,33 +64,28 @@ class TaskVectorMethod(OwnMethod):
     tied = True
     sees_rounding = False
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
-        """The merged change of one map, before `lambda`; a rule is this function, or `in_slices`.
+    def change(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        """The merged change of one map, before `lambda`: what a rule is.
 
         Args:
-            changes: of the models, (outputs, inputs) each, float64; not all zero.
+            changes: of the models, (outputs, inputs) each, float64; not all zero. Of a long vocabulary in slices of
+                their rows, which are never held together.
             weights: importances, positive.
             parameters: of the method; and where it sees rounding, `rounding`: of each change the largest singular
                 value that the rounding of its weights gives it, over its norm (without that entry changes are exact);
                 `size`: the smaller side of the map, where the changes are given in smaller orthonormal bases.
         """
-        return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
+        raise NotImplementedError
 
-    def in_slices(
-        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> SlicedMatrix:
-        """`change` of a map whose rows may be in several slices, as those of a long vocabulary; here of the whole."""
-        return SlicedMatrix.of(self.change([change.whole() for change in changes], weights, parameters))
-
-    def merges_in_slices(self) -> bool:
-        """Whether `in_slices` never holds a whole change."""
-        return type(self).in_slices is not TaskVectorMethod.in_slices
-
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+    def merge(
+        self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool = False
+    ) -> Tensor:
         base, *tuned_sources = sources
         start, weights = base.weight, [source.share for source in tuned_sources]
         parts: list[Part] = [...]
-        if target.info.vocabulary_axis is not None:
+        if info.vocabulary_axis is not None:
             parts = [*row_slices(start, 0, SLICE)]
         changes = [change_of(start, source.weight, parts) for source in tuned_sources]
         lengths = [change.norm for change in changes]
@@ -97,19 +94,19 @@ class TaskVectorMethod(OwnMethod):
         factors, ratio = shortening(lengths)
         if parameters["lengths"] == "auto":
             changes = [c if factor == 1.0 else c.scaled(factor) for c, factor in zip(changes, factors, strict=True)]
-        if target.linear:
-            target.log.note("ratios", ratio)
-            target.log.note("lengths", parameters["lengths"])
+        if linear:
+            self.log.note("ratios", ratio)
+            self.log.note("lengths", parameters["lengths"])
             if self.sees_rounding:
                 errors = [rounding_error(source.weight) for source in tuned_sources]
                 shares = [error / max(length, 1e-300) for error, length in zip(errors, lengths, strict=True)]
                 parameters = {**parameters, "rounding": shares}
-            if target.info.vocabulary_axis is not None and "sides" in parameters:
+            if info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
-            change = self.in_slices(changes, weights, parameters)
+            change = self.change(changes, weights, parameters)
         else:
-            target.log.note("others", parameters["others"])
+            self.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
             change = combined(changes, lambda rows: scale * mean(rows, weights))
         merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
@@ -117,10 +114,11 @@ class TaskVectorMethod(OwnMethod):
             merged[part] = start[part].double() + parameters["lambda"] * change.rows(part)
         return merged
 
+    merge_map = partialmethod(merge, linear=True)
+
     def words(self) -> list[str]:
-        log = self.models.log
-        ratios = log.facts.get("ratios", [])
-        rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
+        ratios = self.log.facts.get("ratios", [])
+        rule = " or ".join(sorted(set(self.log.facts.get("others", [])))) or "mean"
         tied = "" if self.models.tied_head is None else ", the embedding among them, which is the head, too"
         how = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {self.models.name(self.models.base)}"
         scope = f"Norms, biases, {'' if tied else 'embeddings '}and other tensors got the {rule} of their changes."
@@ -128,7 +126,7 @@ class TaskVectorMethod(OwnMethod):
         lines = [f"Delegate {self.spec.name} {how}. {scope}{span}"]
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
-            keep = "keep" in log.facts["lengths"]
+            keep = "keep" in self.log.facts["lengths"]
             done = "they are kept ('lengths: keep')" if keep else f"the longer ones are {SHORTENED}"
             lines.append(
                 f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."

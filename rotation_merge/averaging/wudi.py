@@ -58,17 +58,15 @@ class Wudi(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
-        if parameters["sides"] == "both":
-            return both_sides(changes, weights, parameters["ridge"])
-        shares = _gram_shares([float(d.norm()) for d in changes], weights)
-        return one_side(changes, shares, mean(changes, weights), parameters["ridge"])
-
-    def in_slices(
+    def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         if len(changes[0].parts) == 1:
-            return super().in_slices(changes, weights, parameters)
+            whole = [change.whole() for change in changes]
+            if parameters["sides"] == "both":
+                return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
+            shares = _gram_shares([float(d.norm()) for d in whole], weights)
+            return SlicedMatrix.of(one_side(whole, shares, mean(whole, weights), parameters["ridge"]))
         grams = [change.gram() for change in changes]
         lengths = [float(gram.trace().sqrt()) for gram in grams]
         shares = _gram_shares(lengths, weights)

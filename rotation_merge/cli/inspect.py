@@ -130,7 +130,7 @@ def _averaging(path: str) -> dict[str, Any] | None:
     base = open_model(str(recipe.base), any_base=True)
     models = sum(model.model != recipe.base for model in recipe.config.models or [])
     tied = base.tied_head is not None and not recipe.untie
-    memory = averaging_memory(method, base.architecture, base.shapes, models, tied)
+    memory = averaging_memory(base.architecture, base.shapes, models, tied)
     return {"delegate": method.spec.name, "memory": memory}
 
 

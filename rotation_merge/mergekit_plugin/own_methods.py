@@ -14,8 +14,7 @@ from mergekit.config import ConfigReader
 from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.models import MergedModels, MergeLog
+from rotation_merge.averaging.methods import MergedModels, MergeLog, OwnMethod
 from rotation_merge.averaging.refit_models import ModelRefit
 from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError, StatisticsError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
-from rotation_merge.averaging.task_vectors import SLICE, TaskVectorMethod
+from rotation_merge.averaging.task_vectors import SLICE
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.match import PARTS
 from rotation_merge.matching.options import AlignConfig
@@ -54,9 +54,7 @@ def peak_memory(
     return peak + (itemsize * max(_block_sizes(architecture, sizes), default=0) if carried else 0)
 
 
-def averaging_memory(
-    method: TaskVectorMethod, architecture: Architecture, shapes: Shapes, models: int, tied: bool = False
-) -> int:
+def averaging_memory(architecture: Architecture, shapes: Shapes, models: int, tied: bool = False) -> int:
     """Bytes that the largest map takes while task vectors are merged, in float64.
 
     Args:
@@ -71,7 +69,7 @@ def averaging_memory(
             shape = (len(info.names), *shape) if info.stacked else shape
             if linear is None or len(shape) != 2 + linear.stacked:
                 continue
-            in_slices = info.vocabulary_axis is not None and method.merges_in_slices()
+            in_slices = info.vocabulary_axis is not None
             numbers = max(numbers, _numbers(models, (shape[linear.gives], shape[linear.reads]), in_slices))
     return torch.float64.itemsize * numbers
 

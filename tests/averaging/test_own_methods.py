@@ -11,7 +11,7 @@ from plugin_support import build
 
 import rotation_merge as rm
 from rotation_merge.averaging.average import averaged
-from rotation_merge.averaging.models import MergedModels
+from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.model.open import open_model
 

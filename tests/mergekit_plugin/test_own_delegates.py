@@ -15,7 +15,8 @@ from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodS
 from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 
-from rotation_merge.averaging.methods import OwnMethod, Source, Target
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.averaging.methods import OwnMethod, Source
 from rotation_merge.averaging.parameters import WEIGHT
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.keys import BY_NAME
@@ -80,7 +81,7 @@ class Lower(OwnMethod):
 
     spec = MergeMethodSpec(name="lower", parameters=(WEIGHT,), contract=InputContract(min_inputs=2))
 
-    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> torch.Tensor:
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> torch.Tensor:
         return torch.stack([source.weight for source in sources]).amin(0)
 
 
