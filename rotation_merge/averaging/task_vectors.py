@@ -64,20 +64,23 @@ class TaskVectorMethod(OwnMethod):
     tied = True
     sees_rounding = False
 
-    def change(
-        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> SlicedMatrix:
-        """The merged change of one map, before `lambda`: what a rule is.
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+        """The merged change of one map, before `lambda`; a rule is this function, or `in_slices`.
 
         Args:
-            changes: of the models, (outputs, inputs) each, float64; not all zero. Of a long vocabulary in slices of
-                their rows, which are never held together.
+            changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
             parameters: of the method; and where it sees rounding, `rounding`: of each change the largest singular
                 value that the rounding of its weights gives it, over its norm (without that entry changes are exact);
                 `size`: the smaller side of the map, where the changes are given in smaller orthonormal bases.
         """
-        raise NotImplementedError
+        return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
+
+    def in_slices(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        """`change` of a map whose rows may be in several slices, as those of a long vocabulary; here of the whole."""
+        return SlicedMatrix.of(self.change([change.whole() for change in changes], weights, parameters))
 
     def merge(
         self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool = False
@@ -104,7 +107,7 @@ class TaskVectorMethod(OwnMethod):
             if info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
-            change = self.change(changes, weights, parameters)
+            change = self.in_slices(changes, weights, parameters)
         else:
             self.log.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0

@@ -34,7 +34,7 @@ class Tsv(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(
+    def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         lengths = [change.norm for change in changes]
@@ -72,7 +72,7 @@ class Iso(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(
+    def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]

@@ -58,7 +58,7 @@ class Wudi(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(
+    def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         if len(changes[0].parts) == 1:

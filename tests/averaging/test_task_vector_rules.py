@@ -28,10 +28,6 @@ def defaults(method: TaskVectorMethod, **values: Any) -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in method.spec.parameters} | values
 
 
-def ruled(method: TaskVectorMethod, changes: list[Tensor], weights: list[float], parameters: dict[str, Any]) -> Tensor:
-    return method.change(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
-
-
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -51,8 +47,8 @@ def test_merged_changes_follow_rotations(name: str, values: dict[str, Any], shap
     changes = [random(*shape, seed=seed) for seed in range(3)]
     left, right = orthogonal(shape[0], 7), orthogonal(shape[1], 8)
     parameters, weights = defaults(method, **values), [1.0, 2.0, 0.5]
-    merged_change = ruled(method, changes, weights, parameters)
-    turned = ruled(method, [left @ d @ right.T for d in changes], weights, parameters)
+    merged_change = method.change(changes, weights, parameters)
+    turned = method.change([left @ d @ right.T for d in changes], weights, parameters)
     torch.testing.assert_close(turned, left @ merged_change @ right.T, atol=1e-6, rtol=1e-6)
 
 
@@ -73,7 +69,7 @@ def test_a_map_into_a_large_vocabulary_takes_no_square_of_it(name: str, values: 
     """A head of 128,000 tokens would need 130 GB."""
     method, changes = BY_NAME[name], [random(500, 4, seed=seed) for seed in range(3)]
     with Largest() as largest:
-        ruled(method, changes, [1.0] * 3, defaults(method, **values))
+        method.change(changes, [1.0] * 3, defaults(method, **values))
     assert largest.size <= sum(change.numel() for change in changes)
 
 
@@ -88,23 +84,23 @@ def test_a_map_into_a_large_vocabulary_is_merged_in_slices(name: str, values: di
     matrices = [SlicedMatrix(lambda part, change=change: change[part], parts) for change in changes]
     parameters, weights = defaults(method, **values), [1.0, 2.0, 0.5]
     with Largest() as largest:
-        rows = [method.change(matrices, weights, parameters).rows(parts[7])]
+        rows = [method.in_slices(matrices, weights, parameters).rows(parts[7])]
     assert largest.size <= 3 * 24 * 4
-    wanted = ruled(method, changes, weights, parameters)[parts[7]]
+    wanted = method.change(changes, weights, parameters)[parts[7]]
     torch.testing.assert_close(rows[0], wanted, atol=1e-10, rtol=1e-8)
 
 
 def test_a_change_that_comes_twice_counts_once_in_tsv() -> None:
     """The triples of the copies are the same: there are no other directions to make them orthogonal to."""
     change = random(8, 2) @ random(2, 6, seed=1)
-    merged_change = ruled(BY_NAME["tsv"], [change, change], [1.0, 1.0], defaults(BY_NAME["tsv"]))
+    merged_change = BY_NAME["tsv"].change([change, change], [1.0, 1.0], defaults(BY_NAME["tsv"]))
     torch.testing.assert_close(merged_change, change, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["wudi", "tsv"])
 def test_one_change_is_kept(name: str) -> None:
     method, change = BY_NAME[name], random(5, 7)
-    torch.testing.assert_close(ruled(method, [change], [1.0], defaults(method)), change, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(method.change([change], [1.0], defaults(method)), change, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["wudi", "tsv"])
@@ -114,7 +110,7 @@ def test_changes_that_do_not_meet_are_all_kept(name: str) -> None:
     changes = [u[:, :3] @ random(3, 3, seed=3) @ v[:, :3].T, u[:, 3:6] @ random(3, 3, seed=4) @ v[:, 3:6].T]
     method = BY_NAME[name]
     parameters = defaults(method, **({"ridge": 1e-10} if name == "wudi" else {}))
-    merged_change = ruled(method, changes, [1.0, 1.0], parameters)
+    merged_change = method.change(changes, [1.0, 1.0], parameters)
     for change, inputs in zip(changes, (v[:, :3], v[:, 3:6]), strict=True):
         torch.testing.assert_close(merged_change @ inputs, change @ inputs, atol=1e-6, rtol=1e-6)
 
@@ -168,8 +164,8 @@ def test_a_model_of_next_to_no_weight_counts_for_nothing(values: dict[str, Any])
     changes = [random(10, 2, seed=t) @ random(2, 12, seed=9 + t) for t in range(3)]
     method = BY_NAME["wudi"]
     parameters = defaults(method, **values)
-    without = ruled(method, changes[:2], [1.0, 1.0], parameters)
-    torch.testing.assert_close(ruled(method, changes, [1.0, 1.0, 1e-9], parameters), without, atol=1e-5, rtol=1e-5)
+    without = method.change(changes[:2], [1.0, 1.0], parameters)
+    torch.testing.assert_close(method.change(changes, [1.0, 1.0, 1e-9], parameters), without, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("values", [{}, {"sides": "both"}])
@@ -178,7 +174,7 @@ def test_low_rank_changes_are_not_blown_up(values: dict[str, Any]) -> None:
     common = random(2, 60)
     changes = [random(40, 2, seed=t) @ (common + 0.1 * random(2, 60, seed=10 + t)) for t in range(1, 3)]
     method = BY_NAME["wudi"]
-    merged_change = ruled(method, changes, [1.0, 1.0], defaults(method, **values))
+    merged_change = method.change(changes, [1.0, 1.0], defaults(method, **values))
     assert float(merged_change.norm()) < sum(float(d.norm()) for d in changes)
 
 
@@ -241,7 +237,7 @@ def test_recipes_merge_the_changes_of_every_map(name: str, tmp_path: Path) -> No
     method = BY_NAME[name]
     for tensor in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
         changes = [(state[tensor] - start[tensor]).double() for state in (first, second)]
-        wanted = start[tensor] + 1.2 * ruled(method, changes, [1.0, 1.0], defaults(method))
+        wanted = start[tensor] + 1.2 * method.change(changes, [1.0, 1.0], defaults(method))
         torch.testing.assert_close(result[tensor].double(), wanted.double(), atol=1e-5, rtol=1e-5)
     norm = "model.norm.weight"
     mean = start[norm] + 1.2 * ((first[norm] + second[norm]) / 2 - start[norm])
@@ -258,17 +254,17 @@ def test_an_embedding_that_is_the_head_is_merged_as_a_map(name: str, tmp_path: P
     models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
     embedding, method = "model.embed_tokens.weight", BY_NAME[name]
     start, changes = base.state[embedding].double(), [m.state[embedding] - base.state[embedding] for m in models]
-    as_map = (start + ruled(method, [c.double() for c in changes], [1.0, 1.0], defaults(method))).float()
+    ruled = (start + method.change([c.double() for c in changes], [1.0, 1.0], defaults(method))).float()
     mean = (start + sum(changes) / 2).float()
     asked = recipe(base.path, *(m.path for m in models), delegate=name)
-    torch.testing.assert_close(merged(asked, tmp_path / "out")[embedding], as_map, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(merged(asked, tmp_path / "out")[embedding], ruled, atol=1e-6, rtol=1e-5)
     assert "embedding among them, which is the head, too" in " ".join(report(tmp_path / "out")["notes"])
     held = rm.average([base.path, *(m.path for m in models)], name)
-    torch.testing.assert_close(held[embedding], as_map, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(held[embedding], ruled, atol=1e-6, rtol=1e-5)
     asked["parameters"]["untie"] = True
     apart = merged(asked, tmp_path / "apart")
     torch.testing.assert_close(apart[embedding], mean, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(apart["lm_head.weight"], as_map, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(apart["lm_head.weight"], ruled, atol=1e-6, rtol=1e-5)
 
 
 def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
@@ -279,5 +275,5 @@ def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
     name = next(n for n in base.state if n.endswith("h.0.mlp.c_fc.weight"))
     changes = [(m.state[name] - base.state[name]).double().T for m in models]
     method = BY_NAME["wudi"]
-    wanted = base.state[name].double() + ruled(method, changes, [1.0, 1.0], defaults(method)).T
+    wanted = base.state[name].double() + method.change(changes, [1.0, 1.0], defaults(method)).T
     torch.testing.assert_close(result[name].double(), wanted, atol=1e-5, rtol=1e-5)
