@@ -241,7 +241,7 @@ def _learned(
         inputs = data_set.batches, pair.options, config, watch, data
         result = fit(anchor, donor, *inputs, pair.untie, module, [device])
         (alignment,) = result.alignments
-        facts = {**described(data_set), "seed": config.seed, "learned": result.report.to_dict()}
+        facts = {**described(data_set), "seed": config.seed}
         yield replace(alignment, metadata={**alignment.metadata, **facts})
 
 

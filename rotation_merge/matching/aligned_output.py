@@ -58,7 +58,8 @@ def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None)
     for note in (*pair.warnings, *pair.notes):
         run.note(note)
     parts, base = origins(model.reference for model in models if model.files), base or str(pair.donor.reference)
-    return run.report(pair.anchor.reference, "none", recipe, marks, parts, "finetune", base)
+    facts = {"fingerprints": marks, "models": parts, "relation": "finetune", "base": base}
+    return run.report(pair.anchor.reference, "none", recipe, **facts)
 
 
 def read_alignment(pair: Pair, path: str, donor: View | None = None) -> Alignment:

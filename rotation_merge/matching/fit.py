@@ -7,7 +7,6 @@ weights are mixed as they are used (`between.py`), and the output is an alignmen
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -36,7 +35,7 @@ from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.run_keys import mark_of
-from rotation_merge.model.tensors import checksum
+from rotation_merge.model.tensors import Tensors, checksum
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
 from rotation_merge.run.functions import Batch, architecture_of, device_of, module_of, unlabelled
@@ -105,25 +104,10 @@ class FitReport:
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of a fit: alignments, report and the matched start.
+    """The result of a fit: one alignment for each donor, and the report."""
 
-    One alignment for each donor, with the space names of `architecture`.
-    """
-
-    architecture: Architecture = field(repr=False)
     alignments: list[Alignment]
     report: FitReport
-    match: AlignConfig
-
-    def write(self, files: Sequence[str], facts: Mapping[str, Any] | None = None) -> None:
-        """Write one alignment file for each donor.
-
-        Args:
-            facts: further entries of the files' metadata.
-        """
-        entries = {**(facts or {}), "learned": self.report.to_dict()}
-        for file, alignment in zip(files, self.alignments, strict=True):
-            replace(alignment, metadata={**alignment.metadata, **entries}).write(file)
 
 
 def fit(
@@ -236,13 +220,11 @@ class _Fit:
         self.device, self.architecture = device_of(module), architecture_of(module, untie=True)
         size = 4 * sum(parameter.numel() for parameter in module.parameters())
         keeps = size <= LARGEST_KEPT and not options.checkpointing
-        sides = [(pairs[0], 0), *((pair, 1) for pair in pairs)]
-        places = [devices[number % len(devices)] if devices else "cpu" for number in range(self.count)]
-        placed = [(replace(p, device=d, watched=False), n) for (p, n), d in zip(sides, places, strict=True)]
-        stored = [(pair.sources[number], pair.architecture) for pair, number in placed]
-        self.parents = [restructured(*source, self.architecture).cached(math.inf) for source in stored]
-        for pair, parent in zip(pairs, self.parents[1:], strict=True):
-            _check_names(self.architecture, pair, set(self.parents[0]) ^ set(parent))
+        self.parents = list[Tensors]()
+        for number, view in enumerate((pairs[0].anchor, *(pair.donor for pair in pairs))):
+            tensors = view.tensors.on(devices[number % len(devices)]) if devices else view.tensors
+            self.parents.append(restructured(tensors, view.architecture, self.architecture).cached(math.inf))
+            _check_names(self.architecture, pairs[0].anchor, view, set(self.parents[0]) ^ set(self.parents[-1]))
         self.mixture = Mixture(self.architecture, self.parents, pairs[-1].folded, self.device, keeps)
         self.model = mixed_model(module, self.mixture, options.checkpointing)
         self.batches: list[Batch] = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
@@ -344,15 +326,10 @@ class _Fit:
         match: Match = match_model
         if self.options.match_on != WEIGHTS:
             samples = [self.batches[i] for i in self.training]
-            first, second = (self._runnable(view) for view in (pair.anchor, pair.donor))
+            first, second = (module_of(view).to(self.device).float() for view in (pair.anchor, pair.donor))
             match = activation_matcher(self.options.match_on, first, second, samples, self.label)
         anchor, donor = (self.parents[place].on(self.device) for place in (0, number))
         return match(self.architecture, anchor, donor, self.match, None).transforms
-
-    def _runnable(self, view: View) -> nn.Module:
-        """A model in float32, on the samples' device; a copy of a module."""
-        module: nn.Module = module_of(view) if view.module is None else copy.deepcopy(view.module)
-        return module.to(self.device).float()
 
     def run(self) -> FitResult:
         began = time.perf_counter()
@@ -370,13 +347,13 @@ class _Fit:
             self._alignment(pair, module.final_transforms(), report)
             for module, pair in zip(learned, self.pairs, strict=True)
         ]
-        return FitResult(self.pairs[0].architecture, alignments, report, self.match)
+        return FitResult(alignments, report)
 
     def _alignment(self, pair: Pair, transforms: Transforms, report: FitReport) -> Alignment:
         """An alignment under the names of the pair's models, with a report."""
-        transforms = renamed(transforms, self.architecture, pair.architecture)
-        alignment = Alignment(transforms, pair.folded, summary={"learned": report.to_dict()})
-        return reported(pair, alignment)
+        transforms, learned = renamed(transforms, self.architecture, pair.architecture), report.to_dict()
+        alignment = reported(pair, Alignment(transforms, pair.folded, summary={"learned": learned}))
+        return replace(alignment, metadata={**alignment.metadata, "learned": learned})
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> None:
         """Take the steps, and leave the parameters with the lowest held-out loss."""
@@ -432,12 +409,12 @@ class _Fit:
         return True
 
 
-def _check_names(architecture: Architecture, pair: Pair, odd: set[str]) -> None:
+def _check_names(architecture: Architecture, anchor: View, donor: View, odd: set[str]) -> None:
     """Refuse a donor if one of the tensors that only one of the two has is more than a second copy of another."""
     known = {name for info in architecture.tensors() if not info.tied for name in info.names}
     if odd & known:
-        problem = f"tensor '{min(odd & known)}' is only in one of {pair.anchor.name} and {pair.donor.name}"
-        raise CheckpointError(problem, where=pair.donor.name, remedy="give models of one class")
+        problem = f"tensor '{min(odd & known)}' is only in one of {anchor.name} and {donor.name}"
+        raise CheckpointError(problem, where=donor.name, remedy="give models of one class")
 
 
 def along(point: float, models: int) -> Tensor:

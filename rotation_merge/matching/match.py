@@ -99,7 +99,8 @@ def match_model(
     """
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
-    visits = Visits(architecture, anchor, donor, options, folded if fold else (), cached=bool(streams))
+    by_block = {block.name: options.at(architecture, block) for block in architecture.blocks}
+    visits = Visits(architecture, anchor, donor, by_block, folded if fold else (), cached=bool(streams))
     matching = ModelMatching(visits, progress or (lambda *_: None), streams, over, ledger)
     transforms, summary = matching.streams_matched(starts) if streams else ({}, {})
     rows = matching.final(transforms)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -88,13 +89,11 @@ class AlignConfig(GroupOptions):
         """The options of one block."""
         return self
 
-    def resolved(self, architecture: Architecture) -> AlignConfig:
-        """The options for a model, with those of its blocks looked up, so that they can be pickled."""
-        return self
-
     def with_residual(self, residual: str) -> AlignConfig:
         """The options with another residual group (or groups by stream)."""
-        return replace(self, residual=residual)
+        options = copy.copy(self)
+        object.__setattr__(options, "residual", residual)
+        return options
 
 
 @dataclass(frozen=True)
@@ -167,25 +166,17 @@ NOTHING = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
 class VaryingOptions(AlignConfig):
     """Options that differ from block to block; its own fields hold for the whole model."""
 
-    def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig] | Mapping[str, AlignConfig]) -> None:
+    def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig]) -> None:
         """Set options that differ from block to block.
 
         Args:
-            of: options by a block's module path and its place among the layers, from 0 to 1; or by the path alone.
+            of: options by a block's module path and its place among the layers, from 0 to 1.
         """
         super().__init__(**asdict(whole))
         object.__setattr__(self, "_of", of)
 
-    def with_residual(self, residual: str) -> AlignConfig:
-        whole = AlignConfig(**{**asdict(self), "residual": residual})
-        return VaryingOptions(whole, self._of)  # type: ignore[attr-defined]
-
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
-        of: Any = self._of  # type: ignore[attr-defined]
         last = len(architecture.layers(block.module)) - 1
         place = 0.0 if block.index is None else block.index / last if last else 1.0
-        options: AlignConfig = of[block.name] if isinstance(of, Mapping) else of(block.name, place)
+        options: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
         return options
-
-    def resolved(self, architecture: Architecture) -> AlignConfig:
-        return VaryingOptions(self, {block.name: self.at(architecture, block) for block in architecture.blocks})

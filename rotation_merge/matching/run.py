@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -109,17 +109,7 @@ class Run:
             if text not in self.notes:
                 self.notes.append(text)
 
-    def report(
-        self,
-        anchor: object,
-        delegate: str,
-        recipe: str,
-        fingerprints: Mapping[str, str] | None = None,
-        models: Mapping[str, dict[str, Any]] | None = None,
-        relation: str = "merge",
-        base: str | None = None,
-        own_method: bool = False,
-    ) -> MergeReport:
+    def report(self, anchor: object, delegate: str, recipe: str, **facts: Any) -> MergeReport:
         """The report on the merge so far; arguments as the fields of `MergeReport`."""
         changed = [
             change_note(f"The task vector of `{donor}`", *norms) for donor, norms in sorted(self.carried.items())
@@ -134,14 +124,10 @@ class Run:
             notes,
             time.perf_counter() - self.began,
             versions(),
-            dict(fingerprints or {}),
-            dict(self.files),
-            dict(models or {}),
-            relation,
-            base,
-            list(self.data),
-            own_method,
-            dict(self.lifts) or None,
+            files=dict(self.files),
+            data=list(self.data),
+            lift=dict(self.lifts) or None,
+            **facts,
         )
 
     def rows(self) -> list[SpaceRow]:

@@ -56,7 +56,7 @@ class Visits:
     Attributes:
         architecture: of the anchor; both sources go by its tensor names.
         anchor, donor: as they are stored.
-        options: which groups to use.
+        options: of every block, by its name.
         folded: streams whose norms are folded as blocks are read.
         cached: whether what fits in memory is kept, as the models are read more than once.
         device: where blocks are brought; None: they stay where they are read.
@@ -66,15 +66,14 @@ class Visits:
     architecture: Architecture
     anchor: TensorSource
     donor: TensorSource
-    options: AlignConfig
+    options: Mapping[str, AlignConfig]
     folded: tuple[str, ...] = ()
     cached: bool = False
     device: str | None = None
     home: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = self.options.resolved(self.architecture)
-        arguments = (self.architecture, self.anchor, self.donor, options, self.folded, self.cached)
+        arguments = (self.architecture, self.anchor, self.donor, self.options, self.folded, self.cached)
         return Visits, (*arguments, self.device, self.home)
 
     @cached_property
@@ -110,7 +109,7 @@ class Visits:
 
         Such a block is outside of layers, has no matched space, and no tensor between two streams.
         """
-        if block.index is not None or wanted_spaces(block, self.options.at(self.architecture, block)):
+        if block.index is not None or wanted_spaces(block, self.options[block.name]):
             return False
         sides = (sum(any(p.space.kind == "stream" for p in axis.parts) for axis in i.axes) for i in block.tensors)
         return max(sides, default=0) <= 1
@@ -135,7 +134,7 @@ class Visits:
         return tuple(tensor.to(home) for tensor in result) if isinstance(result, tuple) else result.to(home)
 
     def _visited(self, step: Step, block: Block) -> Any:
-        options = self.options.at(self.architecture, block)
+        options = self.options[block.name]
         matched = {space.name for space in wanted_spaces(block, options)}
         if step.kind == FINAL and not step.streams and not matched:
             return BlockMatch({}, [])

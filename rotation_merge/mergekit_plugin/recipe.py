@@ -3,7 +3,6 @@ own commands the first one stops it, with its place."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -15,11 +14,10 @@ import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
-from safetensors import SafetensorError, safe_open
 
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import MODEL, READ, Kind
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.delegates import OWN
@@ -263,8 +261,8 @@ def numbered(path: str, count: int) -> list[str]:
 
 def _is_saved_alignment(path: str) -> bool:
     """Whether `save_alignment` wrote a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return bool(json.loads((file.metadata() or {})["made"])[KEPT_BY] == "save_alignment")
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-        return False
+    from rotation_merge.matching.alignment import opened_file
+
+    with suppress(RotationMergeError), opened_file(path) as (head, _):
+        return bool(head.made.get(KEPT_BY) == "save_alignment")
+    return False

@@ -156,7 +156,7 @@ def _completed(views: RecipeViews, staging: str, source: str) -> tuple[MergeRepo
     for note in notes:
         record.note(note)
     models = origins(map(ModelReference.model_validate, marks), options.transformers_cache)
-    report = record.report(recipe.base, delegate, source, marks, models, own_method=ours)
+    report = record.report(recipe.base, delegate, source, fingerprints=marks, models=models, own_method=ours)
     report.write(os.path.join(staging, REPORT_FILE))
     if recipe.value("heads_of") == "each":
         donors = {str(m): session.models[m] for m in recipe.config.referenced_models() if m != recipe.base}

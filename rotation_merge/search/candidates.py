@@ -197,5 +197,6 @@ class Candidates:
         watch = lambda done, total, _: tell("learning", done, total)  # noqa: E731
         untie = self.parents.tied
         result = fit(candidate.anchor, donors, batches, None, options, watch, untie=untie, devices=devices)
-        result.write([files[model] for model in donors])
+        for model, alignment in zip(donors, result.alignments, strict=True):
+            alignment.write(files[model])
         return files

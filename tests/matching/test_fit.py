@@ -198,7 +198,7 @@ def test_a_fit_that_finds_nothing_stops_early():
 
 @pytest.mark.slow
 def test_the_groups_are_the_largest_if_none_are_named(learned):
-    assert "rotation" in learned.match.residual
+    assert "residual: rotation" in learned.alignments[0].report.recipe
 
 
 RECIPE = """

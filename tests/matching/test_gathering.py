@@ -37,7 +37,8 @@ def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_
     result = match_model(anchor.architecture, anchor.state, donor.state, options)
     maps = {"residual": result.transforms["residual"]}
     still = anchor.architecture.stream_group("residual", "rotation").identity()
-    visits = Visits(anchor.architecture, anchor.state, donor.state, options, result.folded)
+    by_block = {block.name: options for block in anchor.architecture.blocks}
+    visits = Visits(anchor.architecture, anchor.state, donor.state, by_block, result.folded)
     blocks, weights, told = range(len(anchor.architecture.blocks)), dict[str, float](), list[float]()
     for _ in range(4):  # until weights and local spaces agree
         whole = StreamSums.of(gathered(visits, Step(PASS, maps, weights), number) for number in blocks)

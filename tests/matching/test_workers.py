@@ -27,8 +27,6 @@ from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import visit
-from rotation_merge.matching.options import VaryingOptions
-from rotation_merge.matching.pair import open_pair
 from rotation_merge.matching.run import Run
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.matching.visit import Visits
@@ -325,7 +323,7 @@ def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: p
 def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
     """What a block of two models is matched by, and what is found, is the same after a journey."""
     architecture = table.sample(shipped()[family])
-    work = pickle.loads(cloudpickle.dumps(Visits(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
+    work = pickle.loads(cloudpickle.dumps(Visits(architecture, {}, {}, {}, ("stream",), cached=True)))
     assert (work.architecture, work.folded, work.cached) == (architecture, ("stream",), True)
     options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
     sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
@@ -336,15 +334,3 @@ def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
         assert type(back[name]) is type(transform)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
-def test_options_that_differ_from_block_to_block_travel(pair: tuple[Path, Path]) -> None:
-    varying = VaryingOptions(AlignConfig(), lambda _, place: AlignConfig(heads="permutation" if place else "none"))
-    opened = open_pair(*map(str, pair), varying)
-    anchor, donor = opened.matched
-    work = Visits(opened.architecture, anchor, donor, varying)
-    back = pickle.loads(cloudpickle.dumps(work))
-    for block in opened.architecture.blocks:
-        assert back.options.at(back.architecture, block) == varying.at(opened.architecture, block)
-    name = "model.layers.1.mlp.up_proj.weight"
-    assert torch.equal(back.donor[name], donor[name])
