@@ -36,7 +36,7 @@ from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked
-from rotation_merge.model.adapter_files import AdapterWeights
+from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
 from rotation_merge.model.labels import in_class_order, with_classes_of
@@ -471,7 +471,7 @@ def transfer(
     *,
     samples: Samples = None,
     **options: Any,
-) -> View | AdapterWeights:
+) -> View | Adapter:
     """Carry the change of a fine-tune or an adapter from an old base to a new one.
 
     By weights (the default) the old base is aligned to the new one, and the change with it: W' = W_new + scale L
@@ -505,7 +505,7 @@ def transfer(
         check_names(first, work)
     chosen, match, samples = _run_of(chosen, samples, first, second)
     value = carried(Transfer.of(work, second, first, chosen, watched=False, match=match), samples=samples)
-    if isinstance(value, AdapterWeights) and first.files is None:
+    if isinstance(value, Adapter) and first.files is None:
         named = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": named})
     return value

@@ -32,8 +32,7 @@ from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.adapter_files import AdapterWeights, plain_adapter, with_factors
-from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter
+from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, plain_adapter, with_factors
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
 
@@ -76,7 +75,7 @@ class MergedAdapter:
         maps: rank and energy of each map, by module.
     """
 
-    adapter: AdapterWeights
+    adapter: Adapter
     sources: tuple[str, ...]
     maps: Mapping[str, MergedMap]
 
@@ -298,7 +297,7 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
             if shape != first_shape:
                 problem = f"changes '{change.module}' of shape {shape}, {first_path} of {first_shape}"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
-            weight = adapter.tensor(change.value) if change.value else None
+            weight = adapter.tensors[change.value] if change.value else None
             if weight is not None and not torch.equal(known.setdefault(change.value, weight), weight):
                 problem = f"holds another '{change.value}' of the base than the adapters before it"
                 raise CheckpointError(problem, where=adapter.path, remedy="they belong to different bases")

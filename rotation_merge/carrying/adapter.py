@@ -15,7 +15,6 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.run import change_note
-from rotation_merge.model.adapter_files import AdapterWeights
 from rotation_merge.model.adapter_parts import AdapterPart, Entries, adapter_parts
 from rotation_merge.model.adapters import Adapter, Change
 from rotation_merge.model.apply import read_tensor
@@ -30,7 +29,7 @@ SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
 def carry_adapter(
     adapter: Adapter, delta: Delta, config: Mapping[str, Any], rows: LabelRows
-) -> tuple[AdapterWeights, list[str]]:
+) -> tuple[Adapter, list[str]]:
     """Carry an adapter of the old base to the new one.
 
     If the new base is the old one in other coordinates, it has with the carried adapter the old one's outputs with its
@@ -61,7 +60,7 @@ def carry_adapter(
     if count := moving.constants:
         facts |= {"lora_bias": True, "init_lora_weights": True}
         notes.append(f"{count} modules got a bias (peft's lora_bias), because norms shift their inputs.")
-    return AdapterWeights({**facts, **moving.patterns}, moving.tensors), notes
+    return Adapter({**facts, **moving.patterns}, moving.tensors), notes
 
 
 def _extended(architecture: Architecture, parts: Iterable[AdapterPart]) -> Architecture:
@@ -176,7 +175,7 @@ class _MovingAdapter:
         low = part.factors(self.adapter)
         a, b = low.a.double(), low.scale * low.b.double()
         if part.change.bias in self.adapter.shapes:
-            bias = low.scale * self.adapter.tensor(part.change.bias).double()
+            bias = low.scale * self.adapter.tensors[part.change.bias].double()
             a = torch.cat([a, a.new_zeros(1, *a.shape[1:])])
             b = torch.cat([b, bias.reshape(-1, *[1] * (b.ndim - 1))], 1)
         a, b = _sides(a, b, part, part.source, _narrowed)
@@ -236,7 +235,7 @@ class _MovingAdapter:
         self._store(part.change.b, part.change, module, b)
 
     def _store(self, key: str, change: Change, module: str, tensor: Tensor) -> None:
-        dtype = self.adapter.tensor(key).dtype
+        dtype = self.adapter.tensors[key].dtype
         self.tensors[key.replace(change.module, module, 1)] = tensor.to(dtype, copy=True).contiguous()
 
     def _give_bias(self, carried: _Carried, module: str) -> None:
@@ -254,7 +253,7 @@ class _MovingAdapter:
     def _saved(self, block: Block, part: AdapterPart) -> Tensor:
         """A tensor that the adapter stores whole."""
         info = part.info
-        tensor = in_order(self.adapter.tensor(part.change.value), self.rows.get(info.name))
+        tensor = in_order(self.adapter.tensors[part.change.value], self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.delta.old)
         if old is not None and info.vocabulary_axis is not None:
@@ -276,7 +275,7 @@ class _MovingAdapter:
         delta = self.delta if part.added is None else replace(self.delta, scale=1.0)
         moved, stored = dense(delta.change(block, info), info), read_tensor(info, delta.base.tensors)
         whole = moved if stored is None else stored.double() + moved
-        self.tensors[key] = whole.to(self.adapter.tensor(key).dtype).contiguous()
+        self.tensors[key] = whole.to(self.adapter.tensors[key].dtype).contiguous()
         if self._constant(self.delta, block, info, saved) is not None:
             raise self._cannot_hold(info.name)
 

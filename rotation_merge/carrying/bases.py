@@ -128,7 +128,7 @@ class Bases(Pair):
             chat = chat_folder(self.donor, opened)
             return {"name": str(opened.reference), "rank": config.rank, "chat": chat, "tuned": self.tuned(opened)}
         path = str(work)
-        adapter, chat = Adapter(path), chat_folder(self.donor, path)
+        adapter, chat = Adapter.open(path), chat_folder(self.donor, path)
         if not force:
             check_base(adapter, [self.donor], path, open_model, OWN_BASE)
         old = self.donor.as_filed

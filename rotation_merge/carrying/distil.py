@@ -23,7 +23,7 @@ from torch import Tensor
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import PART, Store, TemporaryFolder
 from rotation_merge.matching.objective import Answered, is_distribution, main_output, read_answers, write_answers
-from rotation_merge.model.adapter_files import AdapterWeights
+from rotation_merge.model.adapters import Adapter
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, inputs_for
@@ -94,7 +94,7 @@ def answered_by_target(
     return share, [read_answers(path) for path in paths[: 1 + bool(base_texts)]]
 
 
-def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
+def adapter_in_training(model: Any, written: Adapter) -> Any:
     """A model with an adapter; only its factors are trained, at the rank-stabilised scale.
 
     Raises:
@@ -110,7 +110,7 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
             a = written.tensors[f"{match[1]}A{'.weight' if match[2] else ''}"]
             tensors[name] = tensor / len(a) ** 0.5
     with TemporaryFolder() as folder:
-        AdapterWeights({**written.config, "use_rslora": True}, tensors).write(folder)
+        Adapter({**written.config, "use_rslora": True}, tensors).write(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
             student = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()

@@ -12,8 +12,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.carrying.delta import Change, Delta, is_bias
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.adapter_files import AdapterWeights, factor_config, peft_tensors
-from rotation_merge.model.adapters import PREFIX
+from rotation_merge.model.adapters import PREFIX, Adapter, factor_config, peft_tensors
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.fold import weight_key
 from rotation_merge.model.forms import names_in
@@ -59,7 +58,7 @@ class NewAdapter:
         return Delta(self.base, tensors, tensors.replaced(tuned), low=low, precision=torch.float64)
 
     @property
-    def weights(self) -> AdapterWeights:
+    def weights(self) -> Adapter:
         """The adapter as it is written."""
         base, cuts = self.base, self.cuts
         low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
@@ -82,7 +81,7 @@ class NewAdapter:
             "lora_dropout": 0.0,
             "bias": "none",
         }
-        return AdapterWeights(factor_config(config, maps, self.rank), tensors)
+        return Adapter(factor_config(config, maps, self.rank), tensors)
 
 
 def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Collection[str] = ()) -> NewAdapter:

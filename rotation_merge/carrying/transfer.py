@@ -13,7 +13,7 @@ from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
-from rotation_merge.model.adapter_files import AdapterWeights
+from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import write_notes
 from rotation_merge.model.markdown import code, prose
@@ -30,7 +30,7 @@ ENOUGH = 0.99
 
 def carried(
     transfer: Transfer, place: str | None = None, samples: Samples = None, progress: Progress | None = None
-) -> View | AdapterWeights:
+) -> View | Adapter:
     """Work as a model or an adapter of the new base, with notes and report; a model's tensors are computed lazily.
 
     Args:
@@ -60,7 +60,7 @@ def carried(
     return _new_adapter(transfer, delta, lines, cut=not config.needs_samples)
 
 
-def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bool) -> View | AdapterWeights:
+def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bool) -> View | Adapter:
     """A change as a new adapter.
 
     Args:
@@ -76,9 +76,9 @@ def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bo
     return _noted(transfer, adapter.weights, notes)
 
 
-def _noted(transfer: Transfer, value: View | AdapterWeights, lines: Sequence[str]) -> View | AdapterWeights:
+def _noted(transfer: Transfer, value: View | Adapter, lines: Sequence[str]) -> View | Adapter:
     """A view or an adapter with its notes and report."""
-    adapter, files, chat = isinstance(value, AdapterWeights), value.beside, transfer.chat
+    adapter, files, chat = isinstance(value, Adapter), value.beside, transfer.chat
     same_ids = transfer.bases.shared is None
     copied = "copied" if same_ids else "not copied: the new base has its tokens at other ids"
     of_chat = [f"Its chat template was {copied}."] if chat else []

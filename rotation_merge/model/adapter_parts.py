@@ -126,7 +126,7 @@ class _Placing:
 
     def _adds_nothing(self, change: Change) -> bool:
         """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also where there is no bias."""
-        return bool(change.shift) and not change.value and not bool(self.adapter.tensor(change.shift).any())
+        return bool(change.shift) and not change.value and not bool(self.adapter.tensors[change.shift].any())
 
     def _of_parameter(self, change: Change, parameter: str, targeted: bool) -> list[AdapterPart]:
         """Parts of the change of a parameter that the base stores under another name, or in another form, or not.
@@ -293,7 +293,7 @@ def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> 
     tensor = tensor[part.expert] if part.expert is not None and not info.stacked else tensor
 
     def stored(key: str) -> Tensor:
-        value = adapter.tensor(key)[number] if part.experts and info.stacked else adapter.tensor(key)
+        value = adapter.tensors[key][number] if part.experts and info.stacked else adapter.tensors[key]
         return value if part.source is None else value.narrow(*part.source)
 
     if change.value:

@@ -1,9 +1,9 @@
-"""LoRA adapters on disk: the change of each weight of the base.
+"""LoRA adapters, read and written: the change of each weight of the base.
 
 A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
 2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Folders have the names and
 shapes of the peft library; single files are those of kohya's scripts (`lora_down`, `lora_up`, `alpha`) and of diffusers
-(`lora_A`, `lora_B`). Tensors are read when they are asked for, and nothing is kept.
+(`lora_A`, `lora_B`).
 """
 
 from __future__ import annotations
@@ -12,23 +12,33 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from mergekit.common import ModelPath
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
+from rotation_merge.files import FOLDER, Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.contents import ADAPTER_CONFIG, Contents, Shapes, header, read_json, tensor_files
-from rotation_merge.model.folder import ShardReader
+from rotation_merge.model.folder import ShardReader, fetched
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.low_rank import LowRank
+from rotation_merge.model.tensors import Tensors, as_tensors, by_name
+from rotation_merge.model.writing import staged, write_files
+from rotation_merge.record import MergeReport
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
 SUFFIX = ".safetensors"
 PREFIX = "base_model.model."
+BASE_LAYER = ".base_layer."
+"""In the names of weights of the base that peft stores where an embedding or a head has factors."""
 
 PEFT, KOHYA, DIFFUSERS = "peft", "kohya", "diffusers"
 FACTOR = re.compile(
@@ -101,17 +111,30 @@ class Change:
         return self.b.removesuffix("weight") + "bias"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Adapter:
-    """A LoRA adapter in a directory of peft's, or in a single file.
+    """A LoRA adapter: its config, its tensors by the names of its form, and the files beside them.
 
     Attributes:
-        form: `peft`, `kohya` or `diffusers`.
         config: peft's; empty for single files.
-        shapes: of the tensors in its file.
-        changes: by the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it.
+        tensors: those of a stored adapter are read each time that they are asked for.
+        form: `peft`, a folder; `kohya` or `diffusers`, a single file without a config.
+        path: where it is stored; empty: in memory.
+        beside: other files by name.
+        notes: of the transfer that made it.
+        report: of that transfer.
     """
 
-    def __init__(self, path: str) -> None:
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    form: str = PEFT
+    path: str = ""
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    report: MergeReport | None = None
+
+    @classmethod
+    def open(cls, path: str) -> Adapter:
         """Read the names and the config of an adapter.
 
         Args:
@@ -120,81 +143,35 @@ class Adapter:
         Raises:
             CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
         """
-        self.path = path
-        self.config: dict[str, Any] = {}
         single = path.endswith(SUFFIX) and os.path.isfile(path)
         if not single and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
             remedy = f"{ADAPTER_CONFIG} is needed" if os.path.isdir(path) else f"name a folder or a {SUFFIX} file"
             raise CheckpointError("there is no LoRA adapter", where=path, remedy=remedy)
+        adapter = cls({} if single else read_json(os.path.join(path, ADAPTER_CONFIG)), {}, path=path)
         if not single:
-            self.config = read_json(os.path.join(path, ADAPTER_CONFIG))
-            self._check_config()
+            adapter._check_config()
         files = [path] if single else [os.path.join(path, name) for name in WEIGHTS]
-        files = [file for file in files if os.path.isfile(file)]
-        if not files:
+        file = next(filter(os.path.isfile, files), None)
+        if file is None:
             raise CheckpointError("the adapter has no weights", where=path, remedy=f"{WEIGHTS[0]} is needed")
-        self._file = files[0]
-        self.shapes: Shapes = header(self._file).shapes
-        kohya = any(".lora_down." in key for key in self.shapes)
-        self.form = PEFT if not single else KOHYA if kohya else DIFFUSERS
-        self.changes = self._read_names()
+        tensors = adapter._stored(file)
+        kohya = any(".lora_down." in key for key in tensors)
+        adapter = replace(adapter, tensors=tensors, form=PEFT if not single else KOHYA if kohya else DIFFUSERS)
+        _ = adapter.changes  # which refuses tensors of other kinds
+        return adapter
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Adapter, (os.path.abspath(self.path),)
-
-    @property
-    def base(self) -> str | None:
-        """The name of the base that it was trained on, if it is stored."""
-        return self.config.get("base_model_name_or_path")
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of its factors, which the carried adapter may have everywhere; one if it has none."""
-        return max((self.shapes[change.a][0] for change in self.changes.values() if change.a), default=1)
-
-    def low_rank(self, change: Change) -> LowRank:
-        """A change that has factors, these as they are stored."""
-        magnitude = self.tensor(change.magnitude) if change.magnitude else None
-        return LowRank(self.tensor(change.a), self.tensor(change.b), change.scale, change.embedding, magnitude)
-
-    def tensor(self, key: str) -> Tensor:
-        """One tensor of the file.
-
-        Raises:
-            CheckpointError: it holds NaN or infinity.
-        """
-        tensor = self._reader(key)
-        if not all_finite([tensor]):
-            raise self._damaged(f"'{key}' holds NaN or infinity")
-        return tensor
-
-    def refusal(self, problem: str) -> CheckpointError:
-        """The error of an adapter that is more than W + s B A."""
-        remedy = "name a plain LoRA, or merge this one into its base model first"
-        if self.config:
-            remedy = "merge it into its base model with peft, and name the result"
-        return CheckpointError(problem, where=self.path, remedy=remedy)
-
-    def _damaged(self, problem: str) -> CheckpointError:
-        return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
+    def __repr__(self) -> str:
+        rank, base = self.config.get("r"), self.base
+        return f"Adapter({len(self.tensors)} tensors, rank {rank}, for {base})"
 
     @cached_property
-    def _reader(self) -> ShardReader:
-        folder, file = os.path.split(self._file)
-        return ShardReader(folder, {key: (file, key) for key in self.shapes}, lazy_unpickle=False)
+    def shapes(self) -> Shapes:
+        """Of its tensors, by name."""
+        return as_tensors(self.tensors).shapes
 
-    def _check_config(self) -> None:
-        kind = self.config.get("peft_type")
-        if kind != "LORA":
-            raise self.refusal(f"is an adapter of kind {kind}, not a LoRA")
-        for entry, meaning in BEYOND.items():
-            if self.config.get(entry):
-                raise self.refusal(f"'{entry}' is set: {meaning}")
-        begun = self.config.get("init_lora_weights")
-        if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
-            raise self.refusal(f"it starts from '{begun}', which changes the base weights")
-
-    def _read_names(self) -> dict[str, Change]:
+    @cached_property
+    def changes(self) -> Mapping[str, Change]:
+        """By the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it."""
         parts: dict[str, dict[str, Any]] = {}
         for key in sorted(self.shapes):
             stem = key.removeprefix(PREFIX) if self.form == PEFT else key
@@ -210,6 +187,54 @@ class Adapter:
         if not parts:
             raise self._damaged("it holds no tensors")
         return {name: self._scaled(Change(name, **change)) for name, change in parts.items()}
+
+    @property
+    def base(self) -> str | None:
+        """The name of the base that it was trained on, if it is stored."""
+        return self.config.get("base_model_name_or_path")
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its factors, which the carried adapter may have everywhere; one if it has none."""
+        return max((self.shapes[change.a][0] for change in self.changes.values() if change.a), default=1)
+
+    def low_rank(self, change: Change) -> LowRank:
+        """A change that has factors, these as they are stored."""
+        magnitude = self.tensors[change.magnitude] if change.magnitude else None
+        return LowRank(self.tensors[change.a], self.tensors[change.b], change.scale, change.embedding, magnitude)
+
+    def refusal(self, problem: str) -> CheckpointError:
+        """The error of an adapter that is more than W + s B A."""
+        remedy = "name a plain LoRA, or merge this one into its base model first"
+        if self.config:
+            remedy = "merge it into its base model with peft, and name the result"
+        return CheckpointError(problem, where=self.path, remedy=remedy)
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
+
+    def _check_config(self) -> None:
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise self.refusal(f"is an adapter of kind {kind}, not a LoRA")
+        for entry, meaning in BEYOND.items():
+            if self.config.get(entry):
+                raise self.refusal(f"'{entry}' is set: {meaning}")
+        begun = self.config.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
+            raise self.refusal(f"it starts from '{begun}', which changes the base weights")
+
+    def _stored(self, file: str) -> Tensors:
+        """The tensors of its file, read when they are asked for; NaN and infinity are refused."""
+        (folder, name), head = os.path.split(file), header(file)
+        reader = ShardReader(folder, {key: (name, key) for key in head.shapes}, lazy_unpickle=False)
+
+        def checked(key: str, tensor: Tensor) -> Tensor:
+            if not all_finite([tensor]):
+                raise self._damaged(f"'{key}' holds NaN or infinity")
+            return tensor
+
+        return Tensors(head.shapes, head.dtypes, by_name(reader)).map(checked)
 
     def _scaled(self, change: Change) -> Change:
         """The change with its scale s, which may differ between modules; its factors are checked."""
@@ -248,17 +273,127 @@ class Adapter:
     def _config_in_file(self, module: str, rank: int) -> dict[str, Any]:
         """Config of a module in a single file: its `alpha`, else what stands in the header, else the scale 1."""
         if f"{module}.alpha" in self.shapes:
-            return {"lora_alpha": self.tensor(f"{module}.alpha").squeeze().tolist()}
-        prefix = module.partition(".")[0] + "."
-        part = {key.removeprefix(prefix): value for key, value in self._header.items() if key.startswith(prefix)}
-        config = part or self._header
-        return config if "lora_alpha" in config else {"lora_alpha": rank}
-
-    @cached_property
-    def _header(self) -> dict[str, Any]:
-        with safe_open(self._file, framework="pt") as file:
-            stored = (file.metadata() or {}).get(HEADER_CONFIG, "{}")
+            return {"lora_alpha": self.tensors[f"{module}.alpha"].squeeze().tolist()}
         try:
-            return dict(json.loads(stored))
+            stored = dict(json.loads(header(self.path).metadata.get(HEADER_CONFIG, "{}")))
         except (TypeError, ValueError) as error:
             raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping") from error
+        prefix = module.partition(".")[0] + "."
+        config = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)} or stored
+        return config if "lora_alpha" in config else {"lora_alpha": rank}
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the adapter atomically: the two files that peft reads, and the files beside them.
+
+        Args:
+            folder: new, or empty.
+
+        Raises:
+            CheckpointError: the folder holds something, or is a file.
+        """
+        out = os.fspath(folder)
+        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        self.save(out)
+
+    def save(self, out: str) -> None:
+        """Write the adapter atomically to a place that the caller has checked: a folder, or one `.safetensors` file.
+
+        Raises:
+            CheckpointError: the name is that of a file, and the form a folder, or the other way round.
+        """
+        if out.endswith(SUFFIX) != (self.form != PEFT):
+            kind = f"a {SUFFIX} file" if self.form != PEFT else "a folder"
+            raise CheckpointError(f"adapters of {self.form} are {kind}", where=out, remedy=f"name {kind} to write")
+        if self.form == PEFT:
+            with staged(out) as staging:
+                self.write(staging)
+        else:
+            with replacing(out) as temporary:
+                self._write_tensors(temporary)
+
+    def write(self, folder: str) -> None:
+        """Write the files into a folder that the caller puts into its place."""
+        os.makedirs(folder, exist_ok=True)
+        self._write_tensors(os.path.join(folder, WEIGHTS[0]))
+        with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
+            json.dump(self.config, file, indent=2, sort_keys=True)
+            file.write("\n")
+        write_files(folder, self.beside)
+
+    def _write_tensors(self, path: str) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, path, {"format": "pt"})
+
+
+def plain_adapter(path: str) -> Adapter:
+    """A LoRA adapter of factors alone: a folder or hub name in peft's format, or a file in kohya's or diffusers'.
+
+    Weights of the base that peft stores beside the factors of an embedding or a head may stand in it.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or is more than ``W + s B A`` for each map.
+    """
+    remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
+    adapter = Adapter.open(fetched(ModelPath(path=path), patterns=ADAPTER_FILES) if remote else path)
+    reasons = {
+        "target_parameters": "changes stacked experts ('target_parameters')",
+        "use_dora": "is a DoRA: its changes are not of low rank",
+    }
+    problems = [words for entry, words in reasons.items() if adapter.config.get(entry)]
+    for change in adapter.changes.values():
+        if change.magnitude or change.shift or not change.a or (change.value and BASE_LAYER not in change.value):
+            problems.append(f"changes '{change.name}' otherwise than by two factors")
+    if problems:
+        remedy = "merge it into its base model first, then merge the models"
+        raise CheckpointError(problems[0], where=path, remedy=remedy)
+    return adapter
+
+
+def with_factors(like: Adapter, maps: Mapping[str, LowRank], base_weights: Mapping[str, Tensor]) -> Adapter:
+    """An adapter in the form of another one, with other factors.
+
+    Args:
+        maps: by module.
+        base_weights: weights of the base that peft stores beside factors, by its names.
+    """
+    most = max(factors.rank for factors in maps.values())
+    if like.form == PEFT:
+        return Adapter(factor_config(like.config, maps, most), {**base_weights, **peft_tensors(maps)})
+    down, up = ("lora_down", "lora_up") if like.form == KOHYA else ("lora_A", "lora_B")
+    tensors = {}
+    for module, stored in maps.items():
+        factors = stored.of_rank(most) if like.form == DIFFUSERS else stored  # whose loader assumes a single rank
+        tensors[f"{module}.{down}.weight"] = factors.a
+        tensors[f"{module}.{up}.weight"] = factors.scale * factors.b
+        if like.form == KOHYA:
+            tensors[f"{module}.alpha"] = torch.tensor(float(factors.rank))  # bfloat16 has no 257
+    return Adapter({}, tensors, form=like.form)
+
+
+def peft_tensors(maps: Mapping[str, LowRank]) -> dict[str, Tensor]:
+    """Factors by peft's names; every change is B A, its scale 1."""
+    tensors = {}
+    for module, factors in maps.items():
+        part = "lora_embedding_" if factors.embedding else "lora_"
+        leaf = "" if factors.embedding else ".weight"
+        tensors[f"{PREFIX}{module}.{part}A{leaf}"] = factors.a
+        tensors[f"{PREFIX}{module}.{part}B{leaf}"] = factors.scale * factors.b
+    return tensors
+
+
+def factor_config(config: Mapping[str, Any], maps: Mapping[str, LowRank], most: int) -> dict[str, Any]:
+    """peft's config of factors whose largest rank is `most`, each of the scale 1."""
+    ranks = {re.escape(module): factors.rank for module, factors in maps.items() if factors.rank != most}
+    return {
+        **config,
+        "r": most,
+        "lora_alpha": most,
+        "rank_pattern": ranks,
+        "alpha_pattern": dict(ranks),
+        "use_rslora": False,
+        "target_modules": sorted(maps),
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "exclude_modules": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

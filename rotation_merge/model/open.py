@@ -138,7 +138,7 @@ def _open_files(
 ) -> View:
     """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
     name, lora, cache = str(reference), reference.lora, options.transformers_cache
-    adapter = None if lora is None else Adapter(fetched(lora, cache, ADAPTER_FILES))
+    adapter = None if lora is None else Adapter.open(fetched(lora, cache, ADAPTER_FILES))
     folder, config, tensors = read_stored(reference, options)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
     dtypes = tensors.dtypes
