@@ -1,20 +1,25 @@
-"""Matching that was interrupted goes on from what was found, to the same bytes; by anything else it is not used."""
+"""Work that was interrupted goes on from what it kept, to the same bytes; what is of other work is not used."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import resource
 import shutil
+import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import interrupted_support
 import numpy as np
 import pytest
 import torch
-from cli_support import run
+from cli_support import hasten, run
 from click.testing import Result
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
 from tiny_models import ALL, planted
@@ -22,64 +27,51 @@ from tiny_models import ALL, planted
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.matching import visit
 from rotation_merge.matching.match import match_model
+from rotation_merge.matching.training import STATE, Training, kept_in
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
 
+NEVER = 10**9
 
-class Counted:
-    """Calls of what matches blocks and of what solves for streams, and the first call that runs out of memory."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls, self.last, self._lock = 0, 10**9, threading.Lock()
-        for module in (visit, views):
-            monkeypatch.setattr(module, "match_block", self._counted(module.match_block))
+class Counter:
+    """Counts calls, and lets one run out of memory."""
 
-    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **more: Any) -> Any:
+    def __init__(self) -> None:
+        self.calls, self.last, self._lock = 0, NEVER, threading.Lock()
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
             with self._lock:
-                self.calls += 1
-                if self.calls > self.last:
+                if self.calls == self.last:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return real(*given, **more)
+                self.calls += 1
+            return function(*arguments, **options)
 
         return call
 
-    def of(self, do: Callable[[], Any], last: int = 10**9) -> int:
-        """How many blocks something matches, which may match so many."""
+    def of(self, work: Callable[[], Any], last: int = NEVER) -> int:
+        """The number of calls that some work makes, `last` at most."""
         self.calls, self.last = 0, last
-        do()
-        return min(self.calls, last)
+        work()
+        return self.calls
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """Everything is kept at once; blocks are matched one after the other."""
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Counts blocks that are matched, one after the other; everything is kept at once."""
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    return Counted(monkeypatch)
+    counter = Counter()
+    for module in (visit, views):
+        monkeypatch.setattr(module, "match_block", counter.counted(module.match_block))
+    return counter
 
 
-def weights(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
-
-
-def assert_goes_on(
-    begin: Callable[[Path], Result], folder: Path, counted: Counted, again: int, first: float = 0.84
-) -> None:
-    """Something that is interrupted twice writes what it would have written, and matches no more than `again` blocks
-    twice; `first`: after which share of its blocks."""
-    out, place = folder / "out", folder / "out.matching.unfinished"
-    whole = counted.of(lambda: begin(folder / "whole"))
-    matched = 0
-    for last in (int(whole * first), whole // 12):
-        matched += counted.of(lambda: failed(begin(out)), last)
-        assert place.is_dir()
-        assert not out.exists()
-    matched += counted.of(lambda: done(begin(out)))
-    assert not place.exists()
-    assert weights(out) == weights(folder / "whole")
-    assert whole <= matched <= whole + again
+def interrupted(work: Callable[[], object]) -> None:
+    work()
+    raise KeyboardInterrupt
 
 
 def failed(result: Result) -> None:
@@ -105,9 +97,14 @@ def four(far: Path) -> tuple[Path, Path]:
     return anchor, twin(anchor, far.parent / "twin")
 
 
+def tensors(alignment: Alignment) -> Mapping[tuple[str, str], torch.Tensor]:
+    parts = ((name, transform.tensors()) for name, transform in alignment.transforms.items())
+    return {(name, part): tensor for name, values in parts for part, tensor in values.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "rotation"])
-def test_wherever_it_is_interrupted_the_result_is_the_same(residual: str, tmp_path: Path, counted: Counted) -> None:
+def test_wherever_it_is_interrupted_the_result_is_the_same(residual: str, tmp_path: Path, blocks: Counter) -> None:
     """After any block of any pass, and once more; no more than the pass that was begun is done again."""
     model = planted(next(case for case in ALL if (case.family, case.name) == ("llama", "llama")))
     draw = torch.Generator().manual_seed(3)
@@ -118,100 +115,86 @@ def test_wherever_it_is_interrupted_the_result_is_the_same(residual: str, tmp_pa
     def match(ledger: Ledger = NOWHERE) -> None:
         results.append(match_model(model.architecture, model.state, donor, options, ledger=ledger))
 
-    def again(out: Path) -> None:
-        with kept_beside(str(out), lambda: "mark") as ledger:
-            match(ledger)
+    def resumed(out: Path) -> None:
+        with kept_beside(str(out), lambda: "mark") as kept:
+            match(kept)
 
-    whole = counted.of(match)
+    whole = blocks.of(match)
+    first = tensors(results[0])
     for last in range(1, whole, 1 + whole // 8):
         out = tmp_path / str(last)
         for stop in (last, 1):
             with contextlib.suppress(torch.OutOfMemoryError):
-                counted.of(lambda out=out: again(out), stop)
-        assert counted.of(lambda out=out: again(out)) <= whole - last + len(model.architecture.blocks)
-        first, resumed = (
-            {
-                (name, part): x
-                for name, transform in result.transforms.items()
-                for part, x in transform.tensors().items()
-            }
-            for result in (results[0], results[-1])
-        )
-        assert first.keys() == resumed.keys()
-        assert all(torch.equal(first[name], resumed[name]) for name in first)
+                blocks.of(lambda out=out: resumed(out), stop)
+        assert blocks.of(lambda out=out: resumed(out)) <= whole - last + len(model.architecture.blocks)
+        latest = tensors(results[-1])
+        assert first.keys() == latest.keys()
+        assert all(torch.equal(first[name], latest[name]) for name in first)
         assert results[-1].summary == results[0].summary
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chosen", "again"),
+    ("options", "again"),
     [({}, 4), ({"residual": "signed_permutation"}, 2), ({"anchor": "mean"}, 0)],
     ids=["local", "signed", "mean"],
 )
 def test_a_recipe_with_two_donors(
-    chosen: dict[str, Any], again: int, four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted
+    options: dict[str, Any], again: int, four: tuple[Path, Path], far: Path, tmp_path: Path, blocks: Counter
 ) -> None:
-    """Blocks that were begun ahead of one that failed are matched again."""
-    recipe = recipe_for("linear", *four, far, heads="permutation")
-    recipe["parameters"].update(chosen)
-    assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
+    """Blocks that were begun ahead of one that failed are matched again, `again` at most."""
+    recipe, out = recipe_for("linear", *four, far, heads="permutation"), tmp_path / "out"
+    recipe["parameters"].update(options)
+    whole, unfinished = blocks.of(lambda: done(mergekit_yaml(recipe, tmp_path / "whole"))), "out.matching.unfinished"
+    matched = 0
+    for last in (int(whole * 0.84), whole // 12):
+        matched += blocks.of(lambda: failed(mergekit_yaml(recipe, out)), last)
+        assert (tmp_path / unfinished).is_dir()
+        assert not out.exists()
+    matched += blocks.of(lambda: done(mergekit_yaml(recipe, out)))
+    assert not (tmp_path / unfinished).exists()
+    for path in (tmp_path / "whole").glob("*.safetensors"):
+        assert (out / path.name).read_bytes() == path.read_bytes()
+    assert whole <= matched <= whole + again
 
 
 @pytest.mark.slow
 def test_a_barrier(
-    four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+    four: tuple[Path, Path], far: Path, tmp_path: Path, blocks: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two donors, two paths on each of two curves; it ends among the blocks, on a path, and on a later one."""
     np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (4, 8)))
     recipe = write_recipe(recipe_for("linear", *four, far, residual="permutation"), tmp_path / "recipe.yml")
-    given = ["barrier", recipe, "--data", tmp_path / "data.npz", "--points", 3]
-    points: list[Any] = []
-    real = evaluate.evaluate
-
-    def counted_points(model: Any, data: Any) -> tuple[float, float]:
-        if len(points) == most[0]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        points.append(model)
-        return real(model, data)
-
-    most, told = [1000], list[Result]()
-    monkeypatch.setattr(evaluate, "evaluate", counted_points)
-    whole = counted.of(lambda: told.append(run(*given, "--json")))
-    wanted, every, matched = json.loads(told[0].stdout), len(points), 0
-    points.clear()
-    for last, most[0] in ((whole // 2, 1000), (1000, every // 2 + 2), (1000, every - 2)):
-        matched += counted.of(lambda: failed(run(*given, "--save", tmp_path)), last)
+    command = ["barrier", recipe, "--data", tmp_path / "data.npz", "--points", 3]
+    points, results = Counter(), list[Result]()
+    monkeypatch.setattr(evaluate, "evaluate", points.counted(evaluate.evaluate))
+    whole = blocks.of(lambda: results.append(run(*command, "--json")))
+    expected, count, matched = json.loads(results[0].stdout), points.calls, 0
+    points.calls = 0
+    for last, points.last in ((whole // 2, NEVER), (NEVER, count // 2 + 2), (NEVER, count - 2)):
+        matched += blocks.of(lambda: failed(run(*command, "--save", tmp_path)), last)
         assert (tmp_path / "barrier.json.matching.unfinished").is_dir()
-    most[0] = 1000
-    matched += counted.of(lambda: done(run(*given, "--save", tmp_path)))
-    assert len(points) == every
+    points.last = NEVER
+    matched += blocks.of(lambda: done(run(*command, "--save", tmp_path)))
+    assert points.calls == count
     assert whole <= matched <= whole + 6
-    assert json.loads((tmp_path / "barrier.json").read_text()) == wanted
+    assert json.loads((tmp_path / "barrier.json").read_text()) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["barrier.json", "data.npz", "recipe.yml"]
 
 
-def interrupted(pair: tuple[Path, Path], out: Path, counted: Counted, last: int = 3) -> Path:
-    """The folder of an alignment that was interrupted."""
-    counted.of(lambda: run("align", *pair, out, "--no-verify"), last)
-    place = Path(f"{out}.matching.unfinished")
-    assert sum(path.suffix == ".pt" for path in place.iterdir()) == last
-    return place
-
-
 @pytest.mark.parametrize("changed", ["options", "weights"])
-def test_what_is_of_something_else_is_not_used(
-    changed: str, four: tuple[Path, Path], tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
+def test_matching_of_something_else_is_not_used(
+    changed: str, four: tuple[Path, Path], tmp_path: Path, blocks: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    donor = shutil.copytree(four[1], tmp_path / "donor")
-    given = (four[0], donor)
-    place = interrupted(given, tmp_path / "out", counted)
+    donor, out = shutil.copytree(four[1], tmp_path / "donor"), tmp_path / "out"
+    blocks.of(lambda: failed(run("align", four[0], donor, out, "--no-verify")), 3)
+    folder = Path(f"{out}.matching.unfinished")
+    assert sum(path.suffix == ".pt" for path in folder.iterdir()) == 3
     if changed == "weights":
         os.utime(donor / "model.safetensors", (1, 1))
     options = ["--heads", "permutation"] if changed == "options" else []
-    assert counted.of(lambda: done(run("align", *given, tmp_path / "out", "--no-verify", *options))) == 4
-    assert [r.message for r in caplog.records if "replaced" in r.message] == [
-        f"{place} belongs to other weights, options or versions; it is replaced"
-    ]
+    assert blocks.of(lambda: done(run("align", four[0], donor, out, "--no-verify", *options))) == 4
+    assert f"{folder} belongs to other weights, options or versions; it is replaced" in caplog.messages
 
 
 def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
@@ -224,37 +207,28 @@ def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
     assert diary.read_text() == "mine"
 
 
-def test_what_takes_no_minute_writes_nothing(
-    four: tuple[Path, Path], tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "SECONDS", 60.0)
-    counted.of(lambda: failed(run("align", *four, tmp_path / "out", "--no-verify")), 3)
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_waits_is_written_when_the_run_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of what was found the first two are written after a minute, the third by Ctrl-C; what is too large to wait is
-    not kept."""
+    """Within a minute nothing is written; after it two parts, a third by Ctrl-C; one too large to wait is not kept."""
     clock, out = [0.0], str(tmp_path / "out")
     monkeypatch.setattr(ledger.time, "monotonic", lambda: clock[0])
 
-    def work(found: Ledger) -> None:
-        for name, moment in (("a", 0.0), ("b", 61.0), ("c", 62.0)):
-            clock[0] = moment
-            found.keep(name, lambda name=name: {"name": name, "x": torch.ones(2, 3).mT})  # type: ignore[misc]
-        found.keep("large", dict, large=True)
-        assert len(list((tmp_path / "out.matching.unfinished").glob("*.pt"))) == 2
+    def work(kept: Ledger, *moments: float) -> None:
+        for name, clock[0] in zip("abc", moments, strict=False):
+            kept.keep(name, lambda name=name: {"name": name, "x": torch.ones(2, 3).mT})  # type: ignore[misc]
+        kept.keep("large", dict, large=True)
+        assert len(list(tmp_path.glob("*/*.pt"))) == (2 if len(moments) == 3 else 0)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), kept_beside(out, lambda: "mark") as found:
-        work(found)
+    for moments in ((0.0,), (0.0, 61.0, 62.0)):
+        with pytest.raises(KeyboardInterrupt), kept_beside(out, lambda: "mark") as kept:
+            work(kept, *moments)
+        assert bool(list(tmp_path.iterdir())) == (len(moments) == 3)
     assert caplog.records[-1].message.endswith("run the same command to continue")
-    with kept_beside(out, lambda: "mark") as found:
-        entries = [found.get(name) for name in ("a", "b", "c", "large")]
+    with kept_beside(out, lambda: "mark") as kept:
+        entries = [kept.get(name) for name in ("a", "b", "c", "large")]
     assert [part["name"] for part in entries if part is not None] == ["a", "b", "c"]
-    assert entries[0] is not None
     assert entries[0]["x"].stride() == torch.ones(2, 3).mT.stride()  # sums of it are added in the same order
     assert not list(tmp_path.iterdir())
 
@@ -262,7 +236,7 @@ def test_what_waits_is_written_when_the_run_is_interrupted(
 def test_a_full_disk_keeps_nobody_from_matching(
     four: tuple[Path, Path],
     tmp_path: Path,
-    counted: Counted,
+    blocks: Counter,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -272,7 +246,129 @@ def test_a_full_disk_keeps_nobody_from_matching(
 
     monkeypatch.setattr(torch, "save", full)
     done(run("align", *four, tmp_path / "out", "--no-verify"))
-    told = [record.message for record in caplog.records if "cannot be written" in record.message]
-    assert len(told) == 1
-    assert told[0].endswith("; after an interruption the run starts again")
+    (message,) = [message for message in caplog.messages if "cannot be written" in message]
+    assert message.endswith("; after an interruption the run starts again")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- states of training ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """Figures of a training run."""
+
+    best: float = 0.1
+    best_step: int = 0
+
+
+def training() -> Training:
+    """A small training run after two steps."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=9, cycle_momentum=False)
+    for _ in range(2):
+        module(torch.randn(4, 3)).square().sum().backward()
+        optimiser.step()
+        schedule.step()
+    generator = torch.Generator().manual_seed(5)
+    return Training(module, optimiser, schedule, generator, Report(1 / 3), float, lambda *_: False)
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Training, dict[str, torch.Tensor]]:
+    """A run that is interrupted after two steps, with its state in a folder; and its best weights."""
+    hasten(monkeypatch)
+    run = training()
+    best = {"weight": run.model.weight.detach().mT.contiguous().mT}
+    with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as kept:
+        interrupted(lambda: kept.keep(STATE, lambda: run.state(2, best), large=True))
+    return run, best
+
+
+def test_a_training_state_comes_back_bit_for_bit(
+    state: tuple[Training, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    (run, best), fresh = state, training()
+    with torch.no_grad():
+        fresh.model.weight.zero_()
+    fresh.optimiser.state.clear()
+    fresh.generator.manual_seed(0)
+    fresh.report.best = 0.0
+    with kept_in(tmp_path / "state", lambda: "key") as kept:
+        step, restored = fresh.restored(kept.get(STATE))
+    assert (step, fresh.report.best) == (2, 1 / 3)
+    assert torch.equal(restored["weight"], best["weight"])
+    assert torch.equal(fresh.model.weight, run.model.weight)
+    assert torch.equal(fresh.generator.get_state(), run.generator.get_state())
+    before, after = run.optimiser.state_dict(), fresh.optimiser.state_dict()
+    for number, moments in before["state"].items():
+        assert all(torch.equal(x, after["state"][number][name]) for name, x in moments.items())
+    assert [group["lr"] for group in before["param_groups"]] == [group["lr"] for group in after["param_groups"]]
+    assert fresh.schedule.state_dict() == run.schedule.state_dict()
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.usefixtures("state")
+def test_a_torn_training_state_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = next((tmp_path / "state").glob("*.pt"))
+    whole = path.read_bytes()
+    for length in (0, 7, 40, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        steps: list[int] = []
+        with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as kept:
+            interrupted(lambda kept=kept, steps=steps: steps.append(training().restored(kept.get(STATE))[0]))
+        assert steps == [0]
+        assert "is damaged" in caplog.text
+        caplog.clear()
+
+
+# --- merges that end early never leave a folder that loads as a model that it is not ----------------------------------
+
+
+@pytest.fixture
+def recipe(deep_pair: tuple[Path, Path], tmp_path: Path) -> Path:
+    return write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
+
+
+@pytest.mark.slow
+def test_interrupted_by_the_user(recipe: Path, tmp_path: Path) -> None:
+    """Ctrl-C: nothing is left, not even the directories above the output."""
+    out, outcomes = tmp_path / "deep" / "er" / "out", []
+    for delay in (0.0, 0.005, 0.02):
+        arguments = ("mergekit-yaml", recipe, out, "--quiet")
+        partial = out.with_name(".out.partial")
+        outcomes.append(interrupted_support.run(*arguments, watched=partial, after=delay, signal_number=signal.SIGINT))
+        assert (tmp_path / "deep").exists() != bool(outcomes[-1])
+        shutil.rmtree(tmp_path / "deep", ignore_errors=True)
+    assert 1 in outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
+def test_files_that_cannot_grow(recipe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    result = interrupted_support.forked(
+        *("mergekit-yaml", recipe, tmp_path / "out", "--quiet", *flags),
+        prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+    )
+    assert result.returncode == 2, result.stderr
+    error = one_error(result.stderr)
+    assert "grew over the limit" in error or "disk" in error, error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]
+
+
+@pytest.mark.slow
+def test_a_full_disk(recipe: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", small]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        result = interrupted_support.forked("mergekit-yaml", recipe, small / "out", "--quiet")
+        assert result.returncode == 2, result.stderr
+        assert "disk is full" in one_error(result.stderr)
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)

@@ -1,0 +1,207 @@
+"""Files are on disk before they take another's place; folders for a while, and unfinished work, are nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matching_support import save_for
+from plugin_support import make, merged, recipe_for, twin
+
+from rotation_merge import Alignment
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.errors import RotationMergeError, SpaceError
+from rotation_merge.files import KEY, Store, TemporaryFolder, name_when_whole, replacing, write_text
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.writing import staged
+from rotation_merge.run.statistics import Statistics
+
+Steps = list[tuple[str, str]]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """What is synced, by the path it was opened with, and what is moved, in order."""
+    recorded: Steps = []
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        recorded.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def moving(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(old: Any, new: Any, **options: Any) -> None:
+            recorded.append(("move", f"{old} -> {new}"))
+            move(old, new, **options)
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(os, name, moving(getattr(os, name)))
+    return recorded
+
+
+def statistics() -> Statistics:
+    return Statistics(as_tensors({"b/x.gram": torch.ones(1, 1)}), {}, frozenset(), frozenset())
+
+
+def keep_part(path: Path) -> None:
+    store = Store(str(path), "")
+    store.begin("key")
+    store.put("state", {})
+
+
+WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda path: write_text(path, "text"), "a"),
+    "alignment": (lambda path: save_for(path, Alignment({}), Architecture("llama", {}, {}, (), {}), "1", "2"), "a"),
+    "statistics": (lambda path: statistics().write(path), "a"),
+    "part of a run": (keep_part, "a/*.pt"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file(kind: str, steps: Steps, tmp_path: Path) -> None:
+    write, pattern = WRITERS[kind]
+    write(tmp_path / "a")
+    (path,), temporary = tmp_path.glob(pattern), steps[0][1]
+    assert name_when_whole(temporary) == str(path) != temporary
+    assert steps == [("sync", temporary), ("move", f"{temporary} -> {path}"), ("sync", str(path.parent))]
+    path.with_name("plain").write_text("text")
+    if kind == "text":
+        assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.with_name("plain").stat().st_mode)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_model(steps: Steps, exists: bool, tmp_path: Path) -> None:
+    """Every file and its folder before the first move; the place that it came to after the last."""
+    anchor, out = make("llama", tmp_path / "anchor", num_hidden_layers=1), tmp_path / "out"
+    if exists:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+    recipe = recipe_for("linear", anchor, twin(anchor, tmp_path / "donor"))
+    steps.clear()
+    merged(recipe, out)
+    ends = [Path(words.split(" -> ")[-1]) for _, words in steps]
+    begin = next(i for i, end in enumerate(ends) if steps[i][0] == "move" and out in (end, end.parent))
+    synced = {Path(words).name for step, words in steps[:begin] if step == "sync"}
+    assert {"model.safetensors", "config.json", "rotation_merge.json", "README.md", "out"} <= synced
+    assert not exists or ("sync", str(out)) in steps[begin:]
+    assert steps[-1] == ("sync", str(tmp_path))
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def half_written(half: Path) -> None:
+        half.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        half_written(Path(temporary))
+    with pytest.raises(KeyboardInterrupt), staged(str(tmp_path / "model")) as folder:
+        half_written(Path(folder, "half"))
+    with pytest.raises(KeyboardInterrupt), TemporaryFolder(str(tmp_path)) as folder:
+        half_written(Path(folder, "half"))
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("end", [0, signal.SIGKILL, signal.SIGTERM])
+def test_the_temporary_folder_of_a_killed_process_goes_with_the_next(end: int, tmp_path: Path) -> None:
+    if child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        held = TemporaryFolder(str(tmp_path))
+        Path(held.path, "states").write_text("much")
+        os.kill(os.getpid(), end)
+        os._exit(0)
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "states").exists()
+    with TemporaryFolder(str(tmp_path)) as path:
+        assert [str(entry) for entry in tmp_path.iterdir()] == [path]
+    assert not list(tmp_path.iterdir())
+
+
+def test_temporary_folders_that_are_held_and_those_of_others_stay(tmp_path: Path) -> None:
+    owner, prefix, parent = TemporaryFolder.OWNER, TemporaryFolder.PREFIX, tmp_path / "parent"
+    for name in ("elsewhere", "parent/another"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / owner).touch()
+    (parent / f"{prefix}without").mkdir()
+    (parent / f"{prefix}link").symlink_to(tmp_path / "elsewhere")
+    first, second = TemporaryFolder(str(parent)), TemporaryFolder(str(parent))
+    assert len(list(parent.iterdir())) == 5
+    assert (tmp_path / "elsewhere" / owner).exists()
+    first.close()
+    assert os.path.exists(second.path)
+    del second
+    assert sorted(entry.name for entry in parent.iterdir()) == ["another", f"{prefix}link", f"{prefix}without"]
+
+
+def test_a_store_of_another_run_goes_with_its_folders(tmp_path: Path) -> None:
+    killed = Store(str(tmp_path / "out"))
+    killed.begin("one")
+    killed.file("merge").mkdir()
+    (killed.file("merge") / "model.safetensors").write_text("x")
+    killed.put("record", {"x": 1})
+    with Store(str(tmp_path / "out")) as work:
+        work.begin("one")
+        assert work.get("record") == {"x": 1}
+        work.begin("other")
+        assert work.is_empty()
+        assert work.get("record") is None
+    assert not work.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "parts", "stays"),
+    [
+        (KeyboardInterrupt(), True, True),
+        (KeyboardInterrupt(), False, False),
+        (RotationMergeError("bad data"), True, False),
+        (SpaceError("the disk is full"), True, True),
+    ],
+)
+def test_a_store_stays_where_it_is_of_use(error: BaseException, parts: bool, stays: bool, tmp_path: Path) -> None:
+    work = Store(str(tmp_path / "out"))
+
+    def fail() -> None:
+        work.begin("key")
+        if parts:
+            work.put("part", {})
+        raise error
+
+    with pytest.raises(type(error)), work:
+        fail()
+    assert work.path.exists() == stays
+
+
+def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Store(str(tmp_path / "out"))
+    work.begin("mark")
+    for name in ("a", "z"):
+        work.file(name).mkdir()
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            work.remove()
+    assert work.file(KEY).exists()
+    again = Store(str(tmp_path / "out"))
+    again.begin("mark")
+    again.remove()
+    assert not work.path.exists()
