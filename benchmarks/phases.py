@@ -83,7 +83,7 @@ class Watch:
         self.over(visit, "read_block", "reading", _in_layer)
         self.over(visit, "squared_distances", "stream", _in_layer)
         self.over(StreamMeasurement, "of", "stream", lambda *_: False)
-        self.over(StreamSums, "count", "stream", lambda *_: False)
+        self.over(StreamSums, "_count", "stream", lambda *_: False)
         self.over(StreamSums, "solve", "solving", lambda *_: False)
         self.over(run, "complete", "checking", lambda *_: False)
 

@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,9 +23,8 @@ from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import Ledger
-from rotation_merge.symmetry import Monomial, Stats, Transform
+from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
-from rotation_merge.symmetry.transform import packed, unpacked
 
 CHUNK = 1 << 20
 """Entries that are widened at a time."""
@@ -80,23 +78,24 @@ class BlockMatch:
         """The same, its transforms on a device."""
         return replace(self, transforms={name: transform.to(device) for name, transform in self.transforms.items()})
 
-    def part(self) -> dict[str, Any]:
-        """The match as it is kept by a ledger."""
-        return {"maps": packed(self.transforms), "rows": [asdict(row) for row in self.rows], "whole": self.whole}
-
-    @classmethod
-    def of_part(cls, part: Mapping[str, Any]) -> BlockMatch:
-        """The match again."""
-        return cls(unpacked(*part["maps"]), [SpaceRow(**row) for row in part["rows"]], part["whole"])
+    def plus(self, part: BlockMatch) -> BlockMatch:
+        """The match of this and of a further part."""
+        first, second, third = (a + b for a, b in zip(self.whole, part.whole, strict=True))
+        return BlockMatch(self.transforms | part.transforms, self.rows + part.rows, (first, second, third))
 
     @classmethod
     def once(cls, ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
         """A match of an earlier run, or computed now."""
-        if (part := ledger.get(name)) is not None:
-            return cls.of_part(part)
-        matched = match()
-        ledger.keep(name, matched.part)
-        return matched
+        known: BlockMatch | None = ledger.get(name)
+        if known is None:
+            known = match()
+            ledger.keep(name, lambda: known)
+        return known
+
+
+torch.serialization.add_safe_globals(
+    [BlockMatch, SpaceRow, Transform, Monomial, Linear]
+)  # an interrupted run reads them
 
 
 class NotFiniteError(AlignmentError):

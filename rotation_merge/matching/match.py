@@ -10,27 +10,28 @@ What is known after a pass is kept, and every block's last match, so that an int
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, pairwise
 from typing import Any, Protocol
+
+import torch
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, row_of, squared_distances
 from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
-from rotation_merge.matching.visit import FINAL, MEASURE, PASS, Step, Visits
+from rotation_merge.matching.stream import FLOOR, StreamSums, Transforms, residual_groups
+from rotation_merge.matching.visit import Step, Visits
 from rotation_merge.model.apply import read_block
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.symmetry.transform import packed, unpacked
 from rotation_merge.workers import Progress, Spread, in_threads
 
 SAMPLE = 4
@@ -147,35 +148,38 @@ class ModelMatching:
     streams: dict[str, str]
     over: Spread
     ledger: Ledger = NOWHERE
-    precise: bool = False
-    _plain: tuple[StreamMeasurement, ...] | None = None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         return self.visits.architecture.blocks
 
     @cached_property
+    def layers(self) -> list[int]:
+        """Numbers of the layers."""
+        return [number for number, block in enumerate(self.blocks) if block.index is not None]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Numbers of all other blocks."""
+        return [number for number, block in enumerate(self.blocks) if block.index is None]
+
+    @cached_property
     def plain(self) -> list[int]:
-        """Numbers of the blocks with constant measurements (`Visits.is_plain`)."""
-        return [number for number, block in enumerate(self.blocks) if self.visits.is_plain(block)]
+        """Numbers of the blocks that are measured once (`Visits.is_plain`)."""
+        return [number for number in self.ends if self.visits.is_plain(self.blocks[number])]
 
     @cached_property
     def parts(self) -> list[list[int]]:
-        """Numbers of all other blocks: layers evenly spread over the parts, those outside of layers in the first."""
-        visited = [number for number in range(len(self.blocks)) if number not in self.plain]
-        layers = [number for number in visited if self.blocks[number].index is not None]
-        ends = [number for number in visited if number not in layers]
-        count = max(1, min(PARTS, len(layers)))
-        return [sorted(ends * (part == 0) + layers[part::count]) for part in range(count)]
+        """Layers evenly spread over the parts, in the first what else changes from pass to pass."""
+        count, ends = max(1, min(PARTS, len(self.layers))), [n for n in self.ends if n not in self.plain]
+        return [ends * (part == 0) + self.layers[part::count] for part in range(count)]
 
     @cached_property
     def sample(self) -> list[int]:
         """Numbers of the blocks that starts are compared on: all of them, or evenly spread layers in deep models."""
-        layers = [number for number, block in enumerate(self.blocks) if block.index is not None]
-        sampled = layers
-        if len(layers) > 2 * SAMPLE:
-            sampled = [layers[len(layers) * (2 * i + 1) // (2 * SAMPLE)] for i in range(SAMPLE)]
-        return sorted(n for part in self.parts for n in part if self.blocks[n].index is None or n in sampled)
+        count = len(self.layers)
+        chosen = [count * (2 * i + 1) // (2 * SAMPLE) for i in range(SAMPLE)] if count > 2 * SAMPLE else range(count)
+        return sorted(self.ends + [self.layers[place] for place in chosen])
 
     def each(self, label: str, step: Step, chosen: Sequence[int], before: int = 0, total: int = 0) -> Iterator[Any]:
         """Run a step on blocks in parallel; the results, in order.
@@ -203,12 +207,11 @@ class ModelMatching:
         Returns:
             The streams' maps, and a summary, with a bound of the objective after every pass, never rising.
         """
-        part = self.ledger.get(KEPT)
-        if part is not None and "summary" in part:
-            return unpacked(*part["maps"]), part["summary"]
-        if part is not None:
-            self.precise = part["precise"]
-            return self._alternated(Passes.unpacked(part))
+        state = self.ledger.get(KEPT)
+        if isinstance(state, Passes):
+            return self._alternated(state)
+        if state is not None:
+            return state["maps"], state["summary"]
         still = {s: self.visits.architecture.stream_group(s, g).identity() for s, g in self.streams.items()}
         objectives = dict[str, float]()
         if starts is None:
@@ -217,7 +220,8 @@ class ModelMatching:
             if sums.objective < RELATED and sums.promise(still, self._solved(sums, still)) < LEAST_PROMISE:
                 summary = {"start": "identity", "passes": 0, "objective": [sums.objective], "shared": True}
                 return self._kept(still, summary)
-            starts = {"identity": still, "embeddings and heads": self._solved(self._ends(still), still)}
+            ends = StreamSums.total(self.each("embeddings and heads", Step(still, {}, equal=True), self.ends))
+            starts = {"identity": still, "embeddings and heads": self._solved(ends, still)}
         for name, start in starts.items():
             if name not in objectives:
                 objectives[name] = self._compared(name, start).objective
@@ -227,40 +231,18 @@ class ModelMatching:
     def _solved(self, sums: StreamSums, current: Transforms) -> Transforms:
         return sums.solve(self.visits.architecture, self.streams, current)
 
-    def _kept(self, transforms: Transforms, summary: dict[str, Any]) -> tuple[Transforms, dict[str, Any]]:
-        """Keep and return the result."""
-        self.ledger.keep(KEPT, lambda: {"maps": packed(transforms), "summary": summary})
-        return dict(transforms), summary
-
-    def _measured(self, transforms: Transforms, equal: bool = False) -> StreamSums:
-        """What plain blocks say under maps of the streams; they are read once."""
-        if self._plain is None:
-            step = Step(MEASURE, transforms, precise=self.precise)
-            visited = self.each("embeddings and heads", step, self.plain)
-            self._plain = tuple(tensor for tensors in visited for tensor in tensors)
-        sums = StreamSums(equal)
-        for tensor in self._plain:
-            sums.count(tensor, transforms)
-        return sums
-
-    def _ends(self, transforms: Transforms) -> StreamSums:
-        """What embeddings and heads say alone, all tensors weighted equally."""
-        chosen = [number for part in self.parts for number in part if self.blocks[number].index is None]
-        sums = StreamSums(equal=True)
-        for tensors in self.each("embeddings and heads", Step(MEASURE, transforms), chosen):
-            for tensor in tensors:
-                sums.count(tensor, transforms)
-        return StreamSums.of([self._measured(transforms, equal=True), sums])
-
     def _compared(self, name: str, start: Transforms) -> StreamSums:
         """What is known under a start, from a sample of layers or from all."""
-        visited = self.each(f"residual, from {name}", Step(PASS, start), self.sample)
-        return StreamSums.of([self._measured(start), *visited])
+        return StreamSums.total(self.each(f"residual, from {name}", Step(start, {}), self.sample))
+
+    def _kept(self, transforms: Transforms, summary: dict[str, Any]) -> tuple[Transforms, dict[str, Any]]:
+        """Keep and return the result."""
+        self.ledger.keep(KEPT, lambda: {"maps": transforms, "summary": summary})
+        return dict(transforms), summary
 
     def _alternated(self, passes: Passes) -> tuple[Transforms, dict[str, Any]]:
         """Alternate between streams and local spaces until the gain is small."""
-        history = passes.history
-        best = passes.transforms
+        history, best = passes.history, passes.transforms
         while len(history) < MOST_PASSES:
             moved = self._pass(passes)
             now = passes.total.bound(passes.transforms)
@@ -270,21 +252,20 @@ class ModelMatching:
             best = passes.transforms
             if now - FLOOR <= EXACT or not moved or _expected(history) < LEAST_GAIN:
                 break
-            if now - FLOOR < FLOOR and not self.precise:
-                self.precise, self._plain = True, None  # nearly equal models: sum in float64 from now on
-            self.ledger.keep(KEPT, lambda: {**passes.packed(), "precise": self.precise}, large=True)
+            self.ledger.keep(KEPT, lambda: passes, large=True)
         summary = {"start": passes.start, "passes": len(history), "objective": history, "starts": passes.objectives}
         return self._kept(best, summary)
 
     def _pass(self, passes: Passes) -> bool:
         """Visit every part once, and solve the streams after each; whether that has turned one."""
-        moved, label = False, f"residual, pass {len(passes.history) + 1}"
-        sizes = [len(part) for part in self.parts]
+        moved, label, before = False, f"residual, pass {len(passes.history) + 1}", 0
+        count = sum(len(self.plain + part) for part in self.parts)
         for number, part in enumerate(self.parts):
-            step = Step(PASS, passes.transforms, passes.weights, self.precise)
-            visited = self.each(label, step, part, sum(sizes[:number]), sum(sizes))
-            passes.sums[number] = StreamSums.of(visited)
-            passes.plain = self._measured(passes.transforms)
+            step = Step(passes.transforms, passes.weights)
+            visited = self.each(label, step, self.plain + part, before, count)
+            passes.sums[-1] = StreamSums.total(islice(visited, len(self.plain)))
+            passes.sums[number] = StreamSums.total(visited)
+            before += len(self.plain + part)
             total = passes.total
             solved = self._solved(total, passes.transforms)
             if total.promise(passes.transforms, solved) > EXACT:
@@ -295,27 +276,25 @@ class ModelMatching:
 
     def final(self, transforms: Transforms) -> list[SpaceRow]:
         """Match the local spaces once more without weights into `transforms`; the report's rows on every space."""
-        rows, streams, began = list[SpaceRow](), dict(transforms), time.perf_counter()
-        sums = [0.0, 0.0, 0.0]
+        streams, began = dict(transforms), time.perf_counter()
+        model = BlockMatch({}, [])
         for match in self._final_matches(streams):
-            transforms.update(match.transforms)
-            rows += match.rows
-            sums = [a + b for a, b in zip(sums, match.whole, strict=True)]
+            model = model.plus(match)
+        transforms.update(model.transforms)
         seconds, notes = time.perf_counter() - began, ["distances of all tensors of the model"]
-        spaces, squares = self.visits.architecture.streams, (sums[0], sums[1], sums[2])
-        whole = {name: SpaceMatch(transform, squares, notes) for name, transform in streams.items()}
-        rows += [row_of(self.blocks[0], spaces[name], match, seconds) for name, match in whole.items()]
-        return rows
+        spaces = self.visits.architecture.streams
+        whole = {name: SpaceMatch(transform, model.whole, notes) for name, transform in streams.items()}
+        return model.rows + [row_of(self.blocks[0], spaces[name], match, seconds) for name, match in whole.items()]
 
     def _final_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
         """The last match of every block, from an earlier run if it is known."""
         known = {number: self.ledger.get(block.name) for number, block in enumerate(self.blocks)}
-        pending = [number for number, part in known.items() if part is None]
-        fresh = self.each("matching", Step(FINAL, streams), pending, len(known) - len(pending), len(known))
+        pending = [number for number, match in known.items() if match is None]
+        fresh = self.each("matching", Step(streams), pending, len(known) - len(pending), len(known))
         for number, block in enumerate(self.blocks):
-            match: BlockMatch = next(fresh) if (part := known[number]) is None else BlockMatch.of_part(part)
-            if part is None and (match.transforms or any(match.whole)):
-                self.ledger.keep(block.name, match.part)
+            match: BlockMatch = next(fresh) if known[number] is None else known[number]
+            if known[number] is None and (match.transforms or any(match.whole)):
+                self.ledger.keep(block.name, lambda match=match: match)  # type: ignore[misc]
             yield match
 
 
@@ -326,7 +305,7 @@ class Passes:
     Attributes:
         transforms: of the streams.
         start, objectives: the start that was chosen, and what all of them were at.
-        sums: what is known of the streams by part; `plain`: of plain blocks.
+        sums: what is known of the streams by part; -1: from plain blocks.
         history: a bound of the objective after every pass.
     """
 
@@ -334,29 +313,19 @@ class Passes:
     start: str
     objectives: dict[str, float]
     sums: dict[int, StreamSums] = field(default_factory=dict)
-    plain: StreamSums = field(default_factory=StreamSums)
     history: list[float] = field(default_factory=list)
 
     @property
     def total(self) -> StreamSums:
-        return StreamSums.of([self.plain, *self.sums.values()])
+        return StreamSums.total(self.sums.values())
 
     @property
     def weights(self) -> dict[str, float]:
         """Weights of tensors, by name."""
         return {name: weight for part in self.sums.values() for name, weight in part.weights.items()}
 
-    def packed(self) -> dict[str, Any]:
-        """The state without the sums of plain blocks, which every part computes anew."""
-        sums = {number: vars(part) for number, part in self.sums.items()}
-        facts = {"start": self.start, "objectives": self.objectives, "history": self.history}
-        return {**facts, "maps": packed(self.transforms), "sums": sums}
 
-    @classmethod
-    def unpacked(cls, part: Mapping[str, Any]) -> Passes:
-        """The state again."""
-        sums = {number: StreamSums(**fields) for number, fields in part["sums"].items()}
-        return cls(unpacked(*part["maps"]), part["start"], part["objectives"], sums, history=part["history"])
+torch.serialization.add_safe_globals([Passes, StreamSums])  # so that an interrupted run reads them again
 
 
 def _expected(history: list[float]) -> float:
@@ -365,7 +334,7 @@ def _expected(history: list[float]) -> float:
     Gains are assumed to fall off as between the last two passes; with fewer passes, not at all.
     """
     excess = [max(value - FLOOR, 0.0) for value in history[-3:]]
-    gains = [1 - after / before for before, after in itertools.pairwise(excess)]
+    gains = [1 - after / before for before, after in pairwise(excess)]
     if not gains:
         return 1.0
     return gains[-1] * min(1.0, gains[-1] / gains[0]) if gains[0] else 0.0

@@ -26,9 +26,10 @@ from rotation_merge.architecture.model import Architecture, Axis, Block, TensorI
 from rotation_merge.errors import DataError
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.block import check_finite
 from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
-from rotation_merge.matching.stream import StreamSums, measured, piece, residual_groups
+from rotation_merge.matching.stream import StreamSums, measured, residual_groups
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
@@ -203,13 +204,15 @@ def _start(
         blocks: with the activations alone.
     """
     still = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
-    sums = StreamSums(equal=True)
+    sums = []
     for block in blocks:
         of_streams = [info for info in block.tensors if any(part.space.kind == "stream" for part in info.axes[1].parts)]
         a, b = ({info.key: source[info.name] for info in of_streams} for source in (anchor, donor))
-        for tensor in measured([piece(replace(block, tensors=tuple(of_streams)), a, b)], still):
-            sums.count(tensor, still)
-    return sums.solve(architecture, streams, still)
+        recorded_block = replace(block, tensors=tuple(of_streams))
+        check_finite(recorded_block, a, "anchor")
+        check_finite(recorded_block, b, "donor")
+        sums.append(StreamSums.of(measured(recorded_block, a, b, still), still, equal=True))
+    return StreamSums.total(sums).solve(architecture, streams, still)
 
 
 def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str) -> tuple[str, ...]:

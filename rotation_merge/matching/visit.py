@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
-from rotation_merge.matching.matrix_pairs import Tensors
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.stream import Piece, StreamSums, Transforms, measured, piece
-from rotation_merge.model.apply import at_least_float32, read_block, read_tensor, transform_tensor
+from rotation_merge.matching.stream import StreamMeasurement, StreamSums, Transforms, measured
+from rotation_merge.model.apply import at_least_float32, read_block, transform_tensor
 from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
 from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
 
+Part = tuple[Block, dict[str, Tensor], dict[str, Tensor]]
+"""Tensors of a block, and those of anchor and donor by key."""
+
 BYTES_FOLDED = 20
 """As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
 layer of 8B shape takes 28 at its peak: workers then have 0.7 of what is free."""
 
-MEASURE, PASS, FINAL = "measure", "pass", "final"
-
 
 @dataclass(frozen=True)
 class Step:
-    """What is done with every block.
+    """What is done with every block: its local spaces are matched under the streams' maps.
 
     Attributes:
-        kind: `measure`: what its tensors say of the streams (`StreamMeasurement`s); `pass`: its local spaces are
-            matched under the streams' maps, weighted, and the sums taken (`StreamSums`); `final`: they are matched
-            without weights (`BlockMatch`).
         streams: transforms of the streams.
-        weights: of tensors by name, for the local spaces; one not named counts as it stands.
-        precise: for models that nearly agree already.
+        weights: of tensors by name, for the local spaces; one not named counts as it stands. None: the last match,
+            without weights (`BlockMatch`), instead of the sums that the streams are solved from (`StreamSums`).
+        equal: every tensor has the same say in the sums.
     """
 
-    kind: str
     streams: Transforms
-    weights: Mapping[str, float] = field(default_factory=dict)
-    precise: bool = False
+    weights: Mapping[str, float] | None = None
+    equal: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +59,7 @@ class Visits:
         cached: whether what fits in memory is kept, as the models are read more than once.
         device: where blocks are brought; None: they stay where they are read.
         home: where results are brought.
+        known: what plain blocks say of the streams, by their names: the same in every pass.
     """
 
     architecture: Architecture
@@ -71,6 +70,7 @@ class Visits:
     cached: bool = False
     device: str | None = None
     home: str | None = None
+    known: dict[str, list[StreamMeasurement]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self.architecture, self.anchor, self.donor, self.options, self.folded, self.cached)
@@ -81,150 +81,124 @@ class Visits:
         return Lock()
 
     @cached_property
-    def _sources(self) -> tuple[TensorSource, TensorSource]:
-        return self._source(self.anchor), self._source(self.donor)
-
-    def _source(self, source: TensorSource) -> TensorSource:
-        if self.device is not None:
-            source = as_tensors(source).on(self.device)
-        if self.folded:
-            source = folded_tensors(self.architecture, source, self.folded)
-        return as_tensors(source).cached() if self.cached else source
+    def _stored(self) -> list[TensorSource]:
+        sources = (self.anchor, self.donor)
+        return [source if self.device is None else as_tensors(source).on(self.device) for source in sources]
 
     @cached_property
-    def _ready(self) -> dict[str, dict[str, Tensor]]:
-        """The anchor's block that was read for its size, kept for its turn."""
-        return {}
-
-    @cached_property
-    def _weights(self) -> tuple[int, bool]:
-        """The number of weights in a block, and whether they are on an accelerator."""
-        for block in [block for block in self.architecture.blocks if block.index is not None][:1]:
-            self._ready[block.name] = read_block(block, self._sources[0])
-        tensors = [tensor for block in self._ready.values() for tensor in block.values()]
-        return sum(t.numel() for t in tensors), any(t.device.type != "cpu" for t in tensors)
-
-    def is_plain(self, block: Block) -> bool:
-        """Whether a block gives the same measurements in every pass.
-
-        Such a block is outside of layers, has no matched space, and no tensor between two streams.
-        """
-        if block.index is not None or wanted_spaces(block, self.options[block.name]):
-            return False
-        sides = (sum(any(p.space.kind == "stream" for p in axis.parts) for axis in i.axes) for i in block.tensors)
-        return max(sides, default=0) <= 1
+    def _sources(self) -> list[TensorSource]:
+        """Both models, folded."""
+        sources = [folded_tensors(self.architecture, source, self.folded) for source in self._stored]
+        return [as_tensors(source).cached() for source in sources] if self.cached else sources
 
     @property
     def at_once(self) -> int:
         """The number of blocks matched at once; 0 on an accelerator, which one block keeps busy."""
-        weights, accelerated = self._weights
-        each = BYTES_FOLDED if self.folded else BYTES_A_WEIGHT
-        return 0 if accelerated else workers_for(weights * each // BYTES_A_WEIGHT)
+        layers = [block for block in self.architecture.blocks if block.index is not None]
+        shapes = as_tensors(self.anchor).shapes
+        sizes = {n: math.prod(shapes[n]) for block in layers[:1] for i in block.tensors for n in i.names if n in shapes}
+        smallest = self._stored[0][min(sizes, key=lambda name: sizes[name])] if sizes else None
+        if smallest is not None and smallest.device.type != "cpu":
+            return 0
+        return workers_for(sum(sizes.values()) * (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) // BYTES_A_WEIGHT)
 
     def on(self, device: str, home: str) -> Visits:
         return replace(self, device=device, home=home)
 
-    def piece(self, step: Step, item: int) -> Any:
+    def is_plain(self, block: Block) -> bool:
+        """Whether a block says the same of the streams in every pass.
+
+        It is outside of layers, has no matched space, and no tensor between two streams.
+        """
+        sides = (sum(any(p.space.kind == "stream" for p in axis.parts) for axis in i.axes) for i in block.tensors)
+        matched = wanted_spaces(block, self.options[block.name])
+        return block.index is None and not matched and max(sides, default=0) <= 1
+
+    def piece(self, step: Step, item: int) -> StreamSums | BlockMatch:
         """A step on the block of a number."""
         block = self.architecture.blocks[item]
-        result = self._plain(step, block) if self.is_plain(block) else self._visited(step, block)
-        if self.home is None:
-            return result
-        home = torch.device(self.home)
-        return tuple(tensor.to(home) for tensor in result) if isinstance(result, tuple) else result.to(home)
-
-    def _visited(self, step: Step, block: Block) -> Any:
         options = self.options[block.name]
         matched = {space.name for space in wanted_spaces(block, options)}
-        if step.kind == FINAL and not step.streams and not matched:
-            return BlockMatch({}, [])
-        with self._reading:
-            anchor = self._ready.pop(block.name, None) or read_block(block, self._sources[0])
-            donor = read_block(block, self._sources[1])
-        check_finite(block, anchor, "anchor")
-        check_finite(block, donor, "donor")
-        anchor, donor = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))
-        if step.kind == MEASURE:
-            return tuple(measured([piece(block, anchor, donor)], step.streams, step.precise))
-        if step.kind == PASS:
-            return self._passed(step, block, anchor, donor, options)
-        return _final(step, block, anchor, donor, options)
+        result: StreamSums | BlockMatch
+        if step.weights is None:
+            result = self._last(step.streams, block, options, matched)
+        elif self.is_plain(block):
+            result = self._plain(step, block)
+        else:
+            result = self._passed(step, step.weights, block, options, matched)
+        return result if self.home is None else result.to(torch.device(self.home))
+
+    def _plain(self, step: Step, block: Block) -> StreamSums:
+        """The sums of a plain block, which is measured once."""
+        if block.name not in self.known:
+            parts = self._parts(block, set())
+            self.known[block.name] = [x for part, a, b in parts for x in measured(part, a, b, step.streams)]
+        return StreamSums.of(self.known[block.name], step.streams, step.equal)
 
     def _passed(
-        self, step: Step, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], options: AlignConfig
+        self, step: Step, weights: Mapping[str, float], block: Block, options: AlignConfig, matched: set[str]
     ) -> StreamSums:
         """Match all local spaces under the streams' transforms, and sum what the block says of the streams.
 
         Tensors have the roots of their weights as factors, in place; not those that are stored without an offset.
         """
-        maps, sums, weights = dict(step.streams), StreamSums(), dict[str, float]()
-        if wanted_spaces(block, options):
-            for info in (info for info in block.tensors if info.name in step.weights and not info.offset):
-                weights[info.name] = step.weights[info.name]
-                for tensors in (tensors for tensors in (anchor, donor) if info.key in tensors):
-                    tensors[info.key] = at_least_float32(tensors[info.key]) * weights[info.name] ** 0.5
-            maps |= match_block(block, anchor, donor, options, step.streams, told=False).transforms
-        for tensor in measured([piece(block, anchor, donor)], maps, step.precise):
-            sums.count(tensor, maps)
-        sums.weights = {name: weight * weights.get(name, 1.0) for name, weight in sums.weights.items()}
+        ((_, anchor, donor),) = self._parts(block, matched)
+        factors = {i.key: weights[i.name] for i in block.tensors if matched and i.name in weights and not i.offset}
+        for tensors in (anchor, donor):
+            tensors |= {k: at_least_float32(tensors[k]) * w**0.5 for k, w in factors.items() if k in tensors}
+        maps = step.streams | match_block(block, anchor, donor, options, step.streams, told=False).transforms
+        sums = StreamSums.of(measured(block, anchor, donor, maps), maps, step.equal)
+        applied = {info.name: factors.get(info.key, 1.0) for info in block.tensors}
+        sums.weights = {name: weight * applied[name] for name, weight in sums.weights.items()}
         return sums
 
-    def _plain(self, step: Step, block: Block) -> Any:
-        """A step on a block outside of layers without matched local spaces, long vocabularies in slices."""
-        if step.kind == MEASURE:
-            return tuple(measured(self._pieces(block), step.streams, step.precise))
-        if not step.streams:
-            return BlockMatch({}, [])
-        before = after = norm = 0.0
-        for part, read in self._pieces(block):
-            pair = read()
-            apart, square = squared_distances(part, *pair, {})
-            before, norm = before + apart, norm + square
-            after += squared_distances(part, *pair, step.streams)[0]
-        return BlockMatch({}, [], (before, after, norm))
+    def _last(self, streams: Transforms, block: Block, options: AlignConfig, matched: set[str]) -> BlockMatch:
+        """Match the local spaces without weights under the streams' transforms."""
+        result = BlockMatch({}, [])
+        for part, anchor, donor in self._parts(block, matched) if streams or matched else ():
+            before, norm = squared_distances(part, anchor, donor, {}) if streams else (0.0, 0.0)
+            for info in (info for info in part.tensors if info.key in donor):  # turned once, not for every look at it
+                donor[info.key] = transform_tensor(donor[info.key], info, streams)
+            match = match_block(part, anchor, donor, options) if matched else BlockMatch({}, [])
+            after = squared_distances(part, anchor, donor, match.transforms)[0] if streams else 0.0
+            result = result.plus(replace(match, whole=(before, after, norm)))
+        return result
 
-    def _pieces(self, block: Block) -> list[Piece]:
-        """The tensors of a plain block: short ones together, long vocabularies in slices."""
+    def _parts(self, block: Block, matched: set[str]) -> Iterator[Part]:
+        """A block with the tensors of both models; of a plain one, long vocabularies follow in slices."""
+        slices = self._slices(block) if self.is_plain(block) else {}
         with self._reading:
-            stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
-        long = {info.key: sliced for info in block.tensors if (sliced := _long(info, stored))}
-        short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in long))
-        slices = [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in long.get(i.key, ())]
+            if slices:
+                stored = [stored_tensors(block, source) for source in self._stored]
+            else:
+                anchor, donor = (read_block(block, source) for source in self._sources)
+        if not slices:
+            yield _checked(block, anchor, donor, matched)
+            return
         axes = vocabulary_axes(block.tensors)
-        return [(part, partial(self._read, part, stored, axes, rows)) for part, rows in ((short, None), *slices)]
+        short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in slices))
+        long = [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in slices.get(i.key, ())]
+        for part, rows in [(short, None), *long]:
+            sources = stored if rows is None else [with_rows(source, axes, rows) for source in stored]
+            folded = (folded_tensors(self.architecture, source, self.folded) for source in sources)
+            anchor, donor = (read_block(part, source) for source in folded)
+            yield _checked(part, anchor, donor, matched)
 
-    def _read(
-        self, part: Block, stored: Sequence[TensorSource], axes: Mapping[str, int], rows: slice | None
-    ) -> tuple[Tensors, Tensors]:
-        """Tensors of a plain block, or rows of them, of both models; folded, and finite."""
-        pair = []
-        for source, model in zip(stored, ("anchor", "donor"), strict=True):
-            source = source if rows is None else with_rows(source, axes, rows)
-            pair.append(read_block(part, folded_tensors(self.architecture, source, self.folded)))
-            check_finite(part, pair[-1], model)
-        return pair[0], pair[1]
-
-    def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
-        """A block's stored tensors by name."""
-        return stored_tensors(block, source if self.device is None else as_tensors(source).on(self.device))
-
-
-def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
-    """The vocabulary slices of a large tensor."""
-    known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
-    return vocabulary_slices(info, known) if len(known) == 2 else []
+    def _slices(self, block: Block) -> dict[str, list[slice]]:
+        """The slices of long vocabularies, by the keys of their tensors."""
+        known = [as_tensors(source).shapes for source in self._stored]
+        result = {}
+        for info in block.tensors:
+            names = [next((n for n in (*info.names, *info.tied) if n in shapes), None) for shapes in known]
+            if None not in names:
+                empty = [torch.empty(s[str(n)], device="meta") for s, n in zip(known, names, strict=True)]
+                result[info.key] = vocabulary_slices(info, empty)
+        return {key: slices for key, slices in result.items() if slices}
 
 
-def _final(
-    step: Step, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], options: AlignConfig
-) -> BlockMatch:
-    """Match the local spaces without weights under the streams' transforms."""
-    if not step.streams:
-        return match_block(block, anchor, donor, options)
-    before, norm = squared_distances(block, anchor, donor, {})
-    for info in block.tensors:  # turned once, not for every look at it
-        if info.key in donor:
-            donor[info.key] = transform_tensor(donor[info.key], info, step.streams)
-    match = match_block(block, anchor, donor, options)
-    after = squared_distances(block, anchor, donor, match.transforms)[0]
-    return replace(match, whole=(before, after, norm))
+def _checked(block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], matched: Collection[str]) -> Part:
+    """Tensors that are compared: finite ones, but for biases that softmax does not see."""
+    check_finite(block, anchor, "anchor")
+    check_finite(block, donor, "donor")
+    first, second = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))
+    return block, first, second
