@@ -396,7 +396,9 @@ def polish(
     config = PolishConfig.of(config)
     opened, parents = open_model(merged), [open_model(teacher) for teacher in several(teachers)]
     with TemporaryFolder() as folder:
-        return polished(opened, parents, samples, config, Path(folder)).view()
+        result, _ = polished(opened, parents, samples, replace(config, merge_lora=True), Path(folder))
+    assert isinstance(result, View)
+    return result
 
 
 def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: BarrierConfig | None = None) -> Curve:

@@ -5,91 +5,34 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files import PART
+from rotation_merge.files import PART, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.objective import Answered, read_answers, write_answers
+from rotation_merge.model.adapters import WEIGHTS, Adapter
+from rotation_merge.model.contents import ADAPTER_CONFIG, read_json
+from rotation_merge.model.forms import restructured
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.model.writing import HEADS, small_files, write_files
 from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
-from rotation_merge.run.functions import copy_parameters, in_memory, module_of, stored_dtype
+from rotation_merge.run.functions import architecture_of, copy_parameters, in_memory, module_of
 from rotation_merge.workers import Progress
 
 TOGETHER = 16
 """Examples in one batch of every teacher, of all teachers together."""
-
-
-@dataclass
-class PolishedModel:
-    """A merge after polishing.
-
-    Attributes:
-        merged: as it was.
-        under_heads: the same body under heads of teachers, as it was.
-        student: what was trained: the merge, perhaps with a LoRA beside its weights.
-        modules: the trained models, by the names of the views that they were.
-    """
-
-    merged: View
-    under_heads: list[View]
-    report: PolishReport
-    student: Any
-    modules: dict[str, Any]
-
-    def merge_lora(self) -> None:
-        """Merge a LoRA into the trained weights."""
-        if hasattr(self.student, "merge_and_unload"):
-            self.student = self.modules[self.merged.name] = self.student.merge_and_unload()
-
-    def view(self) -> View:
-        """The trained model; where nothing was gained, the merge as it was. `notes` says which."""
-        given = self.merged, *self.under_heads
-        if self.report.gained:
-            self.merge_lora()
-        result, *headed = (self._trained(view) if self.report.gained else as_stored(view) for view in given)
-        heads = {os.path.basename(view.name): view for view in headed}
-        return replace(result, heads=heads, notes=(self.report.verdict(),), report=None)
-
-    def _trained(self, view: View) -> View:
-        """A trained model in the dtype of the model that it was, with the small files of its folder."""
-        stored = view.dtypes.values() if view.module is None else [p.dtype for p in view.module.parameters()]
-        dtypes = [dtype for dtype in stored if dtype.is_floating_point]
-        module = self.modules[view.name].to(view.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)).eval()
-        beside = view.beside if view.files is None else small_files(view.files.folder)
-        return as_stored(replace(open_model(module, view.name), beside=beside))
-
-    def write(self, folder: str) -> None:
-        """Write the trained model with its heads, or its LoRA as an adapter, into a folder.
-
-        The merge and its heads are stored models.
-        """
-        if hasattr(self.student, "peft_config"):
-            config, base = self.student.peft_config["default"], self.merged.name
-            config.base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
-            config.target_modules = sorted(config.target_modules)
-            config.target_parameters = sorted(config.target_parameters or ()) or None
-            self.student.save_pretrained(folder)
-            return
-        self._save(self.merged, folder)
-        for view in self.under_heads:
-            self._save(view, os.path.join(folder, HEADS, os.path.basename(view.name)))
-
-    def _save(self, view: View, out: str) -> None:
-        """Write a trained model in the dtype of the model that it was, with its small files."""
-        self.modules[view.name].to(stored_dtype(str(view.reference))).save_pretrained(out)
-        files = small_files(view.folder)
-        write_files(out, {name: files[name] for name in files if not os.path.exists(os.path.join(out, name))})
 
 
 def polished(
@@ -102,7 +45,7 @@ def polished(
     state: Path | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> PolishedModel:
+) -> tuple[View | Adapter, PolishReport]:
     """Distil teachers into a merge for a few steps, every sample answered by its own teacher.
 
     Args:
@@ -110,6 +53,10 @@ def polished(
         samples: for all teachers, or a list with those of each (`run.data.for_each`).
         work: a folder for the teachers' answers; those that are there already are used.
         state: folder for the state of unfinished training, which continues from there.
+
+    Returns:
+        The trained model, its heads with it, or the LoRA that was trained beside it; where nothing was gained, the
+        merge as it was. Of a model `notes` says which.
 
     Raises:
         RotationMergeError: models or samples are of no use.
@@ -140,8 +87,41 @@ def polished(
             student = SharedBody([modules[view.name] for view in students], model, head_names(merged.architecture))
         watch = progress or (lambda *_: None)
         report = Polish(student, answered, config, config.lora > 0, state=state, watch=watch).run()
-    own_heads = [head for head in heads if head is not None]
-    return PolishedModel(merged, own_heads, report, student, modules)
+    if config.lora and not config.merge_lora and report.gained:
+        return _adapter(student, merged.name), report
+    if config.lora and report.gained:
+        modules[merged.name] = student.merge_and_unload()
+    result, *headed = (
+        _with_weights(view, modules[view.name]) if report.gained else as_stored(view)
+        for view in (merged, *filter(None, heads))
+    )
+    named = {os.path.basename(view.name): view for view in headed}
+    return replace(result, heads=named, notes=(report.verdict(),), report=None), report
+
+
+def _with_weights(view: View, module: Any) -> View:
+    """A model with the weights of a trained module, each in the dtype that it is stored in, by the model's names."""
+    weights = as_tensors(module.state_dict())
+    if view.architecture.family != "unknown":
+        weights = restructured(weights, architecture_of(module), view.architecture)
+
+    def read(name: str) -> Tensor:
+        return weights[name].to("cpu", view.dtype or view.stored_dtypes[name]) if name in weights else view[name]
+
+    trained = replace(view, tensors=Tensors(view.shapes, view.dtypes, by_name(read)), at=None)
+    return as_stored(trained.blockwise(lambda *_: None, view.dtype))
+
+
+def _adapter(student: Any, base: str) -> Adapter:
+    """A trained LoRA, as peft writes it."""
+    config = student.peft_config["default"]
+    config.base_model_name_or_path = os.path.abspath(base) if os.path.exists(base) else base
+    config.target_modules = sorted(config.target_modules)
+    config.target_parameters = sorted(config.target_parameters or ()) or None
+    with TemporaryFolder() as folder:
+        student.save_pretrained(folder)
+        tensors = load_file(os.path.join(folder, WEIGHTS[0]))
+        return Adapter(read_json(os.path.join(folder, ADAPTER_CONFIG)), tensors)
 
 
 def _answers(

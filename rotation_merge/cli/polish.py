@@ -99,16 +99,14 @@ def _polished(
     with Store(out) as work:
         work.begin("polish")
         more: dict[str, Any] = {"state": work.file("state"), "device": device, "progress": progress}
-        result = polished(opened, parents, sources, config, work.path, **more)
+        result, report = polished(opened, parents, sources, config, work.path, **more)
         progress.close()
-        if result.report.gained:
-            if config.merge_lora:
-                result.merge_lora()
-            record = _record(merged, teachers, sources, result.report, config)
+        if report.gained:
+            record = _record(merged, teachers, sources, report, config)
             with staged(out) as staging:
                 result.write(staging)
-                write_notes(staging, record, _card(record, out, result.merged.folder))
-    return result.report
+                write_notes(staging, record, _card(record, out, opened.folder))
+    return report
 
 
 def _record(

@@ -339,11 +339,9 @@ class View(Tensors):
         check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
         with staged(out) as staging:
             self.write(staging, size)
-            for name, view in self.heads.items():
-                view.write(os.path.join(staging, HEADS, name), size)
 
     def write(self, folder: str, shard_size: int = SHARD_SIZE, progress: Progress | None = None) -> None:
-        """Write weights, each in the view's dtype or that of its files, small files and config into a folder.
+        """Write weights, each in the view's dtype or that of its files, small files, config and heads into a folder.
 
         Args:
             shard_size: bytes of a weight file at most.
@@ -371,6 +369,8 @@ class View(Tensors):
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(folder)
+        for name, view in self.heads.items():
+            view.write(os.path.join(folder, HEADS, name), shard_size)
 
 
 def as_stored(view: View) -> View:
