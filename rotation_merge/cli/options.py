@@ -128,15 +128,11 @@ def matching_options(function: Callable[..., Any], defaults: Config | None = Non
 
 def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Spread | None = None) -> Match:
     """Return the matcher that --match-on selects. On weights, `over` may share the work between processes."""
-    from rotation_merge.matching.options import WEIGHTS
+    from rotation_merge.matching.match import match_model
+    from rotation_merge.matching.match_on import matcher as matcher_on
 
-    if config.match_on == WEIGHTS:
-        from rotation_merge.matching.match import match_model
-
-        return match_model if over is None else functools.partial(match_model, over=over)
-    from rotation_merge.matching.match_on import SampleMatcher
-
-    return SampleMatcher(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
+    match = matcher_on(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
+    return match if over is None or match is not match_model else functools.partial(match_model, over=over)
 
 
 def data_option(text: str, name: str = "data", **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

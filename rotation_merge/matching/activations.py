@@ -70,23 +70,18 @@ class Activations:
                 result.maps.setdefault(_place(linear.block), []).append(linear)
         return replace(result, axes=watched.axes, split=frozenset(watched.split))
 
-    def around(self, linear: LinearMap) -> tuple[Tensor | None, Tensor | None]:
-        """Inputs and outputs of a map, named as in the checkpoint."""
+    def around(self, linear: LinearMap) -> tuple[str, Tensor | None, Tensor | None]:
+        """The (block, axis) that a map reads (empty: it did not run), its inputs and its outputs.
+
+        Args:
+            linear: named as in the checkpoint.
+        """
         place = same_map(linear, self.maps.get(_place(linear.block), []))
         if place is None:
-            return None, None
-        ours, rows = place
-        outputs = self.outputs.get(ours.info.name)
-        return self.inputs[self.axes[ours.info.name]], None if outputs is None else outputs[:, rows]
-
-    def read_with(self, linear: LinearMap) -> str:
-        """The (block, axis) that a map reads; empty if it did not run."""
-        place = same_map(linear, self.maps.get(_place(linear.block), []))
-        return "" if place is None else self.axes[place[0].info.name]
-
-    def is_plain(self, linear: LinearMap) -> bool:
-        """Whether no norm's gain is between a stream and the known inputs of this map."""
-        return linear.norm is None or self.read_with(linear) in self.split
+            return "", None, None
+        name, rows = place[0].info.name, place[1]
+        outputs = self.outputs.get(name)
+        return self.axes[name], self.inputs[self.axes[name]], None if outputs is None else outputs[:, rows]
 
 
 def _place(block: Block) -> Place:
@@ -127,7 +122,7 @@ def activation_points(
     for linear in (linear_map(block, info) for block in blocks for info in block.tensors):
         if linear is None or linear.stacked:
             continue
-        (x, y), (u, v) = (of_model.around(linear) for of_model in activations)
+        (_, x, y), (_, u, v) = (of_model.around(linear) for of_model in activations)
         for axis, a, b in ((linear.inputs, x, u), (linear.outputs, y, v)):
             for part, start, *pair in () if a is None or b is None or not axis.parts else axis_views(a, b, 1, axis):
                 key = keys.get((part.space.name, PLANS.get(part.role, "")))

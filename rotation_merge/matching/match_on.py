@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,72 +58,19 @@ ActivationPair = tuple[Activations, Activations]
 """Of anchor and donor, on the same samples."""
 
 
-def match_on_activations(
-    architecture: Architecture,
-    anchor: TensorSource,
-    donor: TensorSource,
-    options: AlignConfig,
-    progress: Progress | None,
-    activations: ActivationPair,
-    how: str,
-    ledger: Ledger = NOWHERE,
-) -> Alignment:
-    """Match two models on activations. Works as `match_model` does; records are over the weights.
-
-    Args:
-        activations: what both models' maps read and gave.
-        how: `activations` or `both`.
-        ledger: store of intermediate results, to resume from.
-
-    Raises:
-        DataError: nothing was seen of any map that could be matched.
-    """
-    streams = residual_groups(architecture, options.residual)
-    folded = architecture.folds(streams)
-    plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
-    recordings = _Recordings(activations, plain[0])
-    whole = replace(architecture, blocks=tuple(map(recordings.added, architecture.blocks)))
-    alone = replace(
-        whole, blocks=tuple(recordings.alone(b, bool(options.at(architecture, b).scaling)) for b in whole.blocks)
-    )
-    if not (rows := max((len(x) for x, _ in recordings.tensors.values()), default=0)):
-        raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
-    first, second = (
-        as_tensors(source).replaced({name: pair[which] for name, pair in recordings.tensors.items()})
-        for which, source in enumerate(plain)
-    )
-    start = _start(architecture, streams, [recordings.of(block) for block in whole.blocks], first, second)
-    for step, compared in {ACTIVATIONS: alone, BOTH: whole}.items() if how == BOTH else [(ACTIVATIONS, alone)]:
-        starts = {ACTIVATIONS: start} if streams else None
-        within = ledger.under(step)
-        alignment = match_model(compared, first, second, options, progress, starts, fold=False, ledger=within)
-        start = {name: alignment.transforms[name] for name in streams}
-    alignment = replace(alignment, folded=folded, notes=_notes(architecture, streams, rows, how))
-    return recorded(architecture, anchor, donor, alignment)
-
-
 @dataclass(frozen=True)
-class SampleMatcher:
-    """Matches two checkpoints by the inputs and outputs of their maps on samples, in place of `match_model`.
+class ActivationMatcher:
+    """Matches two models by the inputs and outputs of their maps on samples, in place of `match_model`.
 
     Attributes:
         how: `activations` or `both`.
-        anchor, donor: as they are loaded; one at a time is in memory.
-        data: a file, `synthetic`, or `self`: text of which each of the two writes half.
-        count: how many samples.
-        length: tokens in a sample of running text.
-        part: the samples of a file that count.
+        record: gives what the maps of the anchor and of the donor read and gave on the same samples.
+        samples: what these are called, and how many they are, where a report is to say so.
     """
 
     how: str
-    anchor: str
-    donor: str
-    data: str = SELF
-    count: int = SAMPLES
-    seed: int = 0
-    device: str = "cpu"
-    length: int = 128
-    part: Callable[[Data], Data] = lambda data: data
+    record: Callable[[], ActivationPair]
+    samples: tuple[str, int] | None = None
 
     def __call__(
         self,
@@ -136,46 +82,76 @@ class SampleMatcher:
         *,
         ledger: Ledger = NOWHERE,
     ) -> Alignment:
-        """Match the two checkpoints on samples.
+        """Match the two models; records are over the weights.
 
         Raises:
-            DataError: the vocabularies differ, or there are no samples.
+            DataError: nothing was seen of any map that could be matched; of checkpoints, the vocabularies differ, or
+                there are no samples.
         """
-        alignment = match_on_activations(
-            architecture, anchor, donor, options, progress, self.activations(), self.how, ledger
+        streams = residual_groups(architecture, options.residual)
+        folded = architecture.folds(streams)
+        plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
+        recordings = _Recordings(self.record(), plain[0])
+        whole = replace(architecture, blocks=tuple(map(recordings.added, architecture.blocks)))
+        alone = replace(
+            whole, blocks=tuple(recordings.alone(b, bool(options.at(architecture, b).scaling)) for b in whole.blocks)
         )
-        return replace(alignment, samples=(self.data, self.count))
-
-    def activations(self) -> ActivationPair:
-        """Inputs and outputs of both models' maps."""
-        self._check_vocabularies()
-        model = load(self.anchor)
-        batches = self._batches(self.anchor, model, 0)
-        if self.data == SELF:
-            del model
-            model = load(self.donor)
-            batches += self._batches(self.donor, model, 1)
-            second = Activations.of(model.to(self.device), batches, ROWS)
-            return Activations.of(load(self.anchor).to(self.device), batches, ROWS), second
-        first = Activations.of(model.to(self.device), batches, ROWS)
-        del model
-        return first, Activations.of(load(self.donor).to(self.device), batches, ROWS)
-
-    def _batches(self, name: str, model: Any, number: int) -> list[Batch]:
-        count = self.count if self.data != SELF else (self.count + 1 - number) // 2
-        data = read_samples(name, self.data, count, AT_ONCE, self.length, self.seed + number, model)
-        return unpadded(data.batches if self.data == SELF else self.part(data).batches, self.data)
-
-    def _check_vocabularies(self) -> None:
-        a, d = (open_model(name, any_base=True) for name in (self.anchor, self.donor))
-        if not same_tokens(a, d):
-            problem = f"its vocabulary differs from that of {self.anchor}, so samples cannot be shared"
-            raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
+        if not (rows := max((len(x) for x, _ in recordings.tensors.values()), default=0)):
+            raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
+        first, second = (
+            as_tensors(source).replaced({name: pair[which] for name, pair in recordings.tensors.items()})
+            for which, source in enumerate(plain)
+        )
+        start = _start(architecture, streams, [recordings.of(block) for block in whole.blocks], first, second)
+        steps = {ACTIVATIONS: alone, BOTH: whole} if self.how == BOTH else {ACTIVATIONS: alone}
+        for step, compared in steps.items():
+            starts = {ACTIVATIONS: start} if streams else None
+            within = ledger.under(step)
+            alignment = match_model(compared, first, second, options, progress, starts, fold=False, ledger=within)
+            start = {name: alignment.transforms[name] for name in streams}
+        notes = _notes(architecture, streams, rows, self.how)
+        alignment = replace(alignment, folded=folded, notes=notes, samples=self.samples)
+        return recorded(architecture, anchor, donor, alignment)
 
 
-def matcher(how: str, anchor: str, donor: str, **samples: Any) -> Match:
-    """The function that matches two checkpoints: on weights, or as a `SampleMatcher` with these attributes."""
-    return match_model if how == WEIGHTS else SampleMatcher(how, anchor, donor, **samples)
+def matcher(
+    how: str,
+    anchor: str,
+    donor: str,
+    data: str = SELF,
+    count: int = SAMPLES,
+    seed: int = 0,
+    device: str = "cpu",
+    length: int = 128,
+    part: Callable[[Data], Data] = lambda data: data,
+) -> Match:
+    """The function that matches two checkpoints, on weights or on samples; one of them at a time is in memory.
+
+    Args:
+        how: `weights`, `activations` or `both`.
+        data: a file, `synthetic`, or `self`: text of which each of the two writes half.
+        count: how many samples.
+        length: tokens in a sample of running text.
+        part: the samples of a file that count.
+    """
+    if how == WEIGHTS:
+        return match_model
+
+    def record() -> ActivationPair:
+        views = [open_model(name, any_base=True) for name in (anchor, donor)]
+        if not same_tokens(*views):
+            problem = f"its vocabulary differs from that of {anchor}, so samples cannot be shared"
+            raise DataError(problem, where=donor, remedy="match on weights (leave out 'match_on')")
+        writers, batches = views if data == SELF else views[:1], list[Batch]()
+        for number, view in enumerate(writers):
+            module = load((anchor, donor)[number]) if data == SELF else None
+            share = -((number - count) // len(writers))
+            samples = read_samples(view, data, share, AT_ONCE, length, seed + number, module)
+            batches += unpadded((samples if data == SELF else part(samples)).batches, data)
+        first, second = (Activations.of(load(name).to(device), batches, ROWS) for name in (anchor, donor))
+        return first, second
+
+    return ActivationMatcher(how, record, (data, count))
 
 
 def activation_matcher(
@@ -187,8 +163,7 @@ def activation_matcher(
         source: what the samples are called, where they do not do.
     """
     plain = unpadded([unlabelled(batch) for batch in batches], source)
-    activations = Activations.of(anchor, plain, ROWS), Activations.of(donor, plain, ROWS)
-    return partial(match_on_activations, activations=activations, how=how)
+    return ActivationMatcher(how, lambda: (Activations.of(anchor, plain, ROWS), Activations.of(donor, plain, ROWS)))
 
 
 def _start(
@@ -263,9 +238,9 @@ class _Recordings:
 
     def _tensors_of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
         """Yield a map's outputs, and its stream inputs once for all maps that share them."""
-        (x, y), (u, v) = (activations.around(linear) for activations in self.activations)
-        source = self.activations[0].read_with(linear)
-        normed = all(activations.is_plain(linear) for activations in self.activations)
+        (source, x, y), (donor_source, u, v) = (activations.around(linear) for activations in self.activations)
+        sources = zip((source, donor_source), self.activations, strict=True)
+        normed = linear.norm is None or all(axis in activations.split for axis, activations in sources)
         first = normed and source not in read and _has_roles(linear.inputs, ("read",))
         if first and x is not None and u is not None and x.shape == u.shape:
             read.add(source)

@@ -20,14 +20,12 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.stream import Transforms
-from rotation_merge.model.apply import moved_reader, reader, transform_axis
+from rotation_merge.model.apply import moved_reader, reader, transform_axis, unstack
 from rotation_merge.model.biases import along, read_by, shifted
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.tensors import Tensors, TensorSource, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps
 from rotation_merge.run.statistics import Statistics, first_readers
-
-NO_BIASES: tuple[TensorSource, TensorSource] = {}, {}
 
 
 def moved_statistics(
@@ -35,7 +33,7 @@ def moved_statistics(
     architecture: Architecture,
     transforms: Transforms,
     folded: Collection[str] = (),
-    biases: tuple[TensorSource, TensorSource] = NO_BIASES,
+    biases: tuple[TensorSource, TensorSource] = ({}, {}),
     rows: LabelRows | None = None,
     dtype: torch.dtype | None = None,
 ) -> Statistics:
@@ -56,38 +54,34 @@ def moved_statistics(
     """
     maps, infos = linear_maps(architecture), _known_tensors(statistics, architecture)
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
-    kinds = statistics.tensors.dtypes
-    dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in kinds.items()}
+    stored = statistics.tensors.dtypes
+    dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.items()}
 
+    @lru_cache(1)  # several maps read one input, and the experts of a tensor are read in turn
     def gram(axis: str) -> Tensor:
         linear = readers[axis]
-        if linear.norm is not None and linear.norm.stream in folded and axis not in statistics.split:
-            raise _folded_error(linear)
+        if axis not in statistics.split:
+            _check_gain(linear, folded)
         return moved_gram(linear, statistics[f"{axis}.gram"], transforms, value_shift(linear, *biases, transforms))
 
-    def fisher(info: TensorInfo) -> Tensor:
-        if folded:
-            raise _folded_error()
-        pieces = [in_order(statistics[f"{name}.fisher"], (rows or {}).get(name)) for name in info.names]
-        return moved_fisher(info, torch.stack(pieces) if info.stacked else pieces[0], transforms)
-
-    gram_once = lru_cache(1)(gram)  # several maps read one input, and the experts of a tensor are read in turn
-    fisher_once = lru_cache(1)(lambda name: fisher(infos[name]))
+    @lru_cache(1)
+    def fisher(names: tuple[str, ...]) -> Tensor:
+        pieces = [in_order(statistics[f"{name}.fisher"], (rows or {}).get(name)) for name in names]
+        diagonal = torch.stack(pieces) if infos[names[0]].stacked else pieces[0]
+        return moved_fisher(infos[names[0]], diagonal, transforms, folded)
 
     def moved(key: str) -> Tensor:
         name, _, kind = key.rpartition(".")
         if kind == "count":
             return moved_experts(readers[name], statistics[key], transforms)
-        if kind == "gram":
-            return gram_once(name)
-        diagonal, names = fisher_once(infos[name].name), infos[name].names
-        return diagonal[names.index(name)] if infos[name].stacked else diagonal
+        return gram(name) if kind == "gram" else unstack(infos[name], fisher(infos[name].names))[name]
 
     def read(key: str) -> Tensor:
         try:
             return moved(key).to(dtypes[key])
         except RotationMergeError as error:
-            raise _named(statistics, error) from error
+            where = error.where or str(statistics.metadata.get("model", statistics.path))
+            raise StatisticsError(error.what, where=where, remedy=error.remedy) from error
 
     return replace(statistics, tensors=Tensors(statistics.tensors.shapes, dtypes, by_name(read)))
 
@@ -103,20 +97,12 @@ def _known_tensors(statistics: Statistics, architecture: Architecture) -> Mappin
     return infos
 
 
-def _named(statistics: Statistics, error: RotationMergeError) -> StatisticsError:
-    """An error of one of its numbers, with the model's name."""
-    where = error.where or str(statistics.metadata.get("model", statistics.path))
-    return StatisticsError(error.what, where=where, remedy=error.remedy)
-
-
-def _folded_error(linear: LinearMap | None = None) -> StatisticsError:
-    """Why statistics cannot be moved under folded gains: the Gram of a map's inputs, or (None) a Fisher diagonal."""
-    if linear is None:
-        problem = "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs"
-        return StatisticsError(problem, remedy="leave that out, or use regmean")
-    problem = f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds"
-    remedy = "leave out 'residual: rotation', or measure the donor that 'align' wrote"
-    return StatisticsError(problem, remedy=remedy)
+def _check_gain(linear: LinearMap, folded: Collection[str]) -> None:
+    """Refuse inputs that were measured after a norm's gain, if that is folded."""
+    if linear.norm is not None and linear.norm.stream in folded:
+        problem = f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds"
+        remedy = "leave out 'residual: rotation', or measure the donor that 'align' wrote"
+        raise StatisticsError(problem, remedy=remedy)
 
 
 def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:
@@ -142,12 +128,15 @@ def moved_experts(linear: LinearMap, tensor: Tensor, transforms: Transforms) -> 
     return transform_axis(tensor, 0, linear.info.axes[0], transforms) if linear.stacked else tensor
 
 
-def moved_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -> Tensor:
+def moved_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms, folded: Collection[str] = ()) -> Tensor:
     """A Fisher diagonal of a (stacked) tensor in the anchor's coordinates, float64: moved like the weights, over s^2.
 
     Raises:
-        StatisticsError: a transform adds coordinates up.
+        StatisticsError: a transform adds coordinates up, or gains are folded.
     """
+    if folded:
+        problem = "a Fisher diagonal cannot be kept when norm gains are folded, which 'residual: rotation' needs"
+        raise StatisticsError(problem, remedy="leave that out, or use regmean")
     for part in (part for axis in info.axes for part in axis.parts):
         if part.space.name in transforms and transforms[part.space.name].mixes(part.role):
             raise StatisticsError(

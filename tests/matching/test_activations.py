@@ -11,7 +11,7 @@ from tiny_models import inputs, keep_float64
 
 import rotation_merge as rm
 from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.match_on import ROWS, centred, match_on_activations
+from rotation_merge.matching.match_on import ROWS, ActivationMatcher, centred
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
         {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}
         for m in (model.state_dict(), other.state_dict())
     ]
-    found = match_on_activations(architecture, *states, options, None, (pair[0], pair[1]), "activations")
+    found = ActivationMatcher("activations", lambda: (pair[0], pair[1]))(architecture, *states, options)
     anchor, blank = model.state_dict(), rm.align(model, other, attention="none", ffn="none", scaling=False)
     moved = replace(blank.without_biases(), transforms=found.transforms).apply(other).state_dict()
     for name, tensor in moved.items():

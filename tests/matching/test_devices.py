@@ -21,7 +21,7 @@ from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.between import LearnedTransforms
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import ROWS, match_on_activations
+from rotation_merge.matching.match_on import ROWS, ActivationMatcher
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import FitConfig
@@ -196,7 +196,7 @@ def test_matching_on_samples(how: str) -> None:
     anchor, donor = (sent({name: x.detach() for name, x in model.state_dict().items()}) for model in models)
     options = AlignConfig(heads="permutation", scaling=False, residual="rotation")
     with second_device():
-        found = match_on_activations(architecture_of(models[0]), anchor, donor, options, None, (rows[0], rows[1]), how)
+        found = ActivationMatcher(how, lambda: (rows[0], rows[1]))(architecture_of(models[0]), anchor, donor, options)
     assert not any(isinstance(x, Far) for x in found.transforms["residual"].tensors().values())
 
 
