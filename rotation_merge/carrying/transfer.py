@@ -14,7 +14,7 @@ from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.card import notes, updated_card
 from rotation_merge.model.checkpoint import write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.run_keys import unchanged
@@ -157,20 +157,15 @@ def verdict(bases: Bases, report: MergeReport) -> str:
 def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
     """A model card for a carried adapter or fine-tune of the new base."""
     new, old = bases.names
-    name, names, classes = (
-        os.path.basename(os.path.abspath(out)),
-        [work, old, new],
-        bases.anchor.config["architectures"],
-    )
+    name, names = os.path.basename(os.path.abspath(out)), [work, old, new]
     method = "weights" if report.lift is None else report.lift["method"]
     measured = "was not measured." if report.lift is None else "is shown by the losses below."
     how = f"{MOVED} {measured}" if method == "weights" else HOW[method]
     options = f"\nOptions:\n\n```yaml\n{report.recipe}```\n" if report.recipe else ""
-    body = (
+    text = (
         f"# {name}\n\n"
         f"This is {code(work)}, trained on {code(old)}, carried to {code(new)} by rotation_merge "
         f"{versions().get('rotation-merge', '')}. {prose(how, names)}\n\n"
-        f"{prose(verdict(bases, report), names)}\n\n" + "\n".join(notes(report)) + "\n"
-        f"{options}\n" + section(report, name, str(classes[0]) if classes else None)
+        f"{prose(verdict(bases, report), names)}\n\n" + "\n".join(notes(report)) + f"\n{options}"
     )
-    return with_metadata(metadata(report), body)
+    return updated_card(text, report, name, bases.anchor.config)

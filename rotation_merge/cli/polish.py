@@ -16,6 +16,7 @@ from rotation_merge.files import Store
 
 if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishReport
+    from rotation_merge.model.view import View
     from rotation_merge.record import MergeReport
 
 
@@ -105,7 +106,7 @@ def _polished(
             record = _record(merged, teachers, sources, report, config)
             with staged(out) as staging:
                 result.write(staging)
-                write_notes(staging, record, _card(record, out, opened.folder))
+                write_notes(staging, record, _card(record, out, opened))
     return report
 
 
@@ -129,9 +130,9 @@ def _record(
     return run.report(merged, "none", "", models=parts, relation=relation, base=merged)
 
 
-def _card(record: MergeReport, out: str, merged: str) -> str:
-    from rotation_merge.model.card import class_of, metadata, notes, section, with_metadata
+def _card(record: MergeReport, out: str, merged: View) -> str:
+    from rotation_merge.model.card import notes, updated_card, with_metadata
 
     name = os.path.basename(os.path.abspath(out))
-    body = f"# {name}\n\n" + "".join(f"{note}\n\n" for note in notes(record)) + section(record, name, class_of(merged))
-    return with_metadata(metadata(record, {"tags": ["distillation"]}), body)
+    text = with_metadata({"tags": ["distillation"]}, "\n\n".join([f"# {name}", *notes(record)]))
+    return updated_card(text, record, name, merged.config)

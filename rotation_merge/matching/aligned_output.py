@@ -16,7 +16,7 @@ from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, residual_of
 from rotation_merge.matching.run import Run, file_metadata
-from rotation_merge.model.card import metadata, notes, origins, section, with_metadata
+from rotation_merge.model.card import notes, origins, updated_card
 from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.view import View, stored_dtype
@@ -112,8 +112,7 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
     """A model card for an aligned donor."""
     donor, anchor = str(pair.donor.reference), str(pair.anchor.reference)
     before, after = report.relative_distances(donor)
-    classes = pair.donor.config.get("architectures")
-    body = (
+    text = (
         f"# {name}\n\n"
         f"This is {code(donor)} in the coordinates of {code(anchor)}. Its outputs are those of {code(donor)}, up to "
         f"rounding; rotation_merge {versions().get('rotation-merge', '')} rewrote its weights to line up with the "
@@ -122,6 +121,6 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
         f"{plain(report.verdict(donor)[:1].upper() + report.verdict(donor)[1:])}.\n\n"
         f"Options:\n\n```yaml\n{report.recipe}```\n"
         + "".join(f"\n{note}\n" for note in notes(report))
-        + f"\nPer space: `rotation_merge.json`.\n\n{section(report, name, str(classes[0]) if classes else None)}"
+        + "\nPer space: `rotation_merge.json`.\n"
     )
-    return with_metadata(metadata(report), body)
+    return updated_card(text, report, name, pair.donor.config)

@@ -38,7 +38,7 @@ from rotation_merge.mergekit_plugin.recipe import (
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
-from rotation_merge.model.card import add_section, origins
+from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
@@ -215,9 +215,9 @@ def _write_card(config: MergeConfiguration, folder: str, source: str, report: Me
     }
     with _CARD, mock.patch.multiple(card, **instead):
         text = card.generate_card(config=config, config_yaml=source, name=os.path.basename(folder))
-    path = os.path.join(folder, "README.md")
-    write_text(path, text.replace(f"```yaml\n{source}\n```", f"{fence}yaml\n{source}\n{fence}", 1))
-    add_section(path, report)
+    text = text.replace(f"```yaml\n{source}\n```", f"{fence}yaml\n{source}\n{fence}", 1)
+    text = updated_card(text, report, os.path.basename(folder), Contents(folder).config)
+    write_text(os.path.join(folder, "README.md"), text)
     write_text(os.path.join(folder, "mergekit_config.yml"), source)
 
 

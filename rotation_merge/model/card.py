@@ -13,7 +13,6 @@ import yaml
 from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.errors import RotationMergeError, printable, short
-from rotation_merge.files import write_text
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import place_of
 from rotation_merge.model.hub import is_hub_name
@@ -182,12 +181,12 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
         raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
-def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
+def section(report: MergeReport, name: str, config: Mapping[str, Any], first: Sequence[str] = ()) -> str:
     """Markdown between our marks: moved donors with distances, models and licences, data, usage.
 
     Args:
         name: name to load the model by.
-        model_class: of transformers.
+        config: of the model.
         first: commands that make the recipe's unpublished inputs.
     """
     lines = [BEGIN, "### Models"]
@@ -196,9 +195,8 @@ def section(report: MergeReport, name: str = "", model_class: str | None = None,
         lines += ["", "Per space: `rotation_merge.json`."]
     lines += [] if report.search is None else markdown(report.search)
     lines += [*_origins(report), *_data(report)]
-    if name:
-        lines.append(_usage(report, name, model_class))
-    if name and report.relation == "merge":
+    lines.append(_usage(report, name, config))
+    if report.relation == "merge":
         lines.append(_again(report, name, first))
     return "\n".join([*lines, "", END, ""])
 
@@ -257,9 +255,10 @@ def _data(report: MergeReport) -> list[str]:
     return ["", "### Data", "", *table(["used for", "samples", "source"], rows)] if rows else []
 
 
-def _usage(report: MergeReport, name: str, model_class: str | None) -> str:
-    """Running the model."""
-    noun, library, kind = "model", "transformers", model_class or ""
+def _usage(report: MergeReport, name: str, config: Mapping[str, Any]) -> str:
+    """Running the model, by the class of transformers that its config names."""
+    noun, library, classes = "model", "transformers", config.get("architectures")
+    kind = str(classes[0]) if isinstance(classes, list) and classes else ""
     if report.relation == "adapter":
         noun, library, kind = "adapter", "peft", "AutoPeftModelForCausalLM"
     kind = kind if kind.isidentifier() else "AutoModel"
@@ -299,33 +298,24 @@ def _without_plugin(report: MergeReport) -> str:
     )
 
 
-def class_of(folder: str) -> str | None:
-    """The class of transformers that a checkpoint's config names."""
-    classes = Contents(folder).config.get("architectures")
-    return str(classes[0]) if isinstance(classes, list) and classes else None
-
-
-def add_section(path: str, report: MergeReport) -> None:
-    """Add section and metadata to the card that mergekit wrote, in place; without a card nothing happens."""
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    folder = os.path.dirname(os.path.abspath(path))
-    write_text(path, updated_card(text, report, os.path.basename(folder), class_of(folder)))
-
-
 def updated_card(
     text: str,
     report: MergeReport,
     name: str,
-    model_class: str | None,
+    config: Mapping[str, Any],
     measured: Sequence[Mapping[str, Any]] = (),
     first: Sequence[str] = (),
 ) -> str:
-    """A card with the report's metadata and section; everything else unchanged.
+    """A card, old or new, with the report's metadata and section; everything else unchanged.
 
     The card of a merge names no path of this machine that the report knows.
+
+    Args:
+        text: of the card; of a new one what comes before the section.
+        name: to load the model by.
+        config: of the model.
+        measured: figures of `evaluate`.
+        first: commands that make the recipe's unpublished inputs.
     """
     existing, body = front_matter(text)
     before, begin_mark, after = body.partition(BEGIN)
@@ -334,7 +324,7 @@ def updated_card(
     else:
         before, marker, after = body.partition("### Configuration")
         before, after = (before, f"\n{marker}{after}") if marker else (f"{before.rstrip()}\n\n", "")
-    body = f"{before}{section(report, name, model_class, first)}{after}"
+    body = f"{before}{section(report, name, config, first)}{after}"
     body = Renaming(shown_names(report)).text(body)
     return with_metadata(metadata(report, existing, measured, name), body)
 

@@ -121,7 +121,7 @@ def test_no_name_breaks_a_card(trap: str) -> None:
         },
         data=[{"of": f"statistics of {name}", "samples": 1, "source": name}],
     )
-    card = updated_card("# x\n", report, "org/x", name)
+    card = updated_card("# x\n", report, "org/x", {"architectures": [name]})
     assert not steers(card)
     body = card.partition("\n---\n")[2]
     assert yaml.safe_load(card[4:].partition("\n---\n")[0])["license"] == name

@@ -17,6 +17,7 @@ from rotation_merge.model.card import BEGIN, END, front_matter, metadata, update
 from rotation_merge.report.files import read_report
 
 REVISIONS = ("a" * 40, "b" * 40)
+LLAMA = {"architectures": ["LlamaForCausalLM"]}
 
 
 def snapshot(folder: Path, repo: str, revision: str) -> Path:
@@ -81,7 +82,7 @@ def test_figures_are_those_that_were_measured(tmp_path: Path) -> None:
     assert kept["fingerprint"] in parsed("inspect", folder, "--fingerprint").values()
     assert run("evaluate", "org/none", "--data", "demo:python", "--keep").exit_code == 2
     report = read_report(str(_merged_report(tmp_path)))
-    text = updated_card("# M\n", report, "org/m", "LlamaForCausalLM", [kept])
+    text = updated_card("# M\n", report, "org/m", LLAMA, [kept])
     (result,) = ModelCard(text).data.eval_results[:1]
     assert (result.metric_type, result.metric_value) == ("loss", rows[0]["loss"])
     assert result.task_type == "text-generation"
@@ -119,10 +120,10 @@ def test_licences_and_what_a_card_says_already(tmp_path: Path) -> None:
 def test_a_card_is_written_anew_in_place(made: tuple[Path, Path, Path]) -> None:
     text = (made[2] / "README.md").read_text()
     report = read_report(str(made[2] / "rotation_merge.json"))
-    again = updated_card(text, report, "out", "LlamaForCausalLM")
+    again = updated_card(text, report, "out", LLAMA)
     assert again == text
     mine = text.replace("# out\n", "# out\n\nWords of mine.\n") + "\nAnd more.\n"
-    other = updated_card(mine, replace(report, anchor="ELSE"), "org/name", "LlamaForCausalLM")
+    other = updated_card(mine, replace(report, anchor="ELSE"), "org/name", LLAMA)
     assert "Words of mine." in other
     assert other.endswith("\nAnd more.\n")
     assert "`ELSE`" in other
