@@ -7,14 +7,13 @@ values (or queries, keys and values) apart or one after the other. Each stored t
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
@@ -26,9 +25,6 @@ from rotation_merge.model.tensors import Tensors
 
 Entries = tuple[int, int, int]
 """Some entries of a tensor: the dimension, counted from the last; the first; how many."""
-
-KINDS: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-"""Layers by the number of dimensions of their weights."""
 
 READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
 """peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
@@ -314,43 +310,6 @@ def _factors(adapter: Adapter, part: AdapterPart) -> LowRank:
 
 
 def _multiply(low: LowRank, part: AdapterPart, matrix: Tensor) -> None:
-    """Add a product of factors to a matrix, in place; with a magnitude as DoRA does."""
+    """Add a product of factors to a matrix, in place."""
     low = low if part.source is None else low.narrowed(part.outputs(part.source), *part.source[1:])
-    low = low.to(matrix.dtype)
-    if low.magnitude is None:
-        matrix += low.product().mT if part.flipped else low.product()
-        return
-    weight = matrix.T if part.flipped and not low.embedding else matrix
-    weight.copy_(_dora(weight.contiguous(), low, low.magnitude))
-
-
-def _dora(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
-    """m (W + s B A) / |W + s B A| as peft merges it, in the dtype of the weight.
-
-    Args:
-        weight: (out, in), a convolution's (out, in, kernel...), an embedding's (tokens, width).
-        magnitude: m, one number an output.
-
-    Source: DoRA, arXiv 2402.09353, eq. 5.
-    """
-    import peft  # which takes seconds
-
-    layer: Any
-    if change.embedding:
-        layer = nn.Embedding.from_pretrained(weight)
-    else:
-        kernel = [weight.shape[2:]] * (weight.ndim > 2)
-        layer = nn.utils.skip_init(KINDS[weight.ndim], weight.shape[1], weight.shape[0], *kernel, bias=False)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-    rank = change.rank
-    config = peft.LoraConfig(r=rank, lora_alpha=change.scale * rank, use_dora=True, target_modules=["layer"])
-    a, b = ("lora_embedding_A", "lora_embedding_B") if change.embedding else ("lora_A.weight", "lora_B.weight")
-    state = {f"layer.{a}": change.a, f"layer.{b}": change.b, "layer.lora_magnitude_vector": magnitude}
-    parent: Any = nn.ModuleDict({"layer": layer})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft.inject_adapter_in_model(config, parent, low_cpu_mem_usage=True)  # draws no numbers
-        peft.set_peft_model_state_dict(parent, state, low_cpu_mem_usage=True)
-        parent.layer.merge()
-    merged: Tensor = parent.layer.get_base_layer().weight.data
-    return merged
+    low.to(matrix.dtype).add_to(matrix.mT if part.flipped else matrix)

@@ -249,6 +249,9 @@ class Adapter:
         a, b = self.shapes.get(change.a, ()), self.shapes[factor]
         if len(b) < 2 or b[1] < 1 or any(n != 1 for n in b[2:]) or (change.a and (len(a) < 2 or a[0] != b[1])):
             raise self._damaged(f"the factors of '{change.module}' are {list(a)} and {list(b)}")
+        if change.magnitude and math.prod(self.shapes[change.magnitude]) != b[0]:
+            shape = list(self.shapes[change.magnitude])
+            raise self._damaged(f"'{change.magnitude}' is {shape}, one factor of '{change.module}' {list(b)}")
         return replace(change, scale=self.scale(change.name.rpartition(".")[0], b[1]))
 
     def scale(self, module: str, rank: int) -> float:

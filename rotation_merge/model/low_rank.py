@@ -23,7 +23,7 @@ class LowRank:
         a: (r, in); of stacked experts (e, r, in); of a convolution (r, in, kernel...).
         b: (out, r); (e, out, r); (out, r, 1...).
         embedding: whether the weight is an embedding's, [in, out] with in = tokens.
-        magnitude: DoRA's m, (out,), by which the changed weight's rows are as long; None: they are as they come.
+        magnitude: DoRA's m, (out,): lengths of the changed weight's rows; None: these are not set.
     """
 
     a: Tensor
@@ -45,6 +45,19 @@ class LowRank:
     def product(self) -> Tensor:
         """The change of one map, (out, in) or (out, in, kernel...)."""
         return (self.scale * (self.b.flatten(1) @ self.a.flatten(1))).reshape(len(self.b), *self.a.shape[1:])
+
+    def add_to(self, weight: Tensor) -> None:
+        """The change of one map's weight, in place: W + s B A, or with a magnitude m (W + s B A) / |W + s B A|.
+
+        Args:
+            weight: (out, in) or (out, in, kernel...); norms are those of its outputs.
+
+        Source: the latter is DoRA, arXiv 2402.09353, eq. 5.
+        """
+        weight += self.product()
+        if self.magnitude is not None:
+            norms = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+            weight *= (self.magnitude.flatten() / norms).reshape(-1, *[1] * (weight.ndim - 1))
 
     def to(self, dtype: torch.dtype) -> LowRank:
         magnitude = None if self.magnitude is None else self.magnitude.to(dtype)

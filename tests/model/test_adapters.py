@@ -284,6 +284,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "no B": (without("B"), "up_proj"),
     "no A": (without("A"), "up_proj"),
     "ranks differ": (with_tensor(f"{PLACE}B.weight", 48, 2), "[48, 2]"),
+    "magnitudes of another size": (with_tensor(f"{PLACE}magnitude_vector", 47), "[47]"),
     "a number": (with_tensor(f"{PLACE}B.weight"), "up_proj"),
     "another size": (with_tensor(f"{PLACE}B.weight", 47, 3), "[47, 32]"),
     "another model": (with_tensor("base_model.model.v.weight", 2), "'v.weight'"),
