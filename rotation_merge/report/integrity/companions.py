@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 
 from rotation_merge.errors import named
 from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, Contents
-from rotation_merge.report.integrity.defect import Defect, FileCopy
+from rotation_merge.report.integrity.defect import Defect, file_copy
 from rotation_merge.report.integrity.keys import embedding_rows
 from rotation_merge.report.integrity.tokens import TEMPLATE_JSON, templates_of
 
@@ -42,7 +42,7 @@ def _matching(contents: Contents, patterns: Collection[str]) -> list[str]:
 
 
 def _lacking(kind: str, contents: Contents, parent: Contents, names: Sequence[str], fatal: bool = True) -> Defect:
-    copies = tuple(FileCopy(name, parent.path(name)) for name in names if name not in contents.names)
+    copies = tuple(file_copy(name, parent.path(name)) for name in names if name not in contents.names)
     problem = f"a parent has {named(copy.file for copy in copies)}"
     return Defect(kind, problem, copies[0].file if copies else names[0], REMEDY, fatal, copies)
 

@@ -1,64 +1,81 @@
-"""A defect of a checkpoint folder, and the corrections that mend one: plain data."""
+"""A defect of a checkpoint folder, and the corrections that mend one, each of one file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rotation_merge.errors import named
+from rotation_merge.files import replacing, write_text
 
 
 @dataclass(frozen=True)
-class JsonEntries:
-    """Entries of a JSON file, by path (`text_config.vocab_size`); a value of None removes the entry."""
+class Correction:
+    """A change of one file.
+
+    Attributes:
+        words: what is changed.
+        make: makes the change, given the file's path.
+    """
 
     file: str
-    entries: Mapping[str, Any]
-
-    @property
-    def words(self) -> str:
-        changes = (f"{key} removed" if value is None else f"{key}: {value!r}" for key, value in self.entries.items())
-        return f"{self.file}: {named(changes)}"
+    words: str
+    make: Callable[[str], None] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class JsonFile:
-    """A JSON file written anew."""
+def json_entries(file: str, entries: Mapping[str, Any]) -> Correction:
+    """Sets entries of a JSON file, by path (`text_config.vocab_size`); a value of None removes the entry."""
 
-    file: str
-    content: Mapping[str, Any] = field(repr=False)
+    def make(path: str) -> None:
+        with open(path, encoding="utf-8") as stream:
+            content: dict[str, Any] = json.load(stream)
+        for place, value in entries.items():
+            *steps, last = place.split(".")
+            part = content
+            for step in steps:
+                part = part.setdefault(step, {})
+            part[last] = value
+            if value is None:
+                del part[last]
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
-    @property
-    def words(self) -> str:
-        return f"{self.file}: written anew"
-
-
-@dataclass(frozen=True)
-class FileCopy:
-    """A file of a parent."""
-
-    file: str
-    source: str
-
-    @property
-    def words(self) -> str:
-        return f"{self.file}: copied from {self.source}"
+    changes = (f"{key} removed" if value is None else f"{key}: {value!r}" for key, value in entries.items())
+    return Correction(file, named(changes), make)
 
 
-@dataclass(frozen=True)
-class ShardHeader:
-    """The header of a safetensors file: tensors under other names, the format set; the bytes of tensors stay."""
-
-    file: str
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def words(self) -> str:
-        return f"{self.file}: header, {f'{len(self.names)} tensors renamed' if self.names else 'format set'}"
+def json_file(file: str, content: Mapping[str, Any]) -> Correction:
+    """Writes a JSON file anew."""
+    return Correction(file, "written anew", lambda path: write_text(path, json.dumps(content, indent=2) + "\n"))
 
 
-Correction = JsonEntries | JsonFile | FileCopy | ShardHeader
+def file_copy(file: str, source: str) -> Correction:
+    """Copies a file of a parent."""
+
+    def make(path: str) -> None:
+        with replacing(path) as temporary:
+            shutil.copyfile(source, temporary)
+
+    return Correction(file, f"copied from {source}", make)
+
+
+def shard_header(file: str, names: Mapping[str, str] | None = None) -> Correction:
+    """Sets the format of a safetensors file, and gives tensors other names: by present name the new one."""
+    new_names = names or {}
+
+    def make(path: str) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        with safe_open(path, framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {new_names.get(name, name): stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, {"format": "pt", **metadata})
+
+    return Correction(file, f"header, {f'{len(new_names)} tensors renamed' if new_names else 'format set'}", make)
 
 
 @dataclass(frozen=True)

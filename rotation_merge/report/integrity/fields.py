@@ -10,7 +10,7 @@ from typing import Any
 from rotation_merge.architecture.fields import differences
 from rotation_merge.errors import named
 from rotation_merge.model.contents import CONFIG, FLOATS, Contents, codes
-from rotation_merge.report.integrity.defect import Defect, JsonEntries
+from rotation_merge.report.integrity.defect import Defect, json_entries
 from rotation_merge.report.integrity.keys import LAYERS, settings_of
 
 DTYPE = ("dtype", "torch_dtype")
@@ -40,7 +40,7 @@ def check_fields(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
         return
     if not config.get("architectures"):
         known = next((parent.config["architectures"] for parent in parents if parent.config.get("architectures")), None)
-        corrections = (JsonEntries(CONFIG, {"architectures": known}),) if known else ()
+        corrections = (json_entries(CONFIG, {"architectures": known}),) if known else ()
         problem = "'architectures' names no class, which vLLM and llama.cpp's converter need"
         yield Defect("no architecture", problem, CONFIG, "name the model's class", corrections=corrections)
     for path, part in _parts(config):
@@ -63,7 +63,7 @@ def _parts(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, M
 def _layer_lists(path: str, part: Mapping[str, Any]) -> Iterator[Defect]:
     count, kinds = part.get("num_hidden_layers"), part.get("layer_types")
     if isinstance(kinds, list) and isinstance(count, int) and len(kinds) != count:
-        corrections = (JsonEntries(CONFIG, {f"{path}layer_types": kinds[:count]}),) if len(kinds) > count else ()
+        corrections = (json_entries(CONFIG, {f"{path}layer_types": kinds[:count]}),) if len(kinds) > count else ()
         problem = f"{path}layer_types has {len(kinds)} entries, num_hidden_layers is {count}"
         yield Defect("layer types", problem, CONFIG, "give each layer its type", corrections=corrections)
 
@@ -109,7 +109,7 @@ def _dtype(contents: Contents) -> Iterator[Defect]:
     if key and floats and contents.config[key] not in floats and not contents.config.get("quantization_config"):
         most = floats.most_common(1)[0][0]
         problem = f"{key} is {contents.config[key]}, the weights are {named(floats)}"
-        corrections = (JsonEntries(CONFIG, {key: most}),)
+        corrections = (json_entries(CONFIG, {key: most}),)
         yield Defect("dtype", problem, CONFIG, "set it ('--mend')", fatal=False, corrections=corrections)
     roles: dict[str, set[str]] = defaultdict(set)
     for name, kind in kinds.items():
@@ -128,7 +128,7 @@ def _codes(contents: Contents) -> Iterator[Defect]:
         problem = f"{len(quantised)} matrices are {kind} codes, '{name}' first, but there is no quantization_config"
         yield Defect("quantised weights", problem, CONFIG, "put it back, or dequantise the model")
     elif stated and contents.files and not quantised:
-        corrections = (JsonEntries(CONFIG, {"quantization_config": None}),)
+        corrections = (json_entries(CONFIG, {"quantization_config": None}),)
         problem = "there is a quantization_config, but the weights are not quantised"
         yield Defect("quantised weights", problem, CONFIG, "remove it ('--mend')", corrections=corrections)
 
@@ -158,7 +158,7 @@ def _unlike_parents(contents: Contents, parents: Sequence[Contents]) -> Iterator
 
 
 def _unlike(contents: Contents, name: str, value: Any, base: Any, why: str) -> Defect:
-    corrections = (JsonEntries(CONFIG, {name: base}),) if _in(contents.config, name) else ()
+    corrections = (json_entries(CONFIG, {name: base}),) if _in(contents.config, name) else ()
     problem = f"'{name}' is {value!r}, in the base {base!r}: {why}"
     return Defect("config unlike parents", problem, CONFIG, "take the base's ('--mend')", corrections=corrections)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rotation_merge.errors import CheckpointError, named, short
 from rotation_merge.model.contents import CONFIG, Contents, check_config
-from rotation_merge.report.integrity.defect import Defect, JsonEntries, ShardHeader
+from rotation_merge.report.integrity.defect import Defect, json_entries, shard_header
 
 IGNORED = (
     *("rotary_emb.inv_freq", "position_ids", "token_type_ids", ".attn.bias", ".attention.bias", ".masked_bias"),
@@ -260,7 +260,7 @@ def _prefix(contents: Contents, loading: Loading, missing: set[str], unexpected:
     files = sorted({contents.files[name] for name in names})
     fits = all(file.endswith(".safetensors") for file in files)
     corrections = tuple(
-        ShardHeader(file, {old: new for old, new in names.items() if contents.files[old] == file}) for file in files
+        shard_header(file, {old: new for old, new in names.items() if contents.files[old] == file}) for file in files
     )
     old, new = next(iter(names.items()))
     problem = f"{len(names)} tensors have names like '{old}', the model expects '{new}'"
@@ -308,7 +308,7 @@ def _differences(
     contents: Contents, parents: Sequence[Contents], loading: Loading, missing: set[str], unexpected: set[str]
 ) -> Iterator[Defect]:
     """Other names than the model's, and other shapes; corrected where a parent with these tensors has other sizes."""
-    corrections = tuple(JsonEntries(CONFIG, entries) for entries in (_sizes(contents, parents),) if entries)
+    corrections = tuple(json_entries(CONFIG, entries) for entries in (_sizes(contents, parents),) if entries)
     if missing:
         problem = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
         remedy = "merge again, from parents that have them"

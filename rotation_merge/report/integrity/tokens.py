@@ -15,7 +15,7 @@ from rotation_merge.model.contents import (
     TOKENIZER_JSON,
     Contents,
 )
-from rotation_merge.report.integrity.defect import Defect, JsonEntries
+from rotation_merge.report.integrity.defect import Correction, Defect, json_entries
 from rotation_merge.report.integrity.keys import embedding_rows, settings_of
 
 ADDED = "added_tokens.json"
@@ -158,7 +158,7 @@ def _ids_beyond(contents: Contents, rows: int) -> Iterator[Defect]:
                          corrections=corrections)  # fmt: skip
 
 
-def _corrected(contents: Contents, file: str, above: Mapping[str, int]) -> tuple[JsonEntries, ...]:
+def _corrected(contents: Contents, file: str, above: Mapping[str, int]) -> tuple[Correction, ...]:
     """Ids of the tokens that the tokenizer names, for entries with one of that name."""
     ids, entries = Vocabulary.of(contents).ids, {}
     for path in above:
@@ -166,7 +166,7 @@ def _corrected(contents: Contents, file: str, above: Mapping[str, int]) -> tuple
         if name is None or name not in ids or ids[name] in above.values():
             return ()
         entries[path] = ids[name]
-    return (JsonEntries(file, entries),)
+    return (json_entries(file, entries),)
 
 
 def _special(contents: Contents) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]
         return
     number, file = vocabulary.ids[name], GENERATION if GENERATION in contents.names else CONFIG
     problem = f"eos_token_id is {named(map(str, sorted(ends)))}, the tokenizer's '{name}' is {number}: text may not end"
-    corrections = (JsonEntries(file, {"eos_token_id": sorted({number, *ends})}),)
+    corrections = (json_entries(file, {"eos_token_id": sorted({number, *ends})}),)
     yield Defect("end of text", problem, file, "add it ('--mend')", fatal=False, corrections=corrections)
 
 
@@ -251,6 +251,6 @@ def _turns(
         return
     ids = [vocabulary.ids[token] for token in closing]
     place = GENERATION if GENERATION in contents.names else CONFIG
-    corrections = (JsonEntries(place, {"eos_token_id": sorted({*ends, *ids[-1:]})}),)
+    corrections = (json_entries(place, {"eos_token_id": sorted({*ends, *ids[-1:]})}),)
     problem = f"ends turns with {named(closing)} (id {ids[-1]}), eos_token_id is {named(map(str, sorted(ends)))}"
     yield Defect("turns do not end", problem, file, "add its id ('--mend')", fatal=False, corrections=corrections)

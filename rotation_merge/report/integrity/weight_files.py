@@ -10,7 +10,7 @@ from typing import Any
 from rotation_merge.errors import named
 from rotation_merge.model.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, INDEX, MEND, SETS, Contents
-from rotation_merge.report.integrity.defect import Defect, JsonEntries, JsonFile, ShardHeader
+from rotation_merge.report.integrity.defect import Defect, json_entries, json_file, shard_header
 
 INDEX_OF_SHARDS = ("damaged index", "index disagrees")
 """Faults that go when the index is written anew."""
@@ -25,7 +25,7 @@ def check_weight_files(contents: Contents, parents: Sequence[Contents]) -> Itera
     for kind, error in contents.faults():
         name = os.path.relpath(error.where or "", contents.folder)
         mends = kind in INDEX_OF_SHARDS and contents.shards and contents.whole_files
-        corrections = (JsonFile(name, index_of(contents)),) if mends else ()
+        corrections = (json_file(name, index_of(contents)),) if mends else ()
         yield Defect(kind, error.what, name, error.remedy or AGAIN, corrections=corrections)
     if contents.index is None:
         yield from _without_index(contents)
@@ -60,7 +60,7 @@ def _without_index(contents: Contents) -> Iterator[Defect]:
     elif contents.shards and contents.whole_files:
         name = re.sub(r"-\d+-of-\d+", "", contents.shards[0]) + INDEX
         problem = f"{len(contents.shards)} shards, but no index names them"
-        yield Defect("no index", problem, name, MEND, corrections=(JsonFile(name, index_of(contents)),))
+        yield Defect("no index", problem, name, MEND, corrections=(json_file(name, index_of(contents)),))
 
 
 def _index(contents: Contents, index: str) -> Iterator[Defect]:
@@ -69,7 +69,7 @@ def _index(contents: Contents, index: str) -> Iterator[Defect]:
     headers = {name: head.shapes for name in stray if (head := contents.header(name)) is not None}
     unnamed = {name: shapes for name, shapes in headers.items() if not shapes.keys() & contents.files.keys()}
     if unnamed and contents.whole_files:
-        corrections = (JsonFile(index, index_of(contents, unnamed)),)
+        corrections = (json_file(index, index_of(contents, unnamed)),)
         problem = f"lacks {named(unnamed)}, whose tensors are in no other file"
         yield Defect("index disagrees", problem, index, MEND, corrections=corrections)
     elif stray:
@@ -79,13 +79,13 @@ def _index(contents: Contents, index: str) -> Iterator[Defect]:
         return
     if lacking := [name for name in contents.files if name not in contents.weight_map]:
         problem = f"lacks {len(lacking)} tensors of its shards, '{lacking[0]}' first"
-        yield Defect("index disagrees", problem, index, MEND, corrections=(JsonFile(index, index_of(contents)),))
+        yield Defect("index disagrees", problem, index, MEND, corrections=(json_file(index, index_of(contents)),))
     metadata = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(_bytes(contents, name) for name in contents.by_file)
     if ".safetensors" in index and stated is not None and stated != size:
         problem = f"total_size is {stated}, its shards hold {size} bytes"
-        corrected = JsonEntries(index, {"metadata.total_size": size})
+        corrected = json_entries(index, {"metadata.total_size": size})
         yield Defect("wrong total size", problem, index, MEND, fatal=False, corrections=(corrected,))
 
 
@@ -98,6 +98,6 @@ def _format(contents: Contents) -> Iterator[Defect]:
     ]
     if unmarked:
         problem = "its header lacks 'format', which transformers 4 refuses"
-        corrections = tuple(map(ShardHeader, unmarked))
+        corrections = tuple(map(shard_header, unmarked))
         remedy = "set it ('--mend')"
         yield Defect("no format", problem, named(unmarked), remedy, fatal=False, corrections=corrections)
