@@ -49,8 +49,7 @@ from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samp
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
 from rotation_merge.run.functions import Batch, module_of, unlabelled
 from rotation_merge.run.generated_samples import SELF
-from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import measured
+from rotation_merge.run.measure import MeasureConfig, measured
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.search.config import MergeConfig

@@ -400,11 +400,11 @@ class Store:
         """Keep a part (see `write_part`); one of the same name is replaced."""
         write_part(self._file(name), part)
 
-    def get(self, name: str, device: str = "cpu") -> Any:
-        """A part that is kept; None if there is none, or it is damaged."""
+    def get(self, name: str, device: str = "cpu", mapped: bool = False) -> Any:
+        """A part that is kept (see `read_part`); None if there is none, or it is damaged."""
         path = self._file(name)
         try:
-            return read_part(path, device) if path.exists() else None
+            return read_part(path, device, mapped) if path.exists() else None
         except ValueError as error:
             LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
             return None

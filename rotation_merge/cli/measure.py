@@ -51,7 +51,7 @@ def command(
     from rotation_merge.model.open import open_model
     from rotation_merge.run.data import read_samples
     from rotation_merge.run.data_checks import check_labels
-    from rotation_merge.run.measuring import default_statistics_path, measured, model_for
+    from rotation_merge.run.measure import default_statistics_path, measured, model_for
 
     config = config_of(MeasureConfig, values)
     checkpoint = open_model(model)

@@ -1,36 +1,50 @@
-r"""Measuring a model: Grams of the inputs of its maps on samples, and squared gradients of its outputs.
+"""Measures a model: Grams of the inputs of its maps, layer by layer, and Fisher diagonals, into a value or a file.
 
-The Fisher matrix is the mean of squared gradients of log-probabilities: F = E_x E_{y ~ p(y|x)} (d log p(y|x))^2. Over
-the labels of a classifier the inner expectation is taken exactly: the sum over labels c of p_c (d log p_c)^2 is the sum
-of squared gradients of sqrt(p_c) log p_c with the root held constant (Matena and Raffel 2022, section 2.2). Over the
-vocabulary of a language model one label is drawn at each position.
+Statistics go by the names of the checkpoint, which may hold tensors apart or together that the module in memory does
+not.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import MinLen
+from mergekit.common import ModelReference
 from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
 
+from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, Count, Length, option
-from rotation_merge.errors import DataError
+from rotation_merge.errors import StatisticsError
+from rotation_merge.files import Store
+from rotation_merge.model.card import origins
+from rotation_merge.model.forms import names_in, restructured
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
-from rotation_merge.run.arrays import by_rows
-from rotation_merge.run.functions import Batch, check_answers, inputs_for
-from rotation_merge.run.maps import LinearMap
+from rotation_merge.model.view import View
+from rotation_merge.record import versions
+from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
+from rotation_merge.run.fisher import FISHER, LabelScores, fisher_diagonals
+from rotation_merge.run.functions import Batch, architecture_of, empty_model, load, streamed_model
+from rotation_merge.run.generated_samples import SELF
+from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, Statistic
-from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement, first_readers
-from rotation_merge.workers import Progress
+from rotation_merge.run.statistics import NAME, SPACE, Statistics, first_readers, write_error
+from rotation_merge.run.store import StateStore
+from rotation_merge.workers import Progress, free_memory
 
-INPUTS, FISHER = "inputs of the maps", "Fisher"
-"""Names of the parts of a measurement, shown as progress."""
+INPUTS = "inputs of the maps"
+"""Name of the measurement of Grams, shown as progress."""
 
 
 @config_dataclass(frozen=True)
@@ -48,6 +62,133 @@ class MeasureConfig(Config):
     )
     batch_size: Count = option(16, "examples in a batch")
     length: Length = option(128, "tokens in a window of text")
+
+
+def default_statistics_path(reference: ModelReference) -> Path:
+    """The default place of a model's statistics: beside it (beside its adapter), otherwise here."""
+    folder = Path(reference.lora.path if reference.lora is not None else reference.model.path)
+    return folder / NAME if folder.is_dir() else Path(NAME)
+
+
+def fits(shapes: Mapping[str, Sequence[int]], device: str, fisher: bool = False) -> bool:
+    """Whether a model takes at most three quarters of the memory that is free.
+
+    Args:
+        fisher: with gradients, and their sums in float64, else its weights alone, all in float32.
+    """
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+    return (16 if fisher else 4) * sum(math.prod(shape) for shape in shapes.values()) <= 0.75 * free
+
+
+def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, by_layer: bool | None) -> Any:
+    """The model as measuring it needs it beside its files: with its weights to write text, and for Fisher diagonals.
+
+    Args:
+        by_layer: layers read their weights as they run; None: if the model does not fit.
+
+    Raises:
+        StatisticsError: its Fisher is to be measured by layer.
+        CheckpointError: it cannot be run in that way.
+    """
+    fisher, name = "fisher" in options.kinds, str(checkpoint.reference)
+    if not fisher and data != SELF:
+        return empty_model(checkpoint.transformers_config)
+    streamed = not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer
+    if streamed and fisher:
+        problem = "a Fisher diagonal needs the whole model in memory"
+        remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
+        raise StatisticsError(problem, where=name, remedy=remedy)
+    return streamed_model(checkpoint, device) if streamed else load(name).to(device)
+
+
+def measured(
+    view: View,
+    module: nn.Module | None,
+    data: Data,
+    options: MeasureConfig,
+    out: Path | None = None,
+    progress: Progress = lambda *_: None,
+    device: str = "cpu",
+) -> Statistics:
+    """Measure a model, under the names of its files.
+
+    Args:
+        module: the model in memory, in evaluation mode, for Fisher diagonals.
+        out: the statistics are written to, beside which finished parts and hidden states wait; what was interrupted
+            continues. None: all stays in memory.
+
+    Raises:
+        RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
+            except an earlier run's results.
+    """
+    batches = unpadded(data.batches, data.source)
+    origin = {} if out is None else {"model": str(view.reference), "models": origins([view.reference])}
+    metadata = {
+        "model": view.name,
+        "fingerprint": view.fingerprint,
+        "family": view.architecture.family,
+        **origin,
+        **described(data, batches),
+        "kinds": sorted(options.kinds),
+        "labels": options.labels,
+        "seed": options.seed,
+        "versions": versions(),
+    }
+    model = empty_model(view.transformers_config) if module is None else module
+    with unfinished(out, metadata) as store:
+        result = Statistics(together([]), {}, frozenset(), frozenset())
+        if "gram" in options.kinds:
+            result = _grams_of(view, batches, store, progress, device)
+        if "fisher" in options.kinds:
+            diagonals = _finished(store, FISHER)
+            if diagonals is None:
+                scores = LabelScores(data.task, options.labels == "data")
+                computed = fisher_diagonals(model, architecture_of(model), batches, scores, options.seed, progress)
+                diagonals = _kept(store, FISHER, computed)
+            result = replace(result, tensors=together([result.tensors, diagonals]))
+        statistics = _as_stored(result, model, view, metadata)
+        if out is not None:
+            statistics.write(out)
+    return statistics
+
+
+@contextmanager
+def unfinished(out: Path | None, identity: Mapping[str, Any]) -> Iterator[Store | None]:
+    """A store of finished parts beside an output, from which the same command continues; None without an output.
+
+    Args:
+        identity: key of all inputs and options of the measurement.
+
+    Raises:
+        StatisticsError: it cannot be written.
+    """
+    if out is None:
+        yield None
+        return
+    with Store(str(out)) as store:
+        try:
+            store.begin(json.dumps(identity, sort_keys=True, default=str))
+            yield store
+        except OSError as error:
+            raise write_error(out, error) from error
+
+
+def _finished(store: Store | None, name: str) -> Tensors | None:
+    """The results of a part, read when they are asked for; None if it is not finished."""
+    if store is None or (part := store.get(name, mapped=True)) is None:
+        return None
+    known, get = as_tensors(part), partial(store.get, name, mapped=True)
+    return Tensors(known.shapes, known.dtypes, by_name(lambda key: get()[key]))
+
+
+def _kept(store: Store | None, name: str, part: dict[str, Tensor]) -> Tensors:
+    """The results of a part, in the store if there is one."""
+    if store is not None:
+        store.put(name, part)
+    return _finished(store, name) or as_tensors(part)
+
+
+# --- Grams -----------------------------------------------------------------------------------------------------------
 
 
 class GramSums(Watcher):
@@ -98,159 +239,91 @@ def together(parts: Iterable[Tensors]) -> Tensors:
     return Tensors(shapes, dtypes, by_name(lambda key: sources[key][key]))
 
 
-def grams(runner: Runner, state: UnfinishedMeasurement | None, progress: Progress) -> Statistics:
+def _grams_of(view: View, batches: Sequence[Batch], store: Store | None, progress: Progress, device: str) -> Statistics:
+    """The Grams of a model; hidden states wait beside its output."""
+    states = StateStore(None if store is None else str(store.path), SPACE)
+    try:
+        return grams(Runner(view, with_small_first_batch(batches), states, device=device), store, progress)
+    finally:
+        states.close()
+
+
+def grams(runner: Runner, store: Store | None = None, progress: Progress = lambda *_: None) -> Statistics:
     """The Grams of all maps that run, under the names of the runner's model; a block's sums in memory at a time.
 
     Args:
         runner: about to run on samples without padding.
-        state: a block that an interrupted run has measured is only run forward; None: all stays in memory.
+        store: a block that an interrupted run has measured is only run forward; None: all stays in memory.
     """
-    watched, total = WatchedBlocks(runner), len(runner.architecture.blocks)
-    dtype, parts = torch.promote_types(runner.dtype, torch.float32), list[Tensors]()
+    watched, total, parts = WatchedBlocks(runner), len(runner.architecture.blocks), list[Tensors]()
     while (block := watched.advance()) is not None:
         progress(INPUTS, len(parts), total)
-        results = None if state is None else state.result(f"{INPUTS} {block.name}")
-        sums = GramSums(watched.maps, watched.new_axes if results is None else {})
+        name = f"{INPUTS} {block.name}"
+        known = _finished(store, name)
+        sums = GramSums(watched.maps, watched.new_axes if known is None else {})
         with watched.by(sums):
             for batch in range(len(runner.batches)):
                 runner.run(batch, record=True)
-        if results is None:
-            means = sums.means(dtype)
-            results = as_tensors(means) if state is None else state.done(f"{INPUTS} {block.name}", means)
-        parts.append(results)
+        if known is None:
+            known = _kept(store, name, sums.means(torch.promote_types(runner.dtype, torch.float32)))
+        parts.append(known)
     progress(INPUTS, total, total)
     return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)
 
 
-def fisher_diagonals(
-    model: nn.Module,
-    architecture: Architecture,
-    batches: Sequence[Batch],
-    task: str,
-    options: MeasureConfig,
-    progress: Progress,
-) -> dict[str, Tensor]:
-    """Fisher diagonals of a model's parameters, `TENSOR.fisher` by its own names.
+# --- under the names of the checkpoint -------------------------------------------------------------------------------
+
+
+def _as_stored(measured: Statistics, model: nn.Module, view: View, metadata: Mapping[str, Any]) -> Statistics:
+    """Statistics of a module under the names of its checkpoint.
 
     Args:
-        model: in evaluation mode.
-        architecture: under the names of its state dict.
-        batches: without padding.
-        task: of their labels.
+        metadata: of the result, what it holds of itself left out.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
-    sums: dict[str, Tensor] = {}
-    examples = [example for batch in batches for example in by_rows(batch)]
-    for number, example in enumerate(examples):
-        progress(FISHER, number, len(examples))
-        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
-        _add_squares(sums, model, weights, example, task, options.labels, draw)
-    progress(FISHER, len(examples), len(examples))
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    return {f"{name}.fisher": (total / len(examples)).to(dtype) for name, total in sums.items()}
+    module, buffers = architecture_of(model), {name for name, _ in model.named_buffers()}
+    stored = resolve(dict(view.config), view.names, view.name, untie=True)
+    readers, names = _maps(module, stored), names_in(module, stored)
+    axes = {name: measured.axes[reader] for name, reader in readers.items() if reader in measured.axes}
+    inputs = dict.fromkeys(axes.values())
+    grams = measured.tensors.only(f"{axis}.{kind}" for axis in inputs for kind in ("gram", "count"))
+    fishers = _fishers(measured.tensors, module, stored)
+    facts = {
+        "fisher_norm": _norm(fishers.only(f"{name}.fisher" for name in stored.named() if name in view)),
+        "narrow": _narrow(axes, grams),
+        "buffers": sorted(name for name, ours in names.items() if ours in buffers),
+    }
+    uncalled = frozenset(readers) - axes.keys() if axes else frozenset[str]()
+    return Statistics(together([grams, fishers]), axes, measured.split, uncalled, {**metadata, **facts}, view.name)
 
 
-def _add_squares(
-    sums: dict[str, Tensor],
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    example: Batch,
-    task: str,
-    labels: str,
-    draw: torch.Generator,
-) -> None:
-    """Add the squared gradients of one example's scores to the sums of the weights that they reach."""
-    dtype = next(model.parameters()).dtype
-    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
-    with torch.enable_grad():
-        result = model(**inputs)
-        check_answers(model, (x for x in result.values() if isinstance(x, Tensor)))
-        label_scores = list(scores(model, result, example, task, labels, draw))
-    for number, score in enumerate(label_scores, 1):
-        again = number < len(label_scores)
-        gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
-        for name, gradient in zip(weights, gradients, strict=True):
-            if gradient is not None:
-                squares = gradient.double().square()
-                sums[name] = sums[name].add_(squares) if name in sums else squares
+def _maps(module: Architecture, stored: Architecture) -> dict[str, str]:
+    """By the name of each map in a checkpoint, that of the map in memory that it is, or is a part of."""
+    blocks = {(block.module, block.place, block.index): block for block in module.blocks}
+    maps: dict[str, str] = {}
+    for block in stored.blocks:
+        same = blocks.get((block.module, block.place, block.index))
+        candidates = [m for info in same.tensors if (m := linear_map(same, info)) is not None] if same else []
+        for info in block.tensors:
+            linear = linear_map(block, info)
+            if linear is not None and (place := same_map(linear, candidates)) is not None:
+                maps[info.name] = place[0].info.name
+    return maps
 
 
-MOST_LABELS = 100
-"""Classifiers with more labels have one drawn for each example."""
+def _fishers(tensors: Tensors, module: Architecture, stored: Architecture) -> Tensors:
+    """Fisher diagonals of a module, by `TENSOR.fisher`, in the form and under the names of its checkpoint."""
+    keys = {key.removesuffix(".fisher"): key for key in tensors if key.endswith(".fisher")}
+    diagonals = restructured(tensors.renamed(keys).only(keys), module, stored)
+    return diagonals.renamed({f"{name}.fisher": name for name in diagonals}).only(f"{n}.fisher" for n in stored.named())
 
 
-def scores(
-    model: Any,
-    outputs: Mapping[str, Any],
-    batch: Mapping[str, Tensor],
-    task: str,
-    label_source: str,
-    draw: torch.Generator,
-) -> Iterator[Tensor]:
-    """Scalars whose squared gradients, of each example by itself, add up to the example's Fisher matrix.
-
-    Args:
-        outputs: of the model for the batch, inside the graph.
-        task: task of the labels (see `samples`).
-        label_source: sampled (or exact, where that can be), or data: the labels that came with the samples.
-        draw: where drawn labels come from.
-
-    Raises:
-        DataError: the model has no head that gives probabilities, or the samples have no labels for it.
-    """
-    heads = [x for name, x in outputs.items() if name.endswith("logits") and isinstance(x, Tensor)]
-    if not heads:
-        problem = f"{type(model).__name__} has no head that gives probabilities"
-        raise DataError(problem, remedy="measure the kind 'gram', or a model with its head")
-    from_data, kind = label_source == "data", getattr(model.config, "problem_type", None)
-    for logits in (x if x.dtype == torch.float64 else x.float() for x in heads):
-        regression = kind == "regression" or logits.shape[-1] == 1
-        if from_data and task in ("regression", "labels"):
-            yield _of_numbers(logits, batch, task)
-        elif from_data or logits.ndim != 2 or (logits.shape[-1] > MOST_LABELS and not regression):
-            yield _of_labels(logits, batch, task, from_data, draw)
-        else:
-            weighted = logits if regression else _weighted(logits, kind == "multi_label_classification")
-            yield from (weighted[:, label].sum() for label in range(logits.shape[1]))
+def _norm(diagonals: Tensors) -> float | None:
+    """The 2-norm of the Fisher diagonal of all tensors."""
+    return float(sum(float(t.double().square().sum()) for t in diagonals.values())) ** 0.5 if diagonals else None
 
 
-def _weighted(logits: Tensor, several: bool) -> Tensor:
-    """Log-probabilities times the roots of their probabilities, (n, labels), so that a sum over labels is expected.
-
-    Args:
-        several: whether an example may have several labels.
-    """
-    if several:
-        return (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach() * logits
-    logs = logits.log_softmax(-1)
-    return (logs.detach() / 2).exp() * logs
-
-
-def _of_numbers(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> Tensor:
-    """The log-probability of the data's numbers (under a normal distribution of variance one), or of all labels."""
-    labels = batch["labels"].to(logits).reshape(logits.shape)
-    if task == "regression":
-        return -(logits - labels).square().sum() / 2
-    return -torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-
-
-def _of_labels(
-    logits: Tensor, batch: Mapping[str, Tensor], task: str, from_data: bool, draw: torch.Generator
-) -> Tensor:
-    """The log-probability of one label for each example or position."""
-    labels = batch.get("labels")
-    if task == "next token":
-        logits = logits[:, :-1]
-        labels = None if labels is None else labels[:, 1:]
-    if labels is not None and labels.shape != logits.shape[:-1]:
-        labels = None
-    if from_data and labels is None:
-        raise DataError("the samples have no labels for this head", remedy="leave out 'labels: data'")
-    labelled = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
-    logs = logits[labelled].log_softmax(-1)
-    if from_data and labels is not None:
-        chosen = labels[labelled]
-    else:
-        chosen = torch.multinomial(logs.detach().exp().cpu(), 1, generator=draw)[:, 0].to(logs.device)
-    return logs.gather(-1, chosen[:, None]).sum()
+def _narrow(axes: Mapping[str, str], grams: Tensors) -> list[str]:
+    """Maps that saw fewer rows than they have inputs, so that their Gram alone is singular; one of each axis."""
+    measured = {axis: name for axis, name in first_readers(axes).items() if f"{axis}.gram" in grams}
+    few = (axis for axis in measured if bool((grams[f"{axis}.count"] < grams.shapes[f"{axis}.gram"][-1]).any()))
+    return sorted(measured[axis] for axis in few)

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
-from rotation_merge.files import Output, Store, check_output, read_part, replacing
+from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.contents import Header
-from rotation_merge.model.tensors import Tensors, as_tensors, by_name
+from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, along_inputs
 
 FORMAT = "rotation_merge.statistics.2"
@@ -268,50 +268,3 @@ def write_error(path: Path | str, error: Exception) -> RotationMergeError:
     if no_space(error):
         return SpaceError(problem, where=str(path), remedy=SPACE)
     return StatisticsError(problem, where=str(path), remedy="give another place with --out")
-
-
-class UnfinishedMeasurement(Store):
-    """Finished parts of an interrupted measurement, from which the same command continues: a block, or the Fisher.
-
-    Args:
-        out: the statistics file that it stands beside.
-        identity: key of all inputs and options of the measurement.
-    """
-
-    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
-        super().__init__(str(out))
-        self.out = out
-        try:
-            self.begin(json.dumps(identity, sort_keys=True, default=str))
-        except OSError as error:
-            self.remove()
-            raise write_error(out, error) from error
-
-    def __enter__(self) -> UnfinishedMeasurement:
-        return self
-
-    def result(self, name: str) -> Tensors | None:
-        """The results of a finished part, read when they are asked for; None if it is not finished."""
-        tensors = self.get(name)
-        return None if tensors is None else self._stored(name, tensors)
-
-    def done(self, name: str, tensors: dict[str, Tensor]) -> Tensors:
-        """Write the results of a part, and give them as `result` does.
-
-        Raises:
-            StatisticsError: a tensor holds NaN or infinity, or cannot be written.
-        """
-        for key, tensor in tensors.items():
-            if not all_finite([tensor]):
-                problem = f"'{key}' would hold NaN or infinity"
-                remedy = "look at the model's weights, and at the samples"
-                raise StatisticsError(problem, where=str(self.out), remedy=remedy)
-        try:
-            self.put(name, tensors)
-        except OSError as error:
-            raise write_error(self.out, error) from error
-        return self._stored(name, tensors)
-
-    def _stored(self, name: str, tensors: dict[str, Tensor]) -> Tensors:
-        described, path = as_tensors(tensors), self._file(name)
-        return Tensors(described.shapes, described.dtypes, by_name(lambda key: read_part(path, mapped=True)[key]))

@@ -16,8 +16,7 @@ from rotation_merge.matching.options import FitConfig
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.generated_samples import SELF, SOURCES
-from rotation_merge.run.measure import MeasureConfig
-from rotation_merge.run.measuring import measured, model_for
+from rotation_merge.run.measure import MeasureConfig, measured, model_for
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.preparation import FAR, SHARED, Parents
 from rotation_merge.workers import listener

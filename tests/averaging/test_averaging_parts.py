@@ -20,7 +20,7 @@ from rotation_merge.averaging.ot_fusion import Solver
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.matching.objective import answer, divergence, read_answers, write_answers
-from rotation_merge.run.measure import scores
+from rotation_merge.run.fisher import LabelScores
 
 
 def test_plans_by_hand():
@@ -69,7 +69,7 @@ def test_scores_of_the_datas_own_numbers(task: str):
     logits = torch.randn(5, 1 if task == "regression" else 3, generator=draw, requires_grad=True)
     labels = torch.rand(5, generator=draw) if task == "regression" else torch.tensor([[1.0, 0, 1]] * 5)
     model = build("bert", num_labels=logits.shape[1])
-    (score,) = scores(model, {"logits": logits}, {"labels": labels}, task, "data", draw)
+    (score,) = LabelScores(task, True).of(model, {"logits": logits}, {"labels": labels}, draw)
     (found,) = torch.autograd.grad(score, logits)
     given = logits if task == "regression" else logits.sigmoid()
     torch.testing.assert_close(found, labels.reshape(logits.shape) - given)

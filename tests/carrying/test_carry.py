@@ -10,19 +10,20 @@ import torch
 from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import Tensor
 
-from rotation_merge import AlignConfig, MeasureConfig, RotationMergeError
+from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.statistics import moved_fisher, moved_statistics
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import read_block
 from rotation_merge.model.fold import Fold, folded_tensors
+from rotation_merge.run.fisher import LabelScores, fisher_diagonals
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.measure import fisher_diagonals, grams
+from rotation_merge.run.measure import grams
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics import Statistics, UnfinishedMeasurement
+from rotation_merge.run.statistics import Statistics
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
@@ -33,8 +34,8 @@ def measured(model: torch.nn.Module, case: Case, architecture: Architecture, whe
     batches = [inputs(case, model)]
     with keep_float64():
         if kind == "gram":
-            return grams(Runner.of_module(model, batches), UnfinishedMeasurement(where, {}), lambda *_: None)
-        return fisher_diagonals(model, architecture, batches, "none", MeasureConfig((kind,)), lambda *_: None)
+            return grams(Runner.of_module(model, batches))
+        return fisher_diagonals(model, architecture, batches, LabelScores("none"), 0, lambda *_: None)
 
 
 def read(found: Statistics, one: LinearMap, tensors: dict[str, Tensor]) -> Tensor:

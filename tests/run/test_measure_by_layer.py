@@ -26,11 +26,10 @@ from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import streamed_model
-from rotation_merge.run.measure import GramSums, grams
-from rotation_merge.run.measuring import measured
+from rotation_merge.run.measure import GramSums, grams, measured, unfinished
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics import NAME, UnfinishedMeasurement, write_error
+from rotation_merge.run.statistics import NAME
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -48,7 +47,7 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
     monkeypatch.setattr(WatchedBlocks, "without_gains", lambda *_: nullcontext())
     with keep_float64(), torch.no_grad():
         runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
-        found = grams(runner, UnfinishedMeasurement(tmp_path / "layers", {}), lambda *_: None)
+        found = grams(runner)
         whole = Runner.of_module(model, [given])
         whole.fill_all()
         watched = WatchedBlocks(whole)
@@ -74,9 +73,9 @@ def test_fused_attention_only_where_layers_compute_the_same(monkeypatch: pytest.
     with keep_float64():
         with monkeypatch.context() as patched:
             patched.setattr("rotation_merge.run.runner.has_fused_attention", lambda _: False)
-            plain = grams(Runner.of_module(model, batches), None, lambda *_: None)
+            plain = grams(Runner.of_module(model, batches))
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
-        fused = grams(Runner.of_module(model, batches), None, lambda *_: None)
+        fused = grams(Runner.of_module(model, batches))
     layers = len(model.model.layers)
     tried, run, opened = layers, len(batches) * layers, layers - 1  # a layer is opened by the form of that before it
     assert calls["fused"] == (tried if scale != 1.0 else tried + run + opened)
@@ -130,7 +129,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fisher_diagonal_needs_the_whole_model(fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint("llama", tmp_path / "model")
     if not fits:
-        monkeypatch.setattr("rotation_merge.run.measuring.free_memory", lambda: 1)
+        monkeypatch.setattr("rotation_merge.run.measure.free_memory", lambda: 1)
     done = run("measure", path, "--data", "self", "--kinds", "gram,fisher", *(["--by-layer"] if fits else []))
     assert done.exit_code == 2
     assert "a Fisher diagonal needs the whole model in memory; measure the kind 'gram', or" in one_error(done.output)
@@ -169,16 +168,19 @@ def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> No
         streamed_model(View(case.name, config, architecture, as_tensors(state)), "cpu")
 
 
-@pytest.mark.parametrize(("done", "kept"), [(True, True), (False, False)])
-def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("done", [True, False])
+def test_a_full_disk_leaves_what_is_done(done: bool, tmp_path: Path) -> None:
     """The folder stays where a next run can use it, and goes where there is nothing in it."""
-    state = UnfinishedMeasurement(tmp_path / "out", {})
-    full = write_error(tmp_path / "out", OSError(28, "No space left on device"))
-    if done:
-        state.done("a", {"a": torch.ones(2)})
-    with pytest.raises(RotationMergeError, match=r"no space left.*the same command continues"), state:
-        raise full
-    assert state.path.exists() == kept
+
+    def measure() -> None:
+        with unfinished(tmp_path / "out", {}) as store:
+            if done:
+                store.put("a", {"a": torch.ones(2)})
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(RotationMergeError, match=r"no space left.*the same command continues"):
+        measure()
+    assert bool(list(tmp_path.iterdir())) == done
 
 
 def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

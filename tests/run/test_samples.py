@@ -236,9 +236,7 @@ def test_labels_that_the_model_does_not_have(labels: list[Any], message: str, tm
 
 def test_a_row_of_labels_is_as_long_as_the_outputs(tmp_path: Path):
     """Not as the text, to whose length the labels of tokens are padded."""
-    model = load(
-        str(make_checkpoint("bert", tmp_path / "m", num_labels=3, problem_type="multi_label_classification"))
-    )
+    model = load(str(make_checkpoint("bert", tmp_path / "m", num_labels=3, problem_type="multi_label_classification")))
     rows = [{"input_ids": list(range(3, 8 + i)), "labels": [1, 0, i % 2]} for i in range(4)]
     data = read(rows, tmp_path, model)
     assert data.task == "labels"
@@ -317,9 +315,7 @@ def test_texts_of_like_length_stand_together():
     assert set(alike) == {"input_ids"}
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", "deberta_v2", "mpnet", "gpt2", "llama", "falcon_h1", "qwen3_next", "mixtral"]
-)
+@pytest.mark.parametrize("name", ["bert", "deberta_v2", "mpnet", "gpt2", "llama", "falcon_h1", "qwen3_next", "mixtral"])
 def test_padding_at_the_end_changes_no_family(name: str):
     """Recurrent ones, too: all families were tried once."""
     model = family(name)
