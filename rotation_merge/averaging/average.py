@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ def averaged(
     seed: int = 0,
     excluded: Callable[[str], bool] = lambda _: False,
     based: bool = True,
+    ids: Sequence[Hashable] | None = None,
 ) -> Tensors:
     """Models in one set of coordinates, averaged by a merge method: mergekit's, or ours.
 
@@ -41,6 +42,7 @@ def averaged(
         seed: of what the method draws; each tensor draws its own numbers, in whatever order tensors are asked for.
         excluded: says of a tensor that it is the anchor's, as are those outside the architecture.
         based: whether the method is told that the anchor is the base.
+        ids: of the models for the method; None: their numbers.
 
     Returns:
         Lazy tensors, each in float32 at least.
@@ -64,7 +66,7 @@ def averaged(
         if not takes_stored:
             tensors = [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         axis, base_index = places[name][1].vocabulary_axis, 0 if based else None
-        group = TensorGroup.from_tensors(tensors, base_index=base_index, name=name, vocabulary_axis=axis)
+        group = TensorGroup.from_tensors(tensors, ids=ids, base_index=base_index, name=name, vocabulary_axis=axis)
         with seeded(zlib.crc32(f"{seed} {name}".encode())):
             (result,) = method((group,), parameters=values(name), out_dtype=dtypes[0] if takes_stored else None)
         return check_merged(result, name)

@@ -129,7 +129,7 @@ def _averaging(path: str) -> dict[str, Any] | None:
         return None
     base = open_model(str(recipe.base), any_base=True)
     models = sum(model.model != recipe.base for model in recipe.config.models or [])
-    tied = base.tied_head is not None and not recipe.untie
+    tied = base.tied_head is not None and not recipe.value("untie")
     memory = averaging_memory(base.architecture, base.shapes, models, tied)
     return {"delegate": method.spec.name, "memory": memory}
 

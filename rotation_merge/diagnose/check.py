@@ -106,7 +106,7 @@ def lengths_of_changes(path: str) -> Lengths | None:
     is_local = not any(absent_parts(model) for model in [recipe.base, *(donor.model for donor in donors)])
     if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and is_local):
         return None
-    models = Models(MergeOptions(), recipe.unsupported)
+    models = Models(MergeOptions(), recipe.value("unsupported"))
     try:
         changes = sampled_changes(models[recipe.base], {str(donor.model): models[donor.model] for donor in donors})
     except RotationMergeError:
@@ -122,7 +122,7 @@ def suggestions(path: str) -> list[Suggestion]:
     """
     if (recipe := _recipe(path)) is None:
         return []
-    config, models, results = recipe.config, Models(MergeOptions(), recipe.unsupported), []
+    config, models, results = recipe.config, Models(MergeOptions(), recipe.value("unsupported")), []
     for donor in config.models or []:
         values = {**(config.parameters or {}), **(donor.parameters or {})}
         settled = set(MOVED) & set(values)

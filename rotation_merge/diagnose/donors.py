@@ -72,7 +72,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
         RecipeError: the recipe is at fault, or names none.
     """
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
-    models, listed = Models(MergeOptions(), recipe.unsupported), recipe.config.models or []
+    models, listed = Models(MergeOptions(), recipe.value("unsupported")), recipe.config.models or []
     settle_presets(recipe, models, [entry.model for entry in listed])
     recipe.settle_heads(models[entry.model] for entry in listed)
     donors = [_donor(recipe, entry) for entry in listed if entry.model != recipe.base]
@@ -86,17 +86,17 @@ def _donor(recipe: Recipe, entry: InputModelDefinition) -> RecipeDonor:
     values = {**(config.parameters or {}), **(entry.parameters or {})}
     reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
     names = "finetuned_from", "alignment", "match_on", "data", "samples"
-    origin, file, match_on, data, samples = (recipe.of_model(name, reader, model) for name in names)
+    origin, file, match_on, data, samples = (recipe.value(name, reader, model) for name in names)
     return RecipeDonor(
         str(recipe.base),
         str(model),
         recipe.varying(reader, model),
-        recipe.untie,
+        recipe.value("untie"),
         origin,
         file,
         recipe.excluded,
         words=not (config.tokenizer or config.tokenizer_source),
-        unsupported=recipe.unsupported,
+        unsupported=recipe.value("unsupported"),
         match_on=match_on or WEIGHTS,
         data=data or "",
         samples=samples,

@@ -99,7 +99,7 @@ def check_sources(
     if recipe is None:
         _check_models(document, recipe, made_earlier, options, refused, Models(options))
         return
-    session = Session.of(recipe, options, watched=False)
+    session = Session(recipe, options, watched=False)
     try:
         complete = _check_models(document, recipe, made_earlier, options, refused, session.models)
         if complete and document.first is None:

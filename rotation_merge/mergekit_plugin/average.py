@@ -130,19 +130,19 @@ def average_views(
         RotationMergeError: the models do not fit together, or parameters mean nothing.
     """
     first, references = views[0], [entry.model for entry in recipe.config.models or []]
-    session = Session.of(recipe, MergeOptions(random_seed=seed), watched=False)
+    session = Session(recipe, MergeOptions(random_seed=seed), watched=False)
     session.models.update(zip(references, views, strict=True))
     in_output = output_views(session)
-    ids, method = {model: number for number, model in enumerate(references)}, recipe.delegate
-    parameters = tensor_parameters(recipe, in_output.blocks, ids)
+    parameters, method = tensor_parameters(recipe, in_output.blocks), recipe.delegate
     if isinstance(method, OwnMethod):
         pool = (lambda: unpadded(samples, "samples")) if samples else None
         measured = dict(zip(references, statistics, strict=False))
-        method = told(method, in_output, ids, parameters, statistics=measured, samples=pool)
+        method = told(method, in_output, parameters, statistics=measured, samples=pool)
     merged = averaged(
         [in_output.view(model) for model in references],
         method,
         parameters.__getitem__,
+        ids=references,
         seed=seed,
         excluded=recipe.excluded,
         based=not recipe.plain,

@@ -168,16 +168,13 @@ def documents(text: str) -> list[Document]:
     complete = [parts for parts in zip(values, roots, twice, strict=True) if parts[0] is not None]
     if not complete:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
-    return [_document(number, *parts) for number, parts in enumerate(complete, 1)]
-
-
-def _document(number: int, value: Any, root: yaml.Node, twice: list[Path]) -> Document:
-    document = Document(value, number, root)
-    document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in twice)
-    if not isinstance(value, dict):
-        problem = f"a recipe is a mapping of keys, this is a {type(value).__name__}"
-        document.fault((), problem, "start with merge_method:")
-    return document
+    parsed = [Document(value, number, root) for number, (value, root, _) in enumerate(complete, 1)]
+    for document, (value, _, paths) in zip(parsed, complete, strict=True):
+        document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in paths)
+        if not isinstance(value, dict):
+            problem = f"a recipe is a mapping of keys, this is a {type(value).__name__}"
+            document.fault((), problem, "start with merge_method:")
+    return parsed
 
 
 def _children(node: yaml.Node) -> list[tuple[str | int, yaml.Mark, yaml.Node]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 
-from rotation_merge.architecture.model import Architecture
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
@@ -48,210 +47,223 @@ from rotation_merge.workers import Progress, in_threads, listener, listening, on
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+ASKS = (*MATCHING, "carry", "carry_scale", "data")
+"""Parameters with which a recipe asks for matching, or lets samples judge."""
+
+WHOLE_ONLY = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
+
+
+@dataclass(frozen=True, eq=False)
 class Donor:
-    """One donor's part.
+    """One donor of a recipe: what it says of it, each looked up and checked with the models when it is first asked for.
 
     Attributes:
-        name: in the report.
-        pair: the checked pair of the anchor and it, or its origin.
-        origin: the model it was fine-tuned from, if its task vector is to be carried over.
-        folded: streams that have to be folded in every model of the merge, because its rotation needs it.
-        whole: gives its alignment across the whole model, found once; None: each block is matched by itself.
-        carried: gives the anchor with its change, where samples choose that; else `scale` is the factor of its task
-            vector.
+        reader: looks up its parameters.
+        layers: which of the anchor's layers meets which of its own; None: each meets the one at its own place.
+        means: gives the alignments of all donors to the mean of the models, where that is the anchor.
     """
 
-    name: str
-    pair: Pair
-    origin: ModelReference | None = None
-    folded: tuple[str, ...] = ()
-    whole: Callable[[], Alignment] | None = None
-    carried: Callable[[], View] | None = None
-    scale: float = 1.0
+    session: Session
+    model: ModelReference
+    reader: ConfigReader
+    layers: Layers | None = None
+    means: Callable[[], Mapping[str, Alignment]] | None = None
+
+    def value(self, name: str) -> Any:
+        """A parameter of it; its default where it is not given."""
+        return self.session.recipe.value(name, self.reader, self.model)
+
+    @cached_property
+    def origin(self) -> ModelReference | None:
+        """The base that it was fine-tuned from, if its task vector is to be carried over, checked with both models."""
+        if (path := self.value("finetuned_from")) is None:
+            return None
+        origin, models = ModelReference.model_validate(path), self.session.models
+        models.together(self.session.recipe.base, [origin])
+        check_same_set(self.session.base, models[origin])
+        check_no_added_tokens(models[origin], models[self.model])
+        check_token_ids(models[origin], models[self.model], tuned=True)
+        check_adapter(models[origin])
+        return origin
+
+    @property
+    def matched(self) -> ModelReference:
+        """The model that is matched to the anchor: itself, or its origin."""
+        return self.origin or self.model
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return title(self.model, self.origin)
+
+    @cached_property
+    def pair(self) -> Pair:
+        """The anchor and the matched model, checked to fit together under its options; doubts become notes."""
+        session, origin, words = self.session, self.origin, ""
+        check_adapter(session.models[self.model], None if origin is None else session.models[origin])
+        if origin is not None and self.value("alignment") is None:
+            unmoved, words = self._added_as_it_is(session.models[origin])
+            if unmoved:
+                session.recipe.relations[self.model] = UNMOVED
+        options = session.recipe.varying(self.reader, self.model) if self.value("alignment") is None else NOTHING
+        pair = self._checked(self.model, options, self.layers)
+        if words:
+            session.run.note(words)
+            pair = replace(pair, warnings=(*pair.warnings, words))
+        if self.means is None and (origin is not None or pair.options.residual != "none"):
+            pair = replace(pair, shared=self._shared_rows())
+        return pair
+
+    def _added_as_it_is(self, origin: View) -> tuple[bool, str]:
+        """Whether its change is added without alignment, and a note on it.
+
+        This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
+        """
+        base = self.session.base
+        near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
+        if not near.shared:
+            return False, ""
+        words = f"`{self.model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
+        options = [name for scope in self.reader.parameter_sources(self.model) for name in scope or () if name in ASKS]
+        if options:
+            return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
+        return True, f"{words}: its change is added as it is."
+
+    def _checked(self, model: ModelReference, options: AlignConfig, layers: Layers | None) -> Pair:
+        """The pair under these options, with the classes of it, and of `model`, in the order of the anchor."""
+        base, models, recipe = self.session.base, self.session.models, self.session.recipe
+        donor, excluded = models[self.matched].as_filed, recipe.excluded
+        facts = {"untie": recipe.value("untie"), "averaged": self.origin is None}
+        pair = check_pair(base, donor, options, layers=layers, excluded=excluded, **facts)
+        rows = label_rows(base, models[model].as_filed, excluded)
+        models[self.matched] = in_class_order(donor, pair.rows)
+        models[model] = in_class_order(models[model].as_filed, rows)
+        for note in (*pair.warnings, *pair.notes, *rows_note(str(recipe.base), str(model), rows)):
+            self.session.run.note(note)
+        return replace(pair, donor=models[self.matched], watched=False)
+
+    def _shared_rows(self) -> RowPair | None:
+        """Rows of shared tokens if it has another vocabulary than the anchor, or its base other ids."""
+        base, donor, config = self.session.base, self.session.models[self.matched], self.session.recipe.config
+        rows = shared_rows([base, donor])
+        if rows is None:
+            return None
+        if self.origin is not None and (config.tokenizer or config.tokenizer_source):
+            problem = f"the task vector is carried to the token ids of {config.base_model}, which differ from its own"
+            remedy = "leave out 'tokenizer' and 'tokenizer_source'"
+            raise RecipeError(problem, where=str(self.matched), remedy=remedy)
+        self.session.run.note(matched_on(base, donor, len(rows[0])))
+        return rows
+
+    @cached_property
+    def from_file(self) -> Alignment | None:
+        """The alignment of a file under 'alignment'."""
+        if (path := self.value("alignment")) is None:
+            return None
+        session, matched, run = self.session, self.matched, self.session.run
+        alignment = load_for(path, session.base, session.models[matched], cache=session.options.transformers_cache)
+        residual = residual_of(alignment.transforms, alignment.folded)
+        self._checked(matched, NOTHING.with_residual(residual), None if residual != "none" else {})
+        run.aligned(self.name, alignment, path)
+        data, learned = (alignment.metadata.get(key) for key in ("data", "learned"))
+        if isinstance(data, str):
+            run.used(f"learning how {matched} is aligned", data, int(alignment.metadata.get("samples") or 0))
+        words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
+        run.note(f"`{matched}` was aligned by the file {path}; nothing was matched.{words}")
+        return alignment
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """Streams that have to be folded in every model of the merge, because its rotation needs it."""
+        return self.pair.folded if self.from_file is None else self.from_file.folded
+
+    @cached_property
+    def whole(self) -> Callable[[], Alignment] | None:
+        """Gives its alignment across the whole model, found once; None: each block is matched by itself."""
+        from rotation_merge.matching.match_on import matcher
+
+        session, means, alignment = self.session, self.means, self.from_file
+        if means is not None:
+            return lambda: means()[str(self.model)]
+        if alignment is not None:
+            return lambda: alignment
+        names, how = (str(session.recipe.base), str(self.matched)), self.value("match_on") or WEIGHTS
+        samples = {"data": self.value("data") or "self", "count": self.value("samples"), "seed": session.seed}
+        match = matcher(how, *names, **samples, device=session.devices[0])
+        if self.pair.options.residual == "none" and match is match_model and not session.recipe.on_whole_models:
+            return None
+        check_depth(session.base, self.pair.donor, WHOLE_ONLY)
+        return cache(partial(match_whole, session, self.pair, self.name, match))
 
     def whole_transforms(self) -> Transforms:
         """Those of its alignment across the whole model."""
         assert self.whole is not None
         return self.whole().transforms
 
-    def prepare(self) -> None:
-        """Find the alignment of the whole model, and carry what needs samples."""
-        for find in (self.whole, self.carried):
-            if find is not None:
-                find()
+    @cached_property
+    def transfer(self) -> TransferConfig:
+        """What the recipe says of carrying its change."""
+        recipe = self.session.recipe
+        keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
+        keys["alignment"] = "alignment"
+        known = {name: key for name, key in keys.items() if key in OF_MODEL}
+        values = {name: recipe.given(key, self.reader, self.model) for name, key in known.items()}
+        values = {name: value for name, value in values.items() if value is not None}
+        config = TransferConfig(**values, match=self.pair.options, seed=self.session.seed, untie=recipe.value("untie"))
+        try:
+            config.check_use()
+        except RecipeError as error:
+            raise RecipeError(error.what, where=str(self.model), remedy=error.remedy) from error
+        if self.origin is None and config.method != "weights":
+            remedy = "name the model that it was tuned from ('finetuned_from')"
+            problem = f"'carry: {config.method}' applies to fine-tunes only"
+            raise RecipeError(problem, where=str(self.model), remedy=remedy)
+        return config
+
+    @property
+    def scale(self) -> float:
+        """The factor of its task vector."""
+        return 1.0 if self.transfer.factor is None else self.transfer.factor
+
+    @cached_property
+    def carried(self) -> Callable[[], View] | None:
+        """Gives the anchor with its change, where samples choose that; None: the change is added by its factor."""
+        run, config = self.session.run, None if self.means is not None else self.transfer
+        if config is None or (origin := self.origin) is None:
+            return None
+        if types := quantised(folder_of(self.model.model, self.session.options.transformers_cache) or ""):
+            run.note(f"`{self.model}` {types}.")
+        if not config.needs_samples:
+            note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
+            run.note(f"`{self.model}`: {note}.")
+            return None
+        if self.pair.shared is not None:
+            problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
+            remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
+            raise RecipeError(problem, where=str(self.model), remedy=remedy)
+        return cache(partial(carried_on_samples, self.session, str(self.model), origin, config))
+
+    def preparations(self) -> list[Callable[[], object]]:
+        """What is found before single tensors are merged: its alignment as a whole, a change that samples choose."""
+        return [find for find in (self.whole, self.carried) if find is not None]
 
 
 def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[ModelReference, Donor]:
     """The donors of one merge, without the base, checked against the output's blocks; no weight is read."""
-    recipe, readers = session.recipe, readers_of(blocks)
+    recipe, readers, donors = session.recipe, readers_of(blocks), dict[ModelReference, Donor]()
     readers.pop(recipe.base, None)
     settle_presets(recipe, session.models, readers, session.run)
     check_adapter(session.base)
-    donors = {model: _settled(session, model, reader, blocks) for model, reader in readers.items()}
-    if recipe.mean:
-        donors = _to_mean(session, donors)
-    for donor in donors.values():
-        how = "block by block" if donor.whole is None else "as a whole"
+    means = cache(partial(match_to_means, session, donors)) if recipe.value("anchor") == "mean" else None
+    for model, reader in readers.items():
+        layers = layers_of(model, blocks) if means is None else None
+        donors[model] = donor = Donor(session, model, reader, layers, means)
+        how = "as a whole" if donor.preparations() else "block by block"
         LOG.info("%s is aligned %s: %s", donor.name, how, donor.pair.options)
+    if means is not None:
+        _check_same_options(donors)
+        _sources_of_mean(session, donors)
     return donors
-
-
-def _settled(session: Session, model: ModelReference, reader: ConfigReader, blocks: Sequence[OutputBlock]) -> Donor:
-    recipe, models, run = session.recipe, session.models, session.run
-    origin, file = _origin(session, model, reader), recipe.of_model("alignment", reader, model)
-    matched, name, words = origin or model, title(model, origin), ""
-    check_adapter(models[model], models[origin] if origin is not None else None)
-    if origin is not None and file is None:
-        unmoved, words = added_as_it_is(reader, model, session.base, models[origin])
-        if unmoved:
-            recipe.relations[model] = UNMOVED
-    options = NOTHING if file is not None else recipe.varying(reader, model)
-    layers = None if recipe.mean else layers_of(model, blocks)
-    pair = _checked(session, matched, model, options, layers, averaged=origin is None)
-    if words:
-        run.note(words)
-        pair = replace(pair, warnings=(*pair.warnings, words))
-    donor = Donor(name, pair, origin, pair.folded)
-    if recipe.mean:
-        return donor
-    if origin is not None or pair.options.residual != "none":
-        donor = replace(donor, pair=replace(pair, shared=_rows(session, matched, carried=origin is not None)))
-    donor = _matching(session, donor, model, reader) if file is None else _moved_by(session, donor, model, file)
-    return _carried(session, donor, model, reader)
-
-
-def _origin(session: Session, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
-    """The base that a donor was fine-tuned from, checked with both models."""
-    path, models = session.recipe.of_model("finetuned_from", reader, model), session.models
-    if path is None:
-        return None
-    origin = ModelReference.model_validate(path)
-    models.together(session.recipe.base, [origin])
-    check_same_set(session.base, models[origin])
-    check_no_added_tokens(models[origin], models[model])
-    check_token_ids(models[origin], models[model], tuned=True)
-    check_adapter(models[origin])
-    return origin
-
-
-def _checked(
-    session: Session,
-    matched: ModelReference,
-    model: ModelReference,
-    options: AlignConfig,
-    layers: Layers | None,
-    averaged: bool = False,
-) -> Pair:
-    """Check that the model can be moved under these options; doubts become notes."""
-    base, models, excluded = session.base, session.models, session.recipe.excluded
-    untie, donor = session.recipe.untie, models[matched].as_filed
-    pair = check_pair(base, donor, options, untie=untie, layers=layers, excluded=excluded, averaged=averaged)
-    rows = label_rows(base, models[model].as_filed, excluded)
-    models[matched] = in_class_order(donor, pair.rows)
-    models[model] = in_class_order(models[model].as_filed, rows)
-    for note in (*pair.warnings, *pair.notes, *rows_note(str(session.recipe.base), str(model), rows)):
-        session.run.note(note)
-    return replace(pair, donor=models[matched], watched=False)
-
-
-def _rows(session: Session, donor: ModelReference, carried: bool) -> RowPair | None:
-    """Rows of shared tokens if the donor has another vocabulary than the anchor, or its base other ids."""
-    base, config = session.base, session.recipe.config
-    rows = shared_rows([base, session.models[donor]])
-    if rows is None:
-        return None
-    if carried and (config.tokenizer or config.tokenizer_source):
-        problem = f"the task vector is carried to the token ids of {session.recipe.base}, which differ from its own"
-        raise RecipeError(problem, where=str(donor), remedy="leave out 'tokenizer' and 'tokenizer_source'")
-    session.run.note(matched_on(base, session.models[donor], len(rows[0])))
-    return rows
-
-
-def _matching(session: Session, donor: Donor, model: ModelReference, reader: ConfigReader) -> Donor:
-    """The donor with what matches the whole model; unchanged where each block is matched by itself."""
-    from rotation_merge.matching.match_on import matcher
-
-    recipe, pair = session.recipe, donor.pair
-    how, data, count = (recipe.of_model(name, reader, model) for name in ("match_on", "data", "samples"))
-    names, device = (str(recipe.base), str(donor.origin or model)), session.devices[0]
-    match = matcher(how or WEIGHTS, *names, data=data or "self", count=count, seed=session.seed, device=device)
-    if pair.options.residual == "none" and match is match_model and not recipe.on_whole_models:
-        return replace(donor, folded=())
-    remedy = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
-    check_depth(session.base, pair.donor, remedy)
-    return replace(donor, whole=cache(partial(match_whole, session, pair, donor.name, match)))
-
-
-def _moved_by(session: Session, donor: Donor, model: ModelReference, path: str) -> Donor:
-    """The donor with the alignment of a file under 'alignment'."""
-    matched, run = donor.origin or model, session.run
-    alignment = load_for(path, session.base, session.models[matched], cache=session.options.transformers_cache)
-    residual = residual_of(alignment.transforms, alignment.folded)
-    _checked(session, matched, matched, NOTHING.with_residual(residual), None if residual != "none" else {})
-    run.aligned(donor.name, alignment, path)
-    data, learned = (alignment.metadata.get(key) for key in ("data", "learned"))
-    if isinstance(data, str):
-        run.used(f"learning how {matched} is aligned", data, int(alignment.metadata.get("samples") or 0))
-    words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
-    run.note(f"`{matched}` was aligned by the file {path}; nothing was matched.{words}")
-    return replace(donor, folded=alignment.folded, whole=lambda: alignment)
-
-
-def _to_mean(session: Session, donors: dict[ModelReference, Donor]) -> dict[ModelReference, Donor]:
-    """All donors, which need the same options, aligned with the base to their mean."""
-    architecture, by_block = session.base.architecture, list[AlignConfig]()
-    for model, donor in donors.items():
-        of_last, options = by_block, donor.pair.options
-        by_block = [options.at(architecture, block) for block in architecture.blocks]
-        if of_last and by_block != of_last:
-            problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
-            raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
-    aligned = mean_matcher(session, {str(model): donor.pair for model, donor in donors.items()})
-    return {model: replace(donor, whole=partial(_of_mean, aligned, str(model))) for model, donor in donors.items()}
-
-
-def _of_mean(aligned: Callable[[], dict[str, Alignment]], name: str) -> Alignment:
-    return aligned()[name]
-
-
-ASKS = (*MATCHING, "carry", "carry_scale", "data")
-"""Parameters with which a recipe asks for matching, or lets samples judge."""
-
-
-def _carried(session: Session, donor: Donor, model: ModelReference, reader: ConfigReader) -> Donor:
-    """The donor with the way that its change is carried: by the factor of its task vector, or chosen on samples."""
-    config, origin, run = _transfer(session, reader, model, donor.pair.options), donor.origin, session.run
-    if origin is None:
-        if config.method == "weights":
-            return donor
-        remedy = "name the model that it was tuned from ('finetuned_from')"
-        raise RecipeError(f"'carry: {config.method}' applies to fine-tunes only", where=str(model), remedy=remedy)
-    if types := quantised(folder_of(model.model, session.options.transformers_cache) or ""):
-        run.note(f"`{model}` {types}.")
-    if not config.needs_samples:
-        note = "the effect of the carried change is not measured; 'carry_scale: auto' measures it on samples"
-        run.note(f"`{model}`: {note}.")
-        return donor if config.factor is None else replace(donor, scale=config.factor)
-    if donor.pair.shared is not None:
-        problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
-        remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
-        raise RecipeError(problem, where=str(model), remedy=remedy)
-    return replace(donor, carried=cache(partial(_with_samples, session, model, origin, config)))
-
-
-def _transfer(session: Session, reader: ConfigReader, model: ModelReference, match: AlignConfig) -> TransferConfig:
-    """What the recipe says of carrying a donor's change."""
-    keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
-    keys["alignment"] = "alignment"
-    values = {name: session.recipe.given(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
-    values = {name: value for name, value in values.items() if value is not None}
-    config = TransferConfig(**values, match=match, seed=session.seed, untie=session.recipe.untie)
-    try:
-        config.check_use()
-    except RecipeError as error:
-        raise RecipeError(error.what, where=str(model), remedy=error.remedy) from error
-    return config
 
 
 def check_adapter(model: View, origin: View | None = None) -> None:
@@ -260,24 +272,9 @@ def check_adapter(model: View, origin: View | None = None) -> None:
     check_own_base(model, bases, f"{remedy}, or run mergekit with --allow-crimes")
 
 
-def added_as_it_is(reader: ConfigReader, model: ModelReference, base: View, origin: View) -> tuple[bool, str]:
-    """Whether a donor's change is added without alignment, and a note on it.
-
-    This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
-    """
-    near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
-    if not near.shared:
-        return False, ""
-    words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
-    options = [name for scope in reader.parameter_sources(model) for name in scope or () if name in ASKS]
-    if options:
-        return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
-    return True, f"{words}: its change is added as it is."
-
-
-def _with_samples(session: Session, model: ModelReference, origin: ModelReference, config: TransferConfig) -> View:
+def carried_on_samples(session: Session, donor: str, origin: ModelReference, config: TransferConfig) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
-    run, donor = session.run, str(model)
+    run = session.run
     models = donor, str(origin), str(session.recipe.base)
     settings: dict[str, Any] = {"device": str(session.options.device or "cpu"), "dtype": "float32", "untie": True}
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
@@ -301,7 +298,7 @@ CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output,
 
 def check_meaning(session: Session, blocks: Sequence[OutputBlock], donors: Mapping[ModelReference, Donor]) -> None:
     """Refuse donors of which the delegate knows no maps, no statistics of what is averaged, or nothing to transport."""
-    recipe, method, readers = session.recipe, session.recipe.own_method, readers_of(blocks)
+    recipe, method = session.recipe, session.recipe.own_method
     if method is None:
         return
     name = f"delegate {method.spec.name}"
@@ -320,7 +317,7 @@ def check_meaning(session: Session, blocks: Sequence[OutputBlock], donors: Mappi
             raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(session, model, f"{name} weighs the row of every token", "use delegate regmean")
-        if method.on_samples and recipe.of_model("data", readers[model], model) is not None:
+        if method.on_samples and donor.value("data") is not None:
             remedy = "leave 'data' out: plans then come from weights"
             _one_vocabulary(session, model, f"{name} compares activations on the same tokens", remedy)
         if method.no_changes and donor.origin is not None:
@@ -366,39 +363,46 @@ def match_whole(session: Session, pair: Pair, name: str, match: Match) -> Alignm
     return alignment
 
 
-def mean_matcher(session: Session, pairs: Mapping[str, Pair]) -> Callable[[], dict[str, Alignment]]:
-    """Gives the alignments of all models but the base to their running mean, by name, found once.
+def _check_same_options(donors: Mapping[ModelReference, Donor]) -> None:
+    """Refuse donors with different options, which the mean of all models cannot have."""
+    by_block: list[AlignConfig] = []
+    for model, donor in donors.items():
+        of_last, architecture = by_block, donor.pair.architecture
+        by_block = [donor.pair.options.at(architecture, block) for block in architecture.blocks]
+        if of_last and by_block != of_last:
+            problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
+            raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
 
-    Args:
-        pairs: of the base and each donor, with the same options.
+
+def _sources_of_mean(session: Session, donors: Mapping[ModelReference, Donor]) -> dict[str, Tensors]:
+    """The tensors of all models to compare, by name, the base first.
 
     Raises:
         CheckpointError: their vocabularies have next to nothing in common.
     """
-    recipe, base, donors = session.recipe, session.base, [pair.donor for pair in pairs.values()]
-    sources = {str(recipe.base): base.tensors, **{name: pair.sources[1] for name, pair in pairs.items()}}
-    options = next((pair.options for pair in pairs.values()), NOTHING)
-    if options.residual != "none" and (rows := shared_rows([base, *donors])) is not None:
-        shared = on_shared_rows(base.architecture, list(sources.values()), rows)
-        sources = dict(zip(sources, shared, strict=True))
-    architecture = compared(base, donors, recipe.own_heads, recipe.excluded)
-    return cache(partial(_match_mean, session, architecture, sources, options))
+    base, pairs = session.base, {str(model): donor.pair for model, donor in donors.items()}
+    sources = {str(session.recipe.base): base.tensors, **{name: pair.sources[1] for name, pair in pairs.items()}}
+    turning = any(pair.options.residual != "none" for pair in pairs.values())
+    if not turning or (rows := shared_rows([base, *(pair.donor for pair in pairs.values())])) is None:
+        return sources
+    return dict(zip(sources, on_shared_rows(base.architecture, list(sources.values()), rows), strict=True))
 
 
-def _match_mean(
-    session: Session, architecture: Architecture, sources: Mapping[str, Tensors], options: AlignConfig
-) -> dict[str, Alignment]:
-    devices, base, run = session.devices, str(session.recipe.base), session.run
-    sources = {name: source.on(devices[0]) for name, source in sources.items()}
-    over = in_threads if len(devices) == 1 else on_devices(devices)
+def match_to_means(session: Session, donors: Mapping[ModelReference, Donor]) -> dict[str, Alignment]:
+    """The alignments of all models but the base to their running mean, by name."""
+    devices, recipe, run = session.devices, session.recipe, session.run
+    sources = {name: source.on(devices[0]) for name, source in _sources_of_mean(session, donors).items()}
+    pairs, over = [donor.pair for donor in donors.values()], in_threads if len(devices) == 1 else on_devices(devices)
+    architecture = compared(session.base, [pair.donor for pair in pairs], recipe.own_heads, recipe.excluded)
     with progress_bar("Aligning to the mean", session.options.quiet) as progress:
-        alignments = match_to_mean(architecture, sources, base, options, progress, over, ledger=run.ledger)
+        matched = architecture, sources, str(recipe.base), pairs[0].options
+        alignments = match_to_mean(*matched, progress, over, ledger=run.ledger)
     for name, alignment in alignments.items():
         run.aligned(name, alignment)
     rounds = max((int(str(alignment.summary["rounds"])) for alignment in alignments.values()), default=0)
     run.note(
         f"All {len(sources)} models were aligned to their running mean ('anchor: mean'), in {rounds} rounds, and are "
-        f"expressed in the coordinates of `{base}`; distances are those to it."
+        f"expressed in the coordinates of `{recipe.base}`; distances are those to it."
     )
     return alignments
 

@@ -30,20 +30,20 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
     mergekit's cache of loaders is one dictionary for the whole process, so all others read the untouched weights.
 
     Attributes:
-        name: of the model, with its adapter.
+        original: the model's own reference, with its adapter.
         run: number of the run.
         untie: whether its config says that the head is a tensor of its own.
     """
 
-    name: str
+    original: ModelReference
     run: int = 0
     untie: bool = False
 
     @classmethod
     def of(cls, reference: ModelReference, folder: str, run: int = 0, untie: bool = False) -> StandIn:
         """A model's reference in a run."""
-        kept = {"override_architecture": reference.override_architecture}
-        return cls(model=ModelPath(path=folder), name=str(reference), run=run, untie=untie, **kept)
+        facts = {"original": reference, "override_architecture": reference.override_architecture}
+        return cls(model=ModelPath(path=folder), run=run, untie=untie, **facts)
 
     def config(self, trust_remote_code: bool = False) -> PretrainedConfig:
         """The model's config, which that of the merge is made from."""
@@ -53,7 +53,7 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
         return config
 
     def __str__(self) -> str:
-        return self.name
+        return str(self.original)
 
 
 class ViewLoader:

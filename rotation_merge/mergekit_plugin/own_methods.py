@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -35,14 +35,10 @@ SAMPLES = 200
 Parameters = Mapping[str, Mapping[str, Any]]
 """Parameters of a method by name of an output tensor."""
 
-Ids = Mapping[ModelReference, Hashable]
-"""By what a method knows the models of a recipe."""
-
 
 def told(
     method: OwnMethod,
     views: RecipeViews,
-    ids: Ids,
     parameters: Parameters,
     dtype: torch.dtype | None = None,
     statistics: Mapping[ModelReference, Statistics] | None = None,
@@ -63,15 +59,15 @@ def told(
     """
     recipe, run, log = views.recipe, views.session.run, MergeLog()
     if statistics is None:
-        statistics = _statistics(method, views, ids, parameters) if method.statistics else {}
+        statistics = _statistics(method, views, parameters) if method.statistics else {}
     if samples is None and method.on_samples:
         samples = _samples(method, views)
     models = MergedModels(
-        base=ids[recipe.base],
+        base=recipe.base,
         places=views.architecture.places(),
-        tied_head=None if recipe.untie else views.base.tied_head,
-        views={number: views.view(model) for model, number in ids.items()},
-        statistics={ids[model]: _moved(views, model, stored) for model, stored in statistics.items()},
+        tied_head=None if recipe.value("untie") else views.base.tied_head,
+        views={model: views.view(model) for model in views.stored},
+        statistics={model: _moved(views, model, stored) for model, stored in statistics.items()},
         storage=lambda name: dtype or recipe.dtype or views.anchor.dtypes.get(name),
         samples=samples,
         log=log,
@@ -91,7 +87,7 @@ def told(
 
 def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Batch]] | None:
     """Reads the one pool of samples that activations of all models are compared on; None: weights are compared."""
-    files = {views.recipe.of_model("data", views.blocks[0].reader, model) for model in views.stored}
+    files = {views.recipe.value("data", views.blocks[0].reader, model) for model in views.stored}
     if len(files) > 1:
         problem = f"delegate {method.spec.name} compares activations on the same samples, but models have their own"
         remedy = "write 'data' once, under the recipe's parameters"
@@ -109,16 +105,14 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     return pool
 
 
-def _statistics(
-    method: OwnMethod, views: RecipeViews, ids: Ids, parameters: Parameters
-) -> dict[ModelReference, Statistics]:
+def _statistics(method: OwnMethod, views: RecipeViews, parameters: Parameters) -> dict[ModelReference, Statistics]:
     """The statistics of all models that count; refuses, together, those that are of no use."""
     counting = {model for of_tensor in parameters.values() for model, weight in of_tensor["weight"].items() if weight}
     opened, wrong, session = dict[ModelReference, Statistics](), list[StatisticsError](), views.session
     for model, reader in views.readers.items():
-        if ids[model] not in counting:
+        if model not in counting:
             continue
-        setting = session.recipe.of_model("statistics", reader, model)
+        setting = session.recipe.value("statistics", reader, model)
         try:
             opened[model] = statistics = _opened(session.models[model], setting, method)
         except StatisticsError as error:
@@ -230,8 +224,8 @@ def _teachers(views: RecipeViews, aligned: dict[ModelReference, View]) -> list[T
     for (model, reader), share in zip(views.readers.items(), shares, strict=True):
         if share > 0:
             original = views.session.models[model]
-            source = views.recipe.of_model("data", reader, model) or usual_source(original)
-            samples = views.recipe.of_model("samples", reader, model)
+            source = views.recipe.value("data", reader, model) or usual_source(original)
+            samples = views.recipe.value("samples", reader, model)
             teachers.append(Teacher(aligned[model], original, share, source, samples))
             views.session.run.used(f"refit to {model}", str(source), int(samples))
     return teachers

@@ -107,30 +107,12 @@ class Recipe:
         dtypes = filter(None, map(dtype_from_name, (self.config.dtype, self.config.out_dtype)))
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
-    @property
-    def unsupported(self) -> str:
-        return str(self.value("unsupported"))
-
-    @property
-    def untie(self) -> bool:
-        return bool(self.value("untie"))
-
-    @property
-    def mean(self) -> bool:
-        return bool(self.value("anchor") == "mean")
-
-    def value(self, name: str) -> Any:
-        """A parameter of the whole merge, its default where it is not given."""
-        value = (self.config.parameters or {}).get(name)
-        value = None if value is None else checked(name, value)
+    def value(self, name: str, reader: ConfigReader | None = None, model: ModelReference | None = None) -> Any:
+        """A parameter of the whole merge, or of one model; its default where it is not given."""
+        value = self.given(name, reader or ConfigReader(config=self.config, t=0), model)
         return BY_NAME[name].default if value is None else value
 
-    def of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
-        """A parameter of one model; its default where it is not given."""
-        value = self.given(name, reader, model)
-        return BY_NAME[name].default if value is None else value
-
-    def given(self, name: str, reader: ConfigReader, model: ModelReference, block: str = "") -> Any:
+    def given(self, name: str, reader: ConfigReader, model: ModelReference | None, block: str = "") -> Any:
         """A parameter of one model in one block; None where it is not given."""
         for scope in reader.parameter_sources(model):
             if scope is not None and name in scope:

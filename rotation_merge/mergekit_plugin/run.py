@@ -72,7 +72,7 @@ def run(
         RotationMergeError: bad input; nothing has been written.
     """
     keep_freed_memory()
-    session = Session.of(Recipe.read(config), options)
+    session = Session(Recipe.read(config), options)
     outputs, inputs = recipe_outputs(config, out_path), recipe_inputs(config)
     for output in outputs:
         check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
@@ -89,7 +89,7 @@ def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
     Raises:
         RotationMergeError: as the merge does.
     """
-    session = Session.of(recipe, MergeOptions(quiet=True), watched=False)
+    session = Session(recipe, MergeOptions(quiet=True), watched=False)
     try:
         views = output_views(session)
         views.prepare()
@@ -239,10 +239,10 @@ def prove_files(views: RecipeViews, place: str) -> None:
     from rotation_merge.run.proof import prove
 
     run = views.session.run
-    for model, donor in views.donors.items():
+    for donor in views.donors.values():
         if donor.name not in run.files or donor.whole is None:
             continue
-        view, alignment = views.session.models[donor.origin or model].as_filed, donor.whole()
+        view, alignment = views.session.models[donor.matched].as_filed, donor.whole()
         spaces = view.architecture.spaces()
         with TemporaryFolder(place) as folder:
             moved = os.path.join(folder, "moved")

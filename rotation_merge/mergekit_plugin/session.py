@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from mergekit import common
@@ -74,26 +74,21 @@ def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReferen
             run.note(f"{words}: {options}, unless the recipe says otherwise.")
 
 
-@dataclass
 class Session:
     """A recipe, its models (opened once each) and the record of the merge.
 
+    Args:
+        watched: whether there will be a report (as of `Run`).
+
     Attributes:
-        run: record of the merge, kept if a report will be written.
         apart: tensors of sentence-transformers' modules, which have files of their own.
     """
 
-    recipe: Recipe
-    models: Models
-    options: MergeOptions
-    run: Run = field(default_factory=Run)
-    apart: dict[str, Tensor] = field(default_factory=dict)
-    _sources: dict[ModelReference, View] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
-        """A session of a recipe; `watched` as of its run."""
-        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), options, Run(watched=watched))
+    def __init__(self, recipe: Recipe, options: MergeOptions, watched: bool = True) -> None:
+        self.recipe, self.options, self.run = recipe, options, Run(watched=watched)
+        self.models = Models(options, recipe.value("unsupported"), recipe.value("untie"))
+        self.apart: dict[str, Tensor] = {}
+        self._sources: dict[ModelReference, View] = {}
 
     @property
     def base(self) -> View:

@@ -194,7 +194,7 @@ class RecipeViews:
         transforms = {model: self._transforms(model, donor) for model, donor in donors.items() if not donor.carried}
         self.transforms = {model: maps for model, maps in transforms.items() if maps.finders}
         self.tensors = {model: self._moved(model) for model in models}
-        self.preparations: list[Callable[[], object]] = [donor.prepare for donor in donors.values()]
+        self.preparations = [find for donor in donors.values() for find in donor.preparations()]
 
     def prepare(self) -> None:
         """Find all alignments of whole models, carry what needs samples, and refit."""
@@ -216,9 +216,10 @@ class RecipeViews:
         return replace(opened, tensors=self.tensors[model], architecture=self.architecture, at=None)
 
     def served(self, model: ModelReference) -> View:
-        """The same for mergekit: what is copied is the anchor's."""
+        """The same for mergekit: what is copied, or does not come from it, is the anchor's."""
         view, anchor = self.view(model), self.tensors[self.recipe.base]
-        return replace(view, tensors=view.tensors.replaced(anchor.only(filter(self.recipe.excluded, anchor))))
+        others = (name for name in anchor if self.recipe.excluded(name) or name not in view)
+        return replace(view, tensors=view.tensors.replaced(anchor.only(others)))
 
     def transforms_of(self, model: ModelReference) -> dict[str, Transform]:
         """The transforms of a donor, all found, by the anchor's names of its spaces."""

@@ -99,7 +99,7 @@ def test_a_good_recipe_is_read_alike_from_text_and_python(pair: tuple[Path, Path
     text, python = read(document), Recipe.read(MergeConfiguration(**content))
     assert text is not None
     assert text.config == python.config
-    assert (text.mean, text.delegate) == (True, python.delegate)
+    assert (text.value("anchor"), text.delegate) == ("mean", python.delegate)
     assert text.exclude == ("lm_head", "norm")
 
 

@@ -261,7 +261,7 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     models = [{"model": model, "parameters": {"weight": 0.5}} for model in LLAMAS[:2]]
     for source in ("base", "union", LLAMAS[0], "org/name"):
         recipe = {"merge_method": "rotation_merge", "base_model": LLAMAS[0], "models": models}
-        session = Session.of(Recipe.of(Document({**recipe, "tokenizer_source": source})), MergeOptions(quiet=True))
+        session = Session(Recipe.of(Document({**recipe, "tokenizer_source": source})), MergeOptions(quiet=True))
         compiling.compiled(session)
         session.run.end()
     assert asked == ["org/name"]
