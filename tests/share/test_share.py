@@ -26,10 +26,11 @@ from rotation_merge.share.names import check_no_local_path, completed, given_nam
 from rotation_merge.share.push import _stage
 
 REPO = "me/merge"
+Local = tuple[Path, Path, Path, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, hub: Hub) -> tuple[Path, Path, Path, dict[str, str]]:
+def local(tmp_path_factory: pytest.TempPathFactory, hub: Hub) -> Local:
     """Two models of the hub as folders here, a merge of them by an alignment file, and their revisions."""
     folder = tmp_path_factory.mktemp("local")
     anchor = make("llama", folder / "anchor")
@@ -45,8 +46,8 @@ def local(tmp_path_factory: pytest.TempPathFactory, hub: Hub) -> tuple[Path, Pat
 def load_head(content: bytes) -> dict[str, str]:
     """The entries at the head of a safetensors file."""
     (length,) = struct.unpack("<Q", content[:8])
-    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-    return found
+    entries: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return entries
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -57,21 +58,28 @@ def texts_of(value: Any) -> Iterator[str]:
         yield from texts_of(item)
 
 
-def named(local: tuple[Path, Path, Path, dict[str, str]]) -> list[str]:
+def named(local: Local) -> list[str]:
     """`--as` for both models, the donor's revision left to the hub."""
     anchor, donor, _, revisions = local
     return ["--as", f"{anchor}=org/anchor@{revisions['anchor']}", "--as", f"{donor}=org/donor"]
 
 
+def published(home: Hub, repo: str, *arguments: object) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The files of a repository after a push, and the metadata of its card."""
+    assert parsed("push", *arguments, "--yes")["repository"] == repo
+    files = home.files(repo)
+    return files, ModelCard(files["README.md"].decode()).data.to_dict()
+
+
 @pytest.fixture
-def pushed(local: tuple[Path, Path, Path, dict[str, str]], home: Hub) -> str:
+def pushed(local: Local, home: Hub) -> str:
     """The merge on the hub; its revision."""
-    found: str = parsed("push", local[2], REPO, *named(local), "--yes")["revision"]
-    return found
+    revision: str = parsed("push", local[2], REPO, *named(local), "--yes")["revision"]
+    return revision
 
 
 @pytest.mark.slow
-def test_somebody_else_makes_the_same_bytes(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+def test_somebody_else_makes_the_same_bytes(local: Local, home: Hub, pushed: str, tmp_path: Path) -> None:
     theirs = Path(snapshot_download(REPO, revision=pushed, local_dir=tmp_path / "theirs"))
     again = merged((theirs / "recipe.yml").read_text(), tmp_path / "again")
     assert again.keys() == state(local[2]).keys()
@@ -83,20 +91,18 @@ def test_somebody_else_makes_the_same_bytes(local: Any, home: Hub, pushed: str, 
 
 
 @pytest.mark.slow
-def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
+def test_what_is_published(local: Local, home: Hub, pushed: str) -> None:
     anchor, _, _, revisions = local
     files = home.files(REPO)
     text = files["README.md"].decode()
-    found = ModelCard(text).data.to_dict()
-    assert "\n# merge\n" in text
-    assert found["base_model"] == ["org/anchor", "org/donor"]
-    assert found["tags"] == ["mergekit", "merge", "rotation-merge"]
-    assert found["license"] == "other", "one is mit, the other states nothing"
+    data = ModelCard(text).data.to_dict()
+    assert (data["base_model"], data["tags"]) == (["org/anchor", "org/donor"], ["mergekit", "merge", "rotation-merge"])
+    assert data["license"] == "other", "one is mit, the other states nothing"
     recipe = yaml.safe_load(files["recipe.yml"])
-    assert f" using org/anchor@{revisions['anchor']} as a base." in text
-    assert f"* org/donor@{revisions['donor']}\n" in text
+    first, second = (f"org/{name}@{revisions[name]}" for name in ("anchor", "donor"))
+    for words in ("\n# merge\n", f" using {first} as a base.", f"* {second}\n"):
+        assert words in text
     assert yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]) == recipe
-    (first, second) = (f"org/{name}@{revisions[name]}" for name in ("anchor", "donor"))
     assert [entry["model"] for entry in recipe["models"]] == [first, second]
     alignment = recipe["models"][1]["parameters"]["alignment"]
     place, _, commit = alignment.removeprefix(f"{REPO}/").partition("@")
@@ -106,7 +112,7 @@ def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
 
 
 @pytest.mark.slow
-def test_weights_go_the_way_of_large_files(local: Any, home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_go_the_way_of_large_files(local: Local, home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is one line."""
     from huggingface_hub import _commit_api
 
@@ -121,51 +127,44 @@ def test_weights_go_the_way_of_large_files(local: Any, home: Hub, monkeypatch: p
         assert "me/large: cannot be published (" in one_error(run(*out).output)
 
 
-def test_a_dry_run_shows_a_summary_and_sends_nothing(local: Any, home: Hub, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dry_run_shows_a_summary_and_sends_nothing(local: Local, home: Hub, caplog: pytest.LogCaptureFixture) -> None:
     before = len(home.asked)
-    done = run("push", local[2], "me/other", *named(local))
-    assert done.exit_code == 0, done.output
+    said = run("push", local[2], "me/other", *named(local)).output
     for words in ("README.md", "alignment/0-maps.safetensors", "org/anchor@", "--yes publishes"):
-        assert words in done.output
-    assert len(done.output.splitlines()) < 8
+        assert words in said
+    assert len(said.splitlines()) < 8
     assert not any(line.startswith("POST") for line in home.asked[before:])
     assert "models/me/other" not in home.repos
     caplog.set_level("INFO", "rotation_merge")
-    done = run("push", local[2], "me/other", *named(local), "-v")
+    said = run("push", local[2], "me/other", *named(local), "-v").output
     for words in ("README.md", "base_model:", "org/anchor@", "REVISION", "--yes publishes"):
-        assert words in done.output
+        assert words in said
 
 
-def test_local_names_are_refused_with_the_remedy(local: Any, home: Hub, tmp_path: Path) -> None:
+def test_local_names_are_refused_with_the_remedy(local: Local, home: Hub) -> None:
     anchor, donor, out, _ = local
-    line = one_error(run("push", out, REPO, "--yes").output)
-    assert str(anchor) in line
-    assert str(donor) in line
-    assert f"add --as {anchor}=org/name@revision --as {donor}=org/name@revision (not on the hub yet" in line
-    assert "--as" in one_error(run("push", out, REPO, "--as", "nonsense").output)
-    assert (
-        "no report" in one_error(run("push", anchor, REPO).output) or "no such file" in run("push", anchor, REPO).output
-    )
-    assert "names no repository" in one_error(run("push", out, "me").output)
-    line = one_error(run("push", out, REPO, "--as", f"{anchor}=org/gone", "--as", f"{donor}=org/donor").output)
-    assert "org/gone@REVISION" in line
+
+    def said(*arguments: object) -> str:
+        return one_error(run("push", out, REPO, *arguments).output)
+
+    remedy = f"add --as {anchor}=org/name@revision --as {donor}=org/name@revision (not on the hub yet"
+    assert remedy in said("--yes")
+    assert "--as" in said("--as", "nonsense")
+    assert "org/gone@REVISION" in said("--as", f"{anchor}=org/gone", "--as", f"{donor}=org/donor")
     card = out / "README.md"
     kept = card.read_text()
     try:
         card.write_text(f"{kept}\nSee {anchor.parent}/notes.\n")
-        line = one_error(run("push", out, REPO, *named(local)).output)
-        assert f"{anchor.parent}/notes" in line
+        assert f"{anchor.parent}/notes" in said(*named(local))
     finally:
         card.write_text(kept)
 
 
 @pytest.mark.slow
-def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp_path: Path) -> None:
+def test_an_aligned_donor_is_published_as_a_fine_tune(local: Local, home: Hub, tmp_path: Path) -> None:
     assert run("align", *local[:2], tmp_path / "aligned", "--no-verify").exit_code == 0
     (tmp_path / "aligned" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(local[0])}))
-    assert parsed("push", tmp_path / "aligned", "me/aligned", *named(local), "--yes")["repository"] == "me/aligned"
-    files = home.files("me/aligned")
-    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    files, found = published(home, "me/aligned", tmp_path / "aligned", "me/aligned", *named(local))
     assert (found["base_model"], found["base_model_relation"]) == ("org/donor", "finetune")
     assert "recipe.yml" not in files
     config = json.loads(files["adapter_config.json"])
@@ -175,7 +174,7 @@ def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False])
-def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, home: Hub, tmp_path: Path) -> None:
+def test_what_was_polished_is_published_with_its_base(lora: bool, local: Local, home: Hub, tmp_path: Path) -> None:
     anchor, donor, _, revisions = local
     flags = ("--samples", 8, "--steps", 6, "--length", 8, "--learning-rate", 0.01, *(("--lora", 2) if lora else ()))
     far = make("llama", tmp_path / "far", 5)
@@ -184,9 +183,7 @@ def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, ho
     assert "already exists" in one_error(again.output)
     spelled = f"{anchor.parent}/./{anchor.name}"
     names = ["--as", f"{spelled}=org/anchor@{revisions['anchor']}", "--as", f"{far}=org/far@1"]
-    assert parsed("push", tmp_path / "out", "me/polished", *names, "--yes")["repository"] == "me/polished"
-    files = home.files("me/polished")
-    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    files, found = published(home, "me/polished", tmp_path / "out", "me/polished", *names)
     assert (found["base_model"], found["base_model_relation"]) == ("org/anchor", "adapter" if lora else "finetune")
     assert found["license"] == "mit"
     assert "**trained**: `org/anchor@" in files["README.md"].decode()
@@ -200,7 +197,7 @@ def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, ho
 
 @pytest.mark.slow
 def test_statistics_beside_a_model_travel(
-    local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Local, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe does not name them; the published one does, and makes the same bytes where they lie beside nothing."""
     anchor, donor, _, revisions = local
@@ -211,10 +208,10 @@ def test_statistics_beside_a_model_travel(
     recipe = "merge_method: rotation_merge\nbase_model: anchor\nmodels: [{model: anchor}, {model: donor}]\n"
     merged(f"{recipe}parameters: {{delegate: regmean, weight: 0.5}}\ndtype: float32\n", tmp_path / "out")
     names = [x for n in ("anchor", "donor") for x in ("--as", f"./{n}=org/{n}@{revisions[n]}")]
-    assert parsed("push", "out", "me/regmean", *names, "--with-data", "--yes")["repository"] == "me/regmean"
+    files, _ = published(home, "me/regmean", "out", "me/regmean", *names, "--with-data")
     for model in ("anchor", "donor"):
         shutil.rmtree(model)
-    text = home.files("me/regmean")["recipe.yml"].decode()
+    text = files["recipe.yml"].decode()
     own = [entry["parameters"]["statistics"].partition("@")[0] for entry in yaml.safe_load(text)["models"]]
     assert own == [f"me/regmean/statistics/{n}-statistics.safetensors" for n in (0, 1)]
     merged(text, tmp_path / "again")
@@ -243,7 +240,7 @@ models:
 
 
 @pytest.mark.slow
-def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path) -> None:
+def test_samples_travel_where_that_is_said(local: Local, home: Hub, tmp_path: Path) -> None:
     from cli_support import CHECKPOINTS
 
     model, text = CHECKPOINTS / "llama-0", tmp_path / "code.txt"
@@ -266,7 +263,7 @@ def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path
 
 @pytest.mark.slow
 def test_statistics_stay_here_and_the_card_says_how_they_are_measured(
-    local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Local, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever downloads the merge measures them with these commands, and makes the same bytes."""
     folders, revisions, work = local[:2], local[3], tmp_path / "work"
@@ -309,7 +306,7 @@ def test_statistics_stay_here_and_the_card_says_how_they_are_measured(
         assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
 
 
-def test_statistics_in_the_folder_itself_are_published_only_where_asked(local: Any, home: Hub) -> None:
+def test_statistics_in_the_folder_itself_are_published_only_where_asked(local: Local, home: Hub) -> None:
     path = local[2] / "statistics.safetensors"
     path.write_bytes(b"x")
     try:
@@ -323,7 +320,7 @@ def test_statistics_in_the_folder_itself_are_published_only_where_asked(local: A
 
 @pytest.mark.slow
 def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
-    local: Any, home: Hub, pushed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Local, home: Hub, pushed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every entry, and also where the models are called as words are."""
     revisions = local[3]
@@ -368,7 +365,7 @@ def test_folders_may_be_called_as_words_are() -> None:
     assert renaming.value(report) == {**found, "notes": ["a merge"]}
 
 
-def test_what_is_not_whole_is_not_pushed(local: Any, home: Hub, tmp_path: Path) -> None:
+def test_what_is_not_whole_is_not_pushed(local: Local, home: Hub, tmp_path: Path) -> None:
     """Headers and small files decide, before anything is sent; so does the card's YAML, by the hub's own class."""
     out = shutil.copytree(local[2], tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
