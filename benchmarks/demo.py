@@ -10,7 +10,7 @@ import subprocess
 
 from record import Table
 
-from rotation_merge.cli.demo import Result
+from rotation_merge.cli.demo import cells
 
 COLUMNS = ("merge", "measure", "parents", "plain", "heads, neurons", "whole model", "learned")
 
@@ -19,8 +19,7 @@ def main() -> None:
     done = subprocess.run(["rotation-merge", "demo", "--json"], check=True, capture_output=True, text=True)
     table = Table("demo")
     for row in json.loads(done.stdout)["results"]:
-        cells = Result(**row).row()[: len(COLUMNS)]
-        table.add(dict(zip(COLUMNS, cells, strict=True)))
+        table.add(dict(zip(COLUMNS, cells(row), strict=False)))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.cli.options import (
@@ -18,12 +18,14 @@ from rotation_merge.cli.options import (
     config_options,
     device_option,
     devices,
-    matcher,
+    given,
     matching_options,
+    sentence,
+    storage_options,
 )
-from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
+from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Answer, Progress, say, shown, table
-from rotation_merge.config import DTYPES, Count, Length, option
+from rotation_merge.config import Count, Length, option
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, MatchConfig
 from rotation_merge.model.writing import parse_size
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from rotation_merge.matching.pair import Pair
     from rotation_merge.run.proof import Proof
 
+USES_SAMPLES = "add --match-on both, or activations, or --learn"
 SAMPLED = ("match_on", "data", "samples", "seed")
 """Options that say what chooses the maps."""
 
@@ -61,15 +64,13 @@ class LearningSamplesConfig(ReadingConfig):
 @config_options(FitConfig)
 @config_options(LearningSamplesConfig)
 @click.option(
-    "--alignment",
-    "alignment_file",
+    *("--alignment", "alignment_file"),
     type=NEW_ALIGNMENT,
     metavar="FILE",
     help="Also write the transforms, for recipes' 'alignment:'.",
 )
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
-@click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Storage of the output; the donor's if not given.")
+@storage_options("the donor's")
 @device_option(" to compute on; learning on a GPU is in mixed precision")
 @backend_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
@@ -140,12 +141,9 @@ def _report(
     facts |= report.to_dict()["summary"] | ({} if learned is None else {"learned": learned})
 
     def show() -> None:
-        for warning in pair.warnings:
-            say(f"Warning: {warning}", "yellow")
-        for line in (*pair.notes, *alignment.notes, *left_out):
-            say(line)
+        _show_notes(pair, *alignment.notes, *left_out)
         for verdict in (report.verdict(name), *([] if learned is None else [learned["verdict"]])):
-            say(f"{verdict[:1].upper()}{verdict[1:]}.")
+            say(sentence(verdict))
         if out is not None:
             words = proof.words if proof is not None else f"'rotation-merge verify {name} {out}' checks its outputs"
             say(f"Written to {out}; {words}.", "green")
@@ -155,33 +153,32 @@ def _report(
     return Answer(facts, show)
 
 
+def _show_notes(pair: Pair, *notes: str) -> None:
+    for warning in pair.warnings:
+        say(f"Warning: {warning}", "yellow")
+    for line in (*pair.notes, *notes):
+        say(line)
+
+
 def _check_use(context: click.Context, learn: bool, match_on: str, backend: str) -> None:
     """Refuse options that would do nothing."""
-
-    def given(*names: str) -> list[str]:
-        return [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-
-    fitting = [
-        name for config in (FitConfig, LearningSamplesConfig) for name, x in config.options().items() if x.command
-    ]
-    if not learn and (odd := given(*fitting)):
-        raise RotationMergeError(
-            f"--{odd[0].replace('_', '-')} needs --learn", remedy="add it, or leave the option out"
-        )
-    place = context.params["out"] or context.params["alignment_file"]
-    if learn and (place is None or not given("data")):
+    out, file, by_weights = context.params["out"], context.params["alignment_file"], match_on == WEIGHTS
+    place, learning = out or file, FitConfig.options() | LearningSamplesConfig.options()
+    if learn and (place is None or not given(context, "data")):
         raise RotationMergeError("--learn needs --data, and OUT or --alignment", remedy="name them")
-    if learn and given("samples"):
-        raise RotationMergeError("--samples is for matching on activations", remedy="give --limit for learning")
-    odd = given("dtype", "shard_size", "verify") if context.params["out"] is None else []
-    odd += given("half") if context.params["alignment_file"] is None else []
-    odd += given("by") if place is not None else []
-    if odd:
-        raise RotationMergeError(f"--{odd[0].replace('_', '-')} has no effect here", remedy="leave it out")
-    if not learn and match_on == WEIGHTS and given("data", "samples"):
-        remedy = "add --match-on both, or activations, or --learn"
-        raise RotationMergeError("matching on weights uses no samples", remedy=remedy)
-    if backend != THREADS and (learn or match_on != WEIGHTS):
+    fitting = [name for name, described in learning.items() if described.command]
+    nothing, leave_out = "{} has no effect here", "leave it out"
+    for holds, names, problem, remedy in (
+        (not learn, fitting, "{} needs --learn", "add it, or leave the option out"),
+        (learn, ["samples"], "{} is for matching on activations", "give --limit for learning"),
+        (out is None, ["dtype", "shard_size", "verify"], nothing, leave_out),
+        (file is None, ["half"], nothing, leave_out),
+        (place is not None, ["by"], nothing, leave_out),
+        (not learn and by_weights, ["data", "samples"], "matching on weights uses no samples", USES_SAMPLES),
+    ):
+        if holds and (flags := given(context, *names)):
+            raise RotationMergeError(problem.format(flags[0]), remedy=remedy)
+    if backend != THREADS and (learn or not by_weights):
         problem = f"--backend {backend} works for matching on weights only"
         raise RotationMergeError(problem, remedy="leave out --match-on and --learn, or --backend")
 
@@ -197,6 +194,8 @@ def _matched(
         place: the output that unfinished work is kept beside.
     """
     from rotation_merge.matching.aligned_output import match_pair
+    from rotation_merge.matching.match import match_model
+    from rotation_merge.matching.match_on import matcher
     from rotation_merge.model.run_keys import mark_of, unchanged
     from rotation_merge.run.ledger import kept_beside
     from rotation_merge.workers import on_backend
@@ -207,7 +206,9 @@ def _matched(
     mark = mark_of(models, on, on=on, options=asdict(pair.options), untie=match.untie)
     workers = on_backend(backend, worker_device)
     with kept_beside(place, lambda: mark, device) as ledger, unchanged(models), workers as over:
-        yield match_pair(pair, progress, matcher(match, *names, device, over), ledger)
+        find = matcher(match.match_on, *names, match.data, match.samples, match.seed, device)
+        find = partial(match_model, over=over) if match.match_on == WEIGHTS else find
+        yield match_pair(pair, progress, find, ledger)
 
 
 @contextmanager
@@ -272,12 +273,8 @@ def _compared(pair: Pair, alignment: Alignment, by: str) -> Answer:
 
     measured = list(gaps(pair.architecture, *pair.matched, alignment))
     summary = coordinates_verdict(measured)
-    facts: dict[str, Any] = {
-        "anchor": str(pair.anchor.reference),
-        "donor": str(pair.donor.reference),
-        "summary": summary,
-    }
-    facts |= {"warnings": pair.warnings, "gaps": [asdict(gap) for gap in measured]}
+    names = {"anchor": str(pair.anchor.reference), "donor": str(pair.donor.reference)}
+    facts = {**names, "summary": summary, "warnings": pair.warnings, "gaps": [asdict(gap) for gap in measured]}
 
     def show() -> None:
         rows = [
@@ -289,14 +286,11 @@ def _compared(pair: Pair, alignment: Alignment, by: str) -> Answer:
             for gap in measured
             if by == "space" or gap.kind in ("block", "model")
         ]
-        say(f"{summary[:1].upper()}{summary[1:]}.")
+        say(sentence(summary))
         if pair.options.residual == "none" and measured[-1].angle_before >= APART:
             say("The residual stream was not aligned: '--residual largest' aligns it, too.")
         headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
         table("", headers, rows, numbers=(2, 3, 4, 5))
-        for warning in pair.warnings:
-            say(f"Warning: {warning}", "yellow")
-        for line in pair.notes:
-            say(line)
+        _show_notes(pair)
 
     return Answer(facts, show)

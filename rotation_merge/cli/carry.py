@@ -7,19 +7,19 @@ from functools import partial
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.options import (
     config_of,
     config_options,
     device_option,
+    given,
     matching_options,
+    storage_options,
     usable_device,
 )
-from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
+from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Answer, Progress, say, shown
-from rotation_merge.config import DTYPES
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 
@@ -38,10 +38,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
     "match_on",
     types={"data": SAMPLE_SOURCE},
 )
-@click.option(
-    "--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M."
-)
-@click.option("--dtype", type=click.Choice(DTYPES), help="Storage of a carried model; the new base's if not given.")
+@storage_options("the new base's")
 @device_option(" to compute on")
 @partial(matching_options, defaults=TransferConfig().match)
 @shown
@@ -70,13 +67,12 @@ def command(
     from rotation_merge.model.writing import parse_size
     from rotation_merge.run.ledger import kept_beside
 
-    given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     size, device, progress = parse_size(values["shard_size"]), usable_device(device), Progress()
     match = config_of(AlignConfig, values)
     config = config_of(TransferConfig, values, alignment=values.pop("alignment"), match=match, untie=untie)
-    if "steps" in given_options and "method" not in given_options:
+    if given(context, "steps") and not given(context, "method"):
         config = replace(config, method="distil")
-    _check_use(config, given_options)
+    _check_use(context, config)
     samples = [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
     on = [] if config.matched_on == WEIGHTS else samples
 
@@ -98,16 +94,10 @@ def _show(notes: list[str], out: str) -> None:
     say(f"Written to {out}.", "green")
 
 
-def _check_use(config: TransferConfig, given_options: set[str]) -> None:
-    """Refuse options that would do nothing.
-
-    Args:
-        given_options: names of the options that the user gave.
-    """
+def _check_use(context: click.Context, config: TransferConfig) -> None:
+    """Refuse options that would do nothing."""
     config.check_use()
-    if given_options & {"data", "samples"} and not config.needs_samples and config.matched_on == WEIGHTS:
+    if given(context, "data", "samples") and not config.needs_samples and config.matched_on == WEIGHTS:
         raise RotationMergeError("--carry weights uses no samples", remedy="add --scale auto, or --carry refit")
-    of_matching = [name for name in ("match_on", *AlignConfig.options()) if name in given_options]
-    if config.alignment is not None and of_matching:
-        remedy = f"leave out --{of_matching[0].replace('_', '-')}"
-        raise RotationMergeError("--alignment already gives the maps", remedy=remedy)
+    if config.alignment is not None and (flags := given(context, "match_on", *AlignConfig.options())):
+        raise RotationMergeError("--alignment already gives the maps", remedy=f"leave out {flags[0]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,22 +73,16 @@ STAGES = {
 }
 
 
-@dataclass
-class Result:
-    """One row of the demo's table; accuracies or losses in nats by name of the merge."""
+WAYS = {"plain": "plain", "local": "heads, neurons", "whole": "whole model", LEARNED: "learned"}
+"""Columns of the table, by the ways to merge."""
 
-    title: str
-    measure: str
-    parents: list[float]
-    merges: dict[str, float] = field(default_factory=dict)
-    before: float = 0.0
-    after: float = 0.0
 
-    def row(self) -> list[str]:
-        form = "{:.1%}" if self.measure == "accuracy" else "{:.3f}"
-        cells = [form.format(self.merges[way]) if way in self.merges else "" for way in (*GROUPS, LEARNED)]
-        parents = " / ".join(map(form.format, self.parents))
-        return [self.title, self.measure, parents, *cells, f"{self.before:.3g}", f"{self.after:.3g}"]
+def cells(result: Mapping[str, Any]) -> list[str]:
+    """One row of the table; accuracies, or losses in nats, by name of the merge."""
+    form = "{:.1%}" if result["measure"] == "accuracy" else "{:.3f}"
+    merges = [form.format(result["merges"][way]) if way in result["merges"] else "" for way in WAYS]
+    distances = [f"{result[when]:.3g}" for when in ("before", "after")]
+    return [result["title"], result["measure"], " / ".join(map(form.format, result["parents"])), *merges, *distances]
 
 
 @click.command(epilog="Example: rotation-merge demo --only twin")
@@ -104,7 +98,7 @@ def command(only: tuple[str, ...], keep: str | None) -> Answer:
     training images. Takes about two minutes on one core.
     """
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-    began, results = time.perf_counter(), list[Result]()
+    began, results = time.perf_counter(), list[dict[str, Any]]()
     with TemporaryFolder() as scratch:
         for name in only or tuple(STAGES):
             note(f"{name}: {STAGES[name].words} ...")
@@ -112,35 +106,35 @@ def command(only: tuple[str, ...], keep: str | None) -> Answer:
     seconds = time.perf_counter() - began
 
     def show() -> None:
-        ways = ("plain", "heads, neurons", "whole model", "learned")
-        headers = ("merge", "measure", "parents", *ways, "distance", "aligned")
-        table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7, 8))
+        headers = ("merge", "measure", "parents", *WAYS.values(), "distance", "aligned")
+        table("", headers, [cells(result) for result in results], numbers=range(2, len(headers)))
         say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
         if keep is not None:
             say(f"Recipes and merged models: {keep}")
 
-    return Answer({"seconds": seconds, "results": [asdict(result) for result in results]}, show)
+    return Answer({"seconds": seconds, "results": results}, show)
 
 
-def _merged(stage: DemoStage, place: Path) -> Result:
+def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
     """Merge a stage in each of its ways, and measure the results."""
     place.mkdir(parents=True, exist_ok=True)
     anchor, donor = str(CHECKPOINTS / stage.anchor), str(CHECKPOINTS / stage.donor)
     if stage.donor == "twin":
         donor = str(place / "twin-of-vit-0")
         Alignment.random(anchor, **GROUPS["whole"]).apply(anchor).save_pretrained(donor)
-    parents = [anchor] if stage.old else [anchor, donor]
-    measure = "accuracy" if stage.data == ("digits",) else "loss (nats)"
-    result = Result(stage.words, measure, [stage.figure(parent) for parent in parents])
+    parents = [stage.figure(parent) for parent in ([anchor] if stage.old else [anchor, donor])]
+    merges, distances = dict[str, float](), (0.0, 0.0)
     for way in stage.ways:
         out, text = place / way, _recipe(stage, anchor, donor, way, place)
         out.with_suffix(".yml").write_text(text, encoding="utf-8")
         merge_recipe(text, str(out))
-        result.merges[way] = stage.figure(str(out))
+        merges[way] = stage.figure(str(out))
         if way in ("local", "whole"):
             report = read_report(str(out / REPORT_FILE))
-            result.before, result.after = report.relative_distances(report.donors()[0])
-    return result
+            distances = report.relative_distances(report.donors()[0])
+    measure = "accuracy" if stage.data == ("digits",) else "loss (nats)"
+    facts = {"title": stage.words, "measure": measure, "parents": parents, "merges": merges}
+    return {**facts, "before": distances[0], "after": distances[1]}
 
 
 def _recipe(stage: DemoStage, anchor: str, donor: str, way: str, place: Path) -> str:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from rotation_merge.cli.options import config_of, matching_options
+from rotation_merge.cli.options import config_of, given, matching_options
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import Answer, bytes_text, note, say, shown, table
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of, last_recipe
@@ -89,10 +88,8 @@ def _check_target(context: click.Context, target: str, aligns: bool) -> None:
     if not os.path.exists(path) and (not elsewhere or path.endswith((".yml", ".yaml", ".json", ".safetensors"))):
         remedy = nearest_path(path, of=os.path.exists)
         raise RotationMergeError("no such file or directory", where=target, remedy=remedy)
-    for name in () if aligns else (*AlignConfig.options(), "untie"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            problem = f"--{name.replace('_', '-')} is an option of aligning a model"
-            raise RotationMergeError(problem, where=target, remedy="leave it out")
+    if not aligns and (flags := given(context, *AlignConfig.options(), "untie")):
+        raise RotationMergeError(f"{flags[0]} is an option of aligning a model", where=target, remedy="leave it out")
 
 
 def _about(target: str, options: AlignConfig, untie: bool) -> Answer:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from rotation_merge.cli.paths import SAMPLE_SOURCE, WORD, Word
-from rotation_merge.config import Config, Option
+from rotation_merge.config import DTYPES, Config, Option
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.run.sample_kinds import KINDS
-
-if TYPE_CHECKING:
-    from rotation_merge.matching.match import Match
-    from rotation_merge.matching.options import MatchConfig
-    from rotation_merge.workers import Spread
 
 C = TypeVar("C", bound=Config)
 THREADS = "threads"
@@ -114,6 +109,12 @@ def sentence(words: str, choices: Collection[Any] = ()) -> str:
     return f"{words}." if words.partition(":")[0] in choices else f"{words[:1].upper()}{words[1:]}."
 
 
+def given(context: click.Context, *names: str) -> list[str]:
+    """Flags of those parameters that the user gave."""
+    flags = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
+    return [flags[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
 def config_of(config: type[C], values: dict[str, Any], **more: Any) -> C:
     """A config out of a command's keyword arguments, which its fields are taken from."""
     return config(**{name: values.pop(name) for name in config.options() if name in values}, **more)
@@ -124,15 +125,6 @@ def matching_options(function: Callable[..., Any], defaults: Config | None = Non
     from rotation_merge.matching.options import AlignConfig, MatchConfig
 
     return config_options(AlignConfig, defaults=defaults)(config_options(MatchConfig, "untie")(function))
-
-
-def matcher(config: MatchConfig, anchor: str, donor: str, device: str, over: Spread | None = None) -> Match:
-    """Return the matcher that --match-on selects. On weights, `over` may share the work between processes."""
-    from rotation_merge.matching.match import match_model
-    from rotation_merge.matching.match_on import matcher as matcher_on
-
-    match = matcher_on(config.match_on, anchor, donor, config.data, config.samples, config.seed, device)
-    return match if over is None or match is not match_model else functools.partial(match_model, over=over)
 
 
 def data_option(text: str, name: str = "data", **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -150,6 +142,22 @@ def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         metavar="DEVICE",
         help=f"auto, cpu, cuda or cuda:N{text}.",
     )
+
+
+def storage_options(usual: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --shard-size and --dtype of the weights that are written.
+
+    Args:
+        usual: whose dtype counts if none is given.
+    """
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        help = f"Storage of the weights; {usual} if not given."
+        function = click.option("--dtype", type=click.Choice(DTYPES), help=help)(function)
+        help = "Largest weight file, e.g. 500M."
+        return click.option("--shard-size", type=WORD, default="5B", show_default=True, help=help)(function)
+
+    return add
 
 
 def backend_option(function: Callable[..., Any]) -> Callable[..., Any]:
