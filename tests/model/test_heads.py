@@ -4,48 +4,45 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cli_support import run
-from plugin_support import load, make, merged, mergekit_yaml, one_error, write_recipe
+from plugin_support import load, make, merged, mergekit_yaml, one_error, recipe_for, state, write_recipe
 from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
 from tiny_models import inputs
 
 
-def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict:
-    share = 1 / (1 + len(donors))
-    return {
-        "merge_method": "rotation_merge",
-        "base_model": str(anchor),
-        "models": [{"model": str(path), "parameters": {"weight": share}} for path in (anchor, *donors)],
-        "parameters": {"delegate": "linear", "heads_of": "each", **parameters},
-        "dtype": "float32",
-    }
+def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict[str, Any]:
+    plain: dict[str, Any] = recipe_for("linear", anchor, *donors)
+    return {**plain, "parameters": {"delegate": "linear", "heads_of": "each", **parameters}, "dtype": "float32"}
+
+
+def tokens(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(3, 40, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--out-shard-size", "5K"), ("--no-safe-serialization",)])
-def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], tmp_path: Path):
-    """Whatever the body is written as: what stands under heads/ loads by itself, and is the body, each file its own."""
+def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever the body is written as: each folder under heads/ loads by itself, and is the body, each file its own."""
     anchor, *donors = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3, 5))
-    made, out = heads_recipe(anchor, *donors), tmp_path / "out"
-    checked = run("check", write_recipe(made, tmp_path / "recipe.yml"))
-    assert checked.exit_code == 0, checked.output
-    done = mergekit_yaml(made, out, *options)
+    plain, out = heads_recipe(anchor, *donors), tmp_path / "out"
+    assert run("check", write_recipe(plain, tmp_path / "recipe.yml")).exit_code == 0
+    done = mergekit_yaml(plain, out, *options)
     assert done.exit_code == 0, done.output
-    body, head = (load(str(path)).state_dict()["classifier.out_proj.weight"] for path in (out, anchor))
-    assert torch.equal(body, head)
-    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    body, head = (load(str(path)).state_dict() for path in (out, anchor))
+    assert torch.equal(body["classifier.out_proj.weight"], head["classifier.out_proj.weight"])
     for donor, labels in zip(donors, (3, 5), strict=True):
         folder = out / "heads" / donor.name
-        body, found, own = (load(str(path)).state_dict() for path in (out, folder, donor))
-        assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in own.items()}
-        for name, tensor in found.items():
-            assert torch.equal(tensor, (own if name.startswith("classifier.") else body)[name])
-        assert load(str(folder))(input_ids=ids).logits.shape == (2, labels)
+        headed, stored = (load(str(path)).state_dict() for path in (folder, donor))
+        assert {n: x.dtype for n, x in headed.items()} == {n: x.dtype for n, x in stored.items()}
+        for name, tensor in headed.items():
+            assert torch.equal(tensor, (stored if name.startswith("classifier.") else body)[name])
+        assert load(str(folder))(input_ids=tokens(0, 2, 6)).logits.shape == (2, labels)
         assert len(json.loads((folder / "config.json").read_text())["id2label"]) == labels
         files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
         assert (len(files) > 2) == ("5K" in options)
@@ -53,80 +50,68 @@ def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], t
 
 
 @pytest.mark.slow
-def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path):
+def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path) -> None:
     """The merge runs under the anchor's head, as it is written; every model answers under its own, which is solved."""
     anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
-    made = heads_recipe(anchor, donor, delegate="refit", targets="own")
-    for number, model in enumerate(made["models"]):
-        ids = torch.randint(3, 40, (6, 8), generator=torch.Generator().manual_seed(number))
-        np.savez(tmp_path / f"{number}.npz", input_ids=ids.numpy())
+    plain, weight = heads_recipe(anchor, donor, delegate="refit", targets="own"), "classifier.out_proj.weight"
+    for number, model in enumerate(plain["models"]):
+        np.savez(tmp_path / f"{number}.npz", input_ids=tokens(number, 6, 8).numpy())
         model["parameters"]["data"] = str(tmp_path / f"{number}.npz")
-    kept = merged({**made, "parameters": {**made["parameters"], "exclude": "classifier"}}, tmp_path / "kept")
-    body = merged(made, tmp_path / "out")
-    assert all(torch.equal(body[name], kept[name]) for name in body)
-    head = load_file(anchor / "model.safetensors")["classifier.out_proj.weight"]
-    assert torch.equal(body["classifier.out_proj.weight"], head)
-    answers = [
-        load(str(path))(input_ids=ids).logits
-        for path in (donor, *(tmp_path / name / "heads" / "3" for name in ("out", "kept")))
-    ]
-    assert answers[0].shape == (6, 3)
-    solved, plain = (float((found - answers[0]).norm()) for found in answers[1:])
-    assert solved < 0.8 * plain
-    own = load_file(donor / "model.safetensors")["classifier.out_proj.weight"]
-    assert torch.equal(
-        load_file(tmp_path / "kept" / "heads" / "3" / "model.safetensors")["classifier.out_proj.weight"], own
-    )
+    excluded = merged({**plain, "parameters": {**plain["parameters"], "exclude": "classifier"}}, tmp_path / "excluded")
+    body = merged(plain, tmp_path / "out")
+    assert all(torch.equal(body[name], excluded[name]) for name in body)
+    assert torch.equal(body[weight], state(anchor)[weight])
+    heads = [tmp_path / name / "heads" / "3" for name in ("out", "excluded")]
+    answer, *answers = (load(str(path))(input_ids=tokens(1, 6, 8)).logits for path in (donor, *heads))
+    assert answer.shape == (6, 3)
+    solved, stored = (float((logits - answer).norm()) for logits in answers)
+    assert solved < 0.8 * stored
+    assert torch.equal(state(heads[1])[weight], state(donor)[weight])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residual", ["rotation", "permutation"])
-def test_heads_move_with_their_donors(residual: str, tmp_path: Path):
-    """A twin moved in the stream: under its head the merged body computes what the anchor does."""
+@pytest.mark.parametrize(
+    ("residual", "anchor_is", "wider"),
+    [
+        ("permutation", "base", False),
+        ("rotation", "base", False),
+        ("rotation", "base", True),
+        ("rotation", "mean", True),
+    ],
+)
+def test_heads_move_with_their_donors(residual: str, anchor_is: str, wider: bool, tmp_path: Path) -> None:
+    """Under the head of a twin in another stream, or one of two classes more, the body computes what the twin does."""
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     moved = twin(anchor, tmp_path / "twin", residual)
-    made = recipe(anchor, moved, residual=residual, heads_of="each")
-    merged(made, tmp_path / "out")
-    assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
+    if wider:
+        tensors, config = load_file(moved.path / "model.safetensors"), moved.config
+        for name in ("classifier.weight", "classifier.bias"):
+            tensors[name] = torch.cat([tensors[name], 2 * tensors[name][:2]])
+        save_file(tensors, moved.path / "model.safetensors", {"format": "pt"})
+        labels = {str(i): f"own {i}" for i in range(len(tensors["classifier.bias"]))}
+        config |= {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
+        (moved.path / "config.json").write_text(json.dumps(config))
+    merged(recipe(anchor, moved, residual=residual, heads_of="each", anchor=anchor_is), tmp_path / "out")
+    result, expected = (load(str(path)) for path in (tmp_path / "out" / "heads" / "twin", moved.path))
+    batch = {name: tensor.float() for name, tensor in inputs(anchor.case, expected).items()}
+    torch.testing.assert_close(result(**batch).logits, expected(**batch).logits, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mean", [False, True])
-def test_heads_of_other_sizes_are_not_compared(mean: bool, tmp_path: Path):
-    """Streams are matched on bodies: under a head of two classes more the merged one computes what the twin does."""
-    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    other = twin(anchor, tmp_path / "twin", "rotation")
-    moved = other.path
-    tensors, config = load_file(moved / "model.safetensors"), json.loads((moved / "config.json").read_text())
-    for name in ("classifier.weight", "classifier.bias"):
-        tensors[name] = torch.cat([tensors[name], 2 * tensors[name][:2]])
-    save_file(tensors, moved / "model.safetensors", {"format": "pt"})
-    config["id2label"] = {str(i): f"own {i}" for i in range(len(tensors["classifier.bias"]))}
-    config["label2id"] = {name: int(i) for i, name in config["id2label"].items()}
-    (moved / "config.json").write_text(json.dumps(config))
-    made = recipe(anchor, other, residual="rotation", heads_of="each", anchor="mean" if mean else "base")
-    merged(made, tmp_path / "out")
-    found, wanted = (load(str(path)) for path in (tmp_path / "out" / "heads" / "twin", moved))
-    given = {name: tensor.float() for name, tensor in inputs(anchor.case, wanted).items()}
-    torch.testing.assert_close(found(**given).logits, wanted(**given).logits, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_heads_do_not_follow_plans_of_the_stream(tmp_path: Path):
+def test_heads_do_not_follow_plans_of_the_stream(tmp_path: Path) -> None:
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     moved = twin(anchor, tmp_path / "twin", "none", heads="none", attention="none", ffn="permutation", scaling=False)
-    made = heads_recipe(anchor.path, moved.path, delegate="ot_fusion", plan="hard", attention="none", ffn="none")
-    assert "add 'stream: identity'" in one_error(mergekit_yaml(made, tmp_path / "refused").output)
+    plain = heads_recipe(anchor.path, moved.path, delegate="ot_fusion", plan="hard", attention="none", ffn="none")
+    assert "add 'stream: identity'" in one_error(mergekit_yaml(plain, tmp_path / "refused").output)
     assert not (tmp_path / "refused").exists()
-    made["parameters"] |= {"stream": "identity", "scaling": False}
-    merged(made, tmp_path / "out")
+    plain["parameters"] |= {"stream": "identity", "scaling": False}
+    merged(plain, tmp_path / "out")
     assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
 
 
-def test_vocabularies_must_stay(tmp_path: Path):
+def test_vocabularies_must_stay(tmp_path: Path) -> None:
     anchor, donor = (make("roberta", tmp_path / str(n), seed=n) for n in (0, 1))
-    made = heads_recipe(anchor, donor) | {"tokenizer_source": "base"}
-    done = mergekit_yaml(made, tmp_path / "out")
+    done = mergekit_yaml(heads_recipe(anchor, donor) | {"tokenizer_source": "base"}, tmp_path / "out")
     assert done.exit_code == 2
     assert "leave out one of the two" in one_error(done.output)
     assert not (tmp_path / "out").exists()
