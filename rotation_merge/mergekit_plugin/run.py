@@ -50,6 +50,7 @@ from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
 from rotation_merge.report.integrity.tokens import Vocabulary
+from rotation_merge.report.plots import save_distances
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers import keep_freed_memory
 
@@ -216,7 +217,8 @@ def _write_card(config: MergeConfiguration, folder: str, source: str, report: Me
     with _CARD, mock.patch.multiple(card, **instead):
         text = card.generate_card(config=config, config_yaml=source, name=os.path.basename(folder))
     text = text.replace(f"```yaml\n{source}\n```", f"{fence}yaml\n{source}\n{fence}", 1)
-    text = updated_card(text, report, os.path.basename(folder), Contents(folder).config)
+    picture, name = save_distances(report, folder), os.path.basename(folder)
+    text = updated_card(text, report, name, Contents(folder).config, picture=picture)
     write_text(os.path.join(folder, "README.md"), text)
     write_text(os.path.join(folder, "mergekit_config.yml"), source)
 

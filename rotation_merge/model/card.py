@@ -34,6 +34,9 @@ TAGS = {
 MEASURED = "evaluation.json"
 """File that `rotation-merge evaluate --keep` writes beside a model."""
 
+DISTANCES = "distances.png"
+"""Picture of the models' distances by layer, beside a merge."""
+
 _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
 
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
@@ -181,17 +184,21 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
         raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
-def section(report: MergeReport, name: str, config: Mapping[str, Any], first: Sequence[str] = ()) -> str:
+def section(
+    report: MergeReport, name: str, config: Mapping[str, Any], first: Sequence[str] = (), picture: str | None = None
+) -> str:
     """Markdown between our marks: moved donors with distances, models and licences, data, usage.
 
     Args:
         name: name to load the model by.
         config: of the model.
         first: commands that make the recipe's unpublished inputs.
+        picture: file beside the card that shows the distances.
     """
     lines = [BEGIN, "### Models"]
     if report.relation == "merge":
         lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
+        lines += [f"\n![Relative distance by layer, before and after alignment]({picture})"] if picture else []
         lines += ["", "Per space: `rotation_merge.json`."]
     lines += [] if report.search is None else markdown(report.search)
     lines += [*_origins(report), *_data(report)]
@@ -305,6 +312,7 @@ def updated_card(
     config: Mapping[str, Any],
     measured: Sequence[Mapping[str, Any]] = (),
     first: Sequence[str] = (),
+    picture: str | None = None,
 ) -> str:
     """A card, old or new, with the report's metadata and section; everything else unchanged.
 
@@ -316,6 +324,7 @@ def updated_card(
         config: of the model.
         measured: figures of `evaluate`.
         first: commands that make the recipe's unpublished inputs.
+        picture: file beside the card that shows the distances.
     """
     existing, body = front_matter(text)
     before, begin_mark, after = body.partition(BEGIN)
@@ -324,7 +333,7 @@ def updated_card(
     else:
         before, marker, after = body.partition("### Configuration")
         before, after = (before, f"\n{marker}{after}") if marker else (f"{before.rstrip()}\n\n", "")
-    body = f"{before}{section(report, name, config, first)}{after}"
+    body = f"{before}{section(report, name, config, first, picture)}{after}"
     body = Renaming(shown_names(report)).text(body)
     return with_metadata(metadata(report, existing, measured, name), body)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import replacing
+from rotation_merge.model.card import DISTANCES
+from rotation_merge.record import MergeReport, relative_distance
 from rotation_merge.run.curves import Barrier
 
 COLOURS = ("#8a8f98", "#2f6fde", "#d9822b", "#3a9d5d", "#c9504a", "#8a5fc7", "#1f9aa5", "#b5872b")
@@ -59,6 +63,43 @@ def save_barrier(barrier: Barrier, path: str) -> None:
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=160, format=os.path.splitext(path)[1][1:].lower())
     pyplot.close(figure)
+
+
+def save_distances(report: MergeReport, folder: str) -> str | None:
+    """Draw each donor's relative distance to the anchor by layer, before and after alignment, for the card of a merge.
+
+    Returns:
+        The picture's name in the folder; None where no layer was matched, or matplotlib is not installed.
+    """
+    distances = {donor: by_layer for donor in report.donors() if (by_layer := _layer_distances(report, donor))}
+    if not distances or find_spec("matplotlib") is None:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6, 3.2))
+    axes = figure.add_subplot()
+    for (donor, by_layer), colour in zip(distances.items(), COLOURS, strict=False):
+        for number, (style, words) in enumerate((("--", "before"), ("-", "after"))):
+            values = [pair[number] for pair in by_layer.values()]
+            axes.plot([*by_layer], values, style, color=colour, marker=".", label=f"{_short(donor)}, {words}")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("relative distance to the anchor")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(os.path.join(folder, DISTANCES), dpi=120, bbox_inches="tight", metadata={"Software": None})
+    return DISTANCES
+
+
+def _layer_distances(report: MergeReport, donor: str) -> Mapping[int, tuple[float, float]]:
+    """A donor's relative distances before and after alignment, by layer."""
+    rows = [row for row in report.rows if row.donor == donor and row.layer is not None]
+    return {
+        layer: relative_distance([row for row in rows if row.layer == layer])
+        for layer in sorted({row.layer for row in rows if row.layer is not None})
+    }
 
 
 def _short(name: str) -> str:

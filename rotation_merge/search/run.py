@@ -21,7 +21,7 @@ from rotation_merge.files import Store, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.adapter_base import on_base
-from rotation_merge.model.card import updated_card
+from rotation_merge.model.card import DISTANCES, updated_card
 from rotation_merge.model.contents import Contents, reason
 from rotation_merge.model.open import whole_path
 from rotation_merge.model.writing import staged
@@ -305,7 +305,8 @@ class Search:
         if card.exists():
             title = f"# {self._place(best.name).name}\n"
             text = card.read_text(encoding="utf-8").replace(title, f"# {name}\n", 1)
-            write_text(card, updated_card(text, report, name, Contents(str(folder)).config))
+            picture = DISTANCES if (folder / DISTANCES).exists() else None
+            write_text(card, updated_card(text, report, name, Contents(str(folder)).config, picture=picture))
 
     def _keep_figures(self, folder: Path) -> None:
         """Store the merge's figures on the reporting samples for its card."""

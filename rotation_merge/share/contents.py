@@ -30,10 +30,11 @@ STATISTICS = ("statistics*.safetensors", "statistics/*.safetensors")
 MERGE = (
     *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt"),
     *("recipe.yml", "mergekit_config.yml", "rotation_merge.json", "barrier.json", "evaluation.json"),
+    "distances.png",
     *("alignment*.safetensors", "alignment/*.safetensors"),
     *STATISTICS,
 )
-"""Files of a merge: card, recipe, report, alignment files, statistics."""
+"""Files of a merge: card and its picture, recipe, report, alignment files, statistics."""
 
 DATA = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".npz", ".safetensors")
 """Endings of samples; any other text is published as `.txt`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.card import kept_figures, licence, shown_names, updated_card
+from rotation_merge.model.card import DISTANCES, kept_figures, licence, shown_names, updated_card
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
@@ -149,7 +149,8 @@ class Draft:
         report, first = MergeReport.from_dict(renaming.value(self._facts())), list(self.measurements(renaming))
         shown = {short: renaming.names.get(path, short) for path, short in shown_names(self.report).items()}
         text = Renaming(renaming.names | shown).text(text)
-        card = updated_card(text, report, self.repo, Contents(self.folder).config, figures, first)
+        picture = DISTANCES if DISTANCES in self.files else None
+        card = updated_card(text, report, self.repo, Contents(self.folder).config, figures, first, picture)
         _check_card(card)
         return card
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from rotation_merge import RotationMergeError
+from rotation_merge.model.card import DISTANCES, updated_card
 from rotation_merge.record import MergeReport, SpaceRow, gained
 from rotation_merge.report.files import read_report
+from rotation_merge.report.plots import save_distances
 
 
 def row(layer: int | None, kind: str, before: float, after: float) -> SpaceRow:
@@ -29,6 +31,20 @@ def test_a_report_prints_as_a_few_lines():
         "note: a tokenizer is missing",
     ]
     assert str(report()).splitlines() == ["anchor: anchor", "No model was moved: this is the plain merge by `linear`"]
+
+
+def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(layer, kind, 2.0, 1.0) for layer in (0, 1) for kind in ("attention", "ffn")]
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+        assert save_distances(report(*rows), str(tmp_path / name)) == DISTANCES
+    first, again = ((tmp_path / name / DISTANCES).read_bytes() for name in ("first", "again"))
+    assert first == again
+    assert first.startswith(b"\x89PNG")
+    assert save_distances(report(row(None, "stream", 2.0, 1.0)), str(tmp_path)) is None
+    assert f"]({DISTANCES})" in updated_card("# x\n", report(*rows), "x", {}, picture=DISTANCES)
+    assert DISTANCES not in updated_card("# x\n", report(*rows), "x", {})
 
 
 def test_reports_written_before_fingerprints_can_be_read():
