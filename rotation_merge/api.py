@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked
+from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
@@ -53,6 +53,7 @@ from rotation_merge.run.measure import MeasureConfig, measured
 from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.search.config import MergeConfig
+from rotation_merge.search.job import SearchConfig, usual_data
 from rotation_merge.search.outcome import Outcome
 from rotation_merge.search.run import searched
 
@@ -430,6 +431,8 @@ def merge(
     data: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     config: MergeConfig | None = None,
     *,
+    device: str = "cpu",
+    force: bool = False,
     anyway: bool = False,
     watch: Callable[[str], None] | None = None,
 ) -> Outcome:
@@ -439,6 +442,7 @@ def merge(
         models: folders or names of the hub; the anchor first. An adapter's folder stands for the adapter on its base.
         out: a folder, new or empty.
         data: a source of samples for all models, or a list with one for each; empty: samples that the models write.
+        force: whatever lies at `out` may be replaced.
         anyway: write the best merge even if one parent alone is better.
         watch: called with each line of progress.
 
@@ -448,15 +452,19 @@ def merge(
     Raises:
         RotationMergeError: models, data or the folder are of no use.
     """
-    names, place = paths_of(models), os.path.abspath(out)
-    if len(names) < 2:
-        raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
-    check_different([whole_path(name) for name in names])
+    named, place, say = list(map(whole_path, paths_of(models))), os.path.abspath(out), watch or LOG.info
+    if len(named) < 2:
+        raise RecipeError(f"{len(named)} models are given", remedy="name two or more")
+    check_different(named)
     config = MergeConfig.of(config)
-    sources = paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source")
-    check_output(Output(place, "out", FOLDER), [Input(whole_path(name), "model") for name in names], force=True)
-    outcome, _ = searched(names, place, sources, config, "cpu", False, anyway, watch or LOG.info, time.perf_counter())
-    return outcome
+    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
+    check_output(Output(place, "out", FOLDER), [Input(name, "model") for name in named], force=True)
+    base = config.base and whole_path(config.base)
+    whole = tuple(on_base(name, base) for name in named)
+    if not set(named) & set(whole):
+        say("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
+    values = {**vars(config), "base": base, "data": sources or (usual_data(whole[0]),)}
+    return searched(SearchConfig(models=whole, out=place, device=device, **values), say, force, anyway)
 
 
 def for_evaluation(opened: View) -> Any:

@@ -45,14 +45,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig
 @writes
 @click.pass_context
 def command(
-    context: click.Context,
-    work: str,
-    out: str,
-    old: str,
-    new: str,
-    device: str,
-    untie: bool,
-    **values: Any,
+    context: click.Context, work: str, out: str, old: str, new: str, device: str, untie: bool, **values: Any
 ) -> Answer:
     """Move a LoRA adapter or fine-tune WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 

@@ -24,13 +24,7 @@ TITLES = {"accuracy": "accuracy", "pearson": "Pearson", "spearman": "Spearman"}
 @device_option(" to compute on")
 @click.option("--keep", is_flag=True, help="Keep the figures in MODEL/evaluation.json, for its card.")
 @shown
-def command(
-    models: tuple[str, ...],
-    sources: tuple[str, ...],
-    device: str,
-    keep: bool,
-    **values: Any,
-) -> Answer:
+def command(models: tuple[str, ...], sources: tuple[str, ...], device: str, keep: bool, **values: Any) -> Answer:
     """Loss and accuracy, or correlations, of each of MODELS on each of the data.
 
     Classifiers and language models: loss in nats and accuracy. Heads with one output, and labels with a decimal point:

@@ -24,11 +24,7 @@ from rotation_merge.errors import RecipeError
 @shown
 @writes
 def command(
-    adapters: tuple[str, ...],
-    method: str,
-    weights: str | None,
-    parameter: tuple[str, ...],
-    **values: Any,
+    adapters: tuple[str, ...], method: str, weights: str | None, parameter: tuple[str, ...], **values: Any
 ) -> Answer:
     """Merge LoRA adapters of one base into one adapter, without the base.
 

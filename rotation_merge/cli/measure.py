@@ -32,14 +32,7 @@ from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 @device_option("")
 @shown
 @writes
-def command(
-    model: str,
-    data: str,
-    out: str | None,
-    by_layer: bool | None,
-    device: str,
-    **values: Any,
-) -> Answer:
+def command(model: str, data: str, out: str | None, by_layer: bool | None, device: str, **values: Any) -> Answer:
     """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. You need no data with

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,12 +32,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @shown
 def command(
-    models: tuple[str, ...],
-    data: tuple[str, ...],
-    device: str,
-    anyway: bool,
-    force: bool,
-    **values: Any,
+    models: tuple[str, ...], data: tuple[str, ...], device: str, anyway: bool, force: bool, **values: Any
 ) -> Answer:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
@@ -48,33 +42,29 @@ def command(
     same weights. If one parent alone is better than every merge, the command says so, writes nothing without --anyway,
     and exits with code 1. An interrupted search continues.
     """
-    began = time.perf_counter()
     names, out = _models_and_out(models)
     config, context, progress = config_of(MergeConfig, values), click.get_current_context(), Progress()
     context.with_resource(hold_outputs(outputs_of(context), os.path.isdir(f"{out}.unfinished")))
     note("loading libraries ...")
 
-    from rotation_merge.search.run import searched
+    from rotation_merge.api import merge
     from rotation_merge.workers import listening
 
+    more: dict[str, Any] = {"force": force, "anyway": anyway, "watch": progress.note}
     with listening(progress):
-        how = (usable_device(device), force, anyway, progress.note, began)
-        outcome, written = searched(names, out, data, config, *how)
+        outcome = merge(names, out, data, config, device=usable_device(device), **more)
     progress.close()
-    place = out if written else None
-    return Answer({**outcome.to_dict(), "written": place}, lambda: _show(outcome, place), 0 if written else 1)
+    place = out if outcome.written else None
+    return Answer({**outcome.to_dict(), "written": place}, lambda: _show(outcome, place), 0 if outcome.written else 1)
 
 
 def _models_and_out(arguments: tuple[str, ...]) -> tuple[list[str], str]:
     """The models, and the directory to write, which comes last."""
-    from rotation_merge.model.naming import check_different
-
     if len(arguments) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = arguments
     if names[0].startswith((".", os.sep)) and not os.path.exists(names[0]) and os.path.exists(out):
         raise click.UsageError(f"{names[0]} does not exist, but {out} does: the directory to write comes last")
-    check_different(names)
     return names, out.rstrip(os.sep) or os.sep  # files beside it begin with its name
 
 

@@ -55,12 +55,7 @@ class MultiValueCommand(click.Command):
 @shown
 @writes
 def command(
-    merged: str,
-    out: str,
-    teachers: tuple[str, ...],
-    data: tuple[str, ...],
-    device: str,
-    **values: Any,
+    merged: str, out: str, teachers: tuple[str, ...], data: tuple[str, ...], device: str, **values: Any
 ) -> Answer:
     """Distil the teachers into MERGED for a few steps and write OUT.
 

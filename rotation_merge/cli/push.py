@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 @click.option("--yes", is_flag=True, help="Publish; without it, show a summary (with -v all of it) and send nothing.")
 @shown
 def command(
-    out: str,
-    repo: str,
-    names: tuple[str, ...],
-    with_data: bool,
-    include: tuple[str, ...],
-    private: bool,
-    yes: bool,
+    out: str, repo: str, names: tuple[str, ...], with_data: bool, include: tuple[str, ...], private: bool, yes: bool
 ) -> Answer:
     """Publish OUT, which a merge, 'align' or 'carry' wrote, as ORG/NAME.
 

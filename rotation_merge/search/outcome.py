@@ -35,7 +35,7 @@ def _score(name: str, figures: Figures, seconds: float = 0.0) -> Score:
     return Score(name, figures.score, figures.accuracy, figures.on_base, seconds)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """The outcome of a search.
 
@@ -48,6 +48,7 @@ class Outcome:
         samples: those that only report, in words.
         notes: notes on the figures.
         base: figures of the base on the selection samples, with its loss on its own text.
+        written: whether the best merge was written.
     """
 
     labelled: bool
@@ -63,6 +64,7 @@ class Outcome:
     samples: str = "held-out samples"
     notes: list[str] = field(default_factory=list)
     base: Figures | None = None
+    written: bool = False
 
     def __repr__(self) -> str:
         return f"Outcome({' '.join(sentences(self.verdict))})"

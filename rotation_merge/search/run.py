@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,8 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
-from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.card import DISTANCES, updated_card
 from rotation_merge.model.contents import Contents, reason
-from rotation_merge.model.open import whole_path
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
@@ -31,8 +29,7 @@ from rotation_merge.run.data import data_hash
 from rotation_merge.run.evaluate import keep_figures
 from rotation_merge.run.generated_samples import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, Candidates
-from rotation_merge.search.config import MergeConfig
-from rotation_merge.search.job import SearchConfig, usual_data
+from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures
 from rotation_merge.search.outcome import Outcome, Trial
 from rotation_merge.search.preparation import Preparation
@@ -49,60 +46,32 @@ MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """The hub's names of the measures, by unit."""
 
 
-def searched(
-    models: Sequence[str],
-    out: str,
-    data: Sequence[str],
-    config: MergeConfig,
-    device: str,
-    force: bool,
-    anyway: bool,
-    say: Callable[[str], None],
-    began: float,
-) -> tuple[Outcome, bool]:
-    """Search, and write the best merge if that is worth it; gives the outcome, and whether it was written.
+def searched(config: SearchConfig, say: Callable[[str], None], force: bool, anyway: bool) -> Outcome:
+    """Search, and write the best merge if that is worth it; see `rotation_merge.merge`.
 
     Args:
-        models: an adapter's folder stands for the adapter on its base.
-        data: samples of all models, or of each; empty: samples that the models write.
-        force: whatever lies at `out` may be replaced.
-        anyway: write the best merge even if one parent alone is better.
         say: shows a line.
-        began: when the budget began, of `time.perf_counter`.
-
-    Raises:
-        RotationMergeError: something lies at `out`, models do not fit together, or data are of no use.
     """
-    base = config.base and whole_path(config.base)
-    bare = [whole_path(model) for model in models]
-    names = tuple(on_base(name, base) for name in bare)
-    if not set(bare) & set(names):
-        say("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
-    values = {**asdict(config), "base": base, "data": tuple(data) or (usual_data(names[0]),)}
-    search = Search(SearchConfig(models=names, out=out, device=device, **values), say, began)
+    search = Search(config, say)
     outcome = search.outcome_of(force)
-    if outcome.verdict.worth_it or anyway:
-        search.write()
-    search.clean()
-    return outcome, search.written
+    written = outcome.verdict.worth_it or anyway
+    if written:
+        search.write(outcome)
+    search.clean(outcome.tried[0].recipe if written else "")
+    return replace(outcome, written=written)
 
 
 class Search:
-    """One search. Finished candidates are stored in `OUT.unfinished`, so that an interrupted search continues.
+    """One search. Finished candidates are stored in `OUT.unfinished`, so that an interrupted search continues."""
 
-    Attributes:
-        written: whether OUT holds the best merge.
-    """
-
-    def __init__(self, config: SearchConfig, say: Callable[[str], None], began: float | None = None) -> None:
+    def __init__(self, config: SearchConfig, say: Callable[[str], None]) -> None:
         self.config, self.say = config, say
-        self.deadline = (time.perf_counter() if began is None else began) + config.seconds
+        self.deadline = time.perf_counter() + config.seconds
         self.work = Store(config.out)
         self.mark = config.key()
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
         self.left_out: dict[str, str] = {}
         self.plain: Trial | None = None
-        self.written = False
 
     def outcome_of(self, force: bool = False) -> Outcome:
         """Try candidates within the budget, without writing to OUT.
@@ -162,8 +131,7 @@ class Search:
                 tried.append(trial)
         if not tried:
             raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
-        self.outcome = self._outcome(sorted(tried, key=lambda trial: self._rank(trial.figures)))
-        return self.outcome
+        return self._outcome(sorted(tried, key=lambda trial: self._rank(trial.figures)))
 
     def _outcome(self, tried: list[Trial]) -> Outcome:
         """The outcome, from all candidates, the best one first."""
@@ -282,24 +250,23 @@ class Search:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def write(self) -> None:
+    def write(self, outcome: Outcome) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.
 
         Until it is complete, OUT holds the previous merge, or none.
         """
         self.work.put(WRITING, {})
         with staged(self.config.out) as staging:
-            shutil.copytree(self._place(self.outcome.tried[0].name), staging, dirs_exist_ok=True)
-            self._complete(Path(staging))
-        self.written = True
+            shutil.copytree(self._place(outcome.tried[0].name), staging, dirs_exist_ok=True)
+            self._complete(Path(staging), outcome)
 
-    def _complete(self, folder: Path) -> None:
+    def _complete(self, folder: Path, outcome: Outcome) -> None:
         """Write the files beside the weights: recipe, figures, and the verdict in report and card."""
-        best = self.outcome.tried[0]
+        best = outcome.tried[0]
         write_text(folder / RECIPE, best.recipe)
         if self.reporting.labelled:
-            self._keep_figures(folder)
-        report = replace(read_report(str(folder / REPORT_FILE)), search=self.outcome.verdict)
+            self._keep_figures(folder, outcome.best)
+        report = replace(read_report(str(folder / REPORT_FILE)), search=outcome.verdict)
         write_text(folder / REPORT_FILE, report.text())
         card, name = folder / CARD, Path(self.config.out).name
         if card.exists():
@@ -308,26 +275,28 @@ class Search:
             picture = DISTANCES if (folder / DISTANCES).exists() else None
             write_text(card, updated_card(text, report, name, Contents(str(folder)).config, picture=picture))
 
-    def _keep_figures(self, folder: Path) -> None:
+    def _keep_figures(self, folder: Path, best: Figures) -> None:
         """Store the merge's figures on the reporting samples for its card."""
-        sets, best = self.reporting.sets, self.outcome.best
+        sets = self.reporting.sets
         figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
         if name := MEASURES.get(self.reporting.unit):
             figures[name] = best.score
         facts = {"data": ", ".join(self.config.data), "task": sets[0].task, "examples": sum(d.examples for d in sets)}
         keep_figures(str(folder), "pixel_values" in sets[0].batches[0], facts, figures)
 
-    def clean(self) -> None:
+    def clean(self, recipe: str = "") -> None:
         """Remove the state of the search, and files that the recipe does not need.
 
-        A recipe needs the files that it names, and the samples that these were made from.
+        Args:
+            recipe: of the merge that was written, if any. It needs the files that it names, and the samples that these
+                were made from.
         """
         self.work.remove()
-        named = _words(self.outcome.tried[0].recipe) if self.written else set()
+        named = _words(recipe)
         if any(str(file) in named for file in self.files.rglob("*")):
             named |= set(self.parents.data.values())
         searches = [folder for folder in self.files.parent.glob("*") if MARKED.fullmatch(folder.name)]
-        for folder in searches if self.written else [self.files]:  # another merge may need the files of its search
+        for folder in searches if recipe else [self.files]:  # another merge may need the files of its search
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and str(file) not in named:
                     file.unlink()
