@@ -27,7 +27,7 @@ from rotation_merge.matching.aligned_output import pair_report, read_alignment
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match
 from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.pair import Pair, check_pair, open_pair, residual_of
+from rotation_merge.matching.pair import Pair, check_pair, open_pair, options_of
 from rotation_merge.matching.run import Run, change_note
 from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapter_parts import adapter_parts
@@ -166,7 +166,7 @@ class Bases(Pair):
             return alignment, pair_report(self, run, base=new)
         options = config.match
         if known is not None:
-            options = NOTHING.with_residual(residual_of(known.transforms, known.folded))
+            options = options_of(known.transforms, known.folded)
         options = check_pair(self.anchor_view, self.old_as_new, options, untie=self.untie).options
         if self.shared is not None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))

@@ -13,8 +13,7 @@ from mergekit.common import dtype_from_name
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model, recorded
-from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.pair import Pair, check_pair, residual_of
+from rotation_merge.matching.pair import Pair, check_pair, options_of
 from rotation_merge.matching.run import Run, file_metadata
 from rotation_merge.model.card import notes, origins, updated_card
 from rotation_merge.model.checkpoint import Check, write_checkpoint
@@ -72,7 +71,7 @@ def read_alignment(pair: Pair, path: str, donor: View | None = None) -> Alignmen
         AlignmentError: it cannot be read, or was made for other weights.
     """
     alignment = load_for(path, pair.anchor, pair.donor, pair.architecture)
-    options = NOTHING.with_residual(residual_of(alignment.transforms, alignment.folded))
+    options = options_of(alignment.transforms, alignment.folded)
     check_pair(pair.anchor_view, donor or pair.donor.as_filed, options, untie=pair.untie)
     return alignment
 

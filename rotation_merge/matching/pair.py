@@ -287,10 +287,11 @@ def _as_option(groups: Mapping[str, str], streams: Collection[str] = ()) -> str:
     return ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
 
 
-def residual_of(transforms: Mapping[str, Transform], folded: Collection[str]) -> str:
-    """The groups of an alignment's streams, as a value of `residual`."""
+def options_of(transforms: Mapping[str, Transform], folded: Collection[str]) -> AlignConfig:
+    """The options by which `check_pair` checks transforms that are known: nothing is matched, their streams move."""
     streams = [name for name, transform in transforms.items() if transform.kind == "stream"]
-    return _as_option({name: "rotation" if name in folded else "permutation" for name in streams})
+    groups = {name: "rotation" if name in folded else "permutation" for name in streams}
+    return NOTHING.with_residual(_as_option(groups))
 
 
 def _check_head(member: View, folded: Sequence[str], shifted: bool, untie: bool) -> None:

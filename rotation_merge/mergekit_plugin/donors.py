@@ -25,7 +25,7 @@ from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
-from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, residual_of
+from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, options_of
 from rotation_merge.matching.stream import Transforms
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
@@ -162,8 +162,8 @@ class Donor:
             return None
         session, matched, run = self.session, self.matched, self.session.run
         alignment = load_for(path, session.base, session.models[matched], cache=session.options.transformers_cache)
-        residual = residual_of(alignment.transforms, alignment.folded)
-        self._checked(matched, NOTHING.with_residual(residual), None if residual != "none" else {})
+        options = options_of(alignment.transforms, alignment.folded)
+        self._checked(matched, options, None if options.residual != "none" else {})
         run.aligned(self.name, alignment, path)
         data, learned = (alignment.metadata.get(key) for key in ("data", "learned"))
         if isinstance(data, str):
