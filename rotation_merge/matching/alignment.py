@@ -166,11 +166,11 @@ class Alignment:
     def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
         basis, identity = self.known_basis, self.known_basis.donor
-        opened = open_model(donor, identity.name, untie=basis.untie)
-        opened = within(opened, basis.described_anchor) or opened
+        anchor, opened = basis.described_anchor, open_model(donor, identity.name, untie=basis.untie)
+        opened = within(opened, anchor) or opened
         remedy = f"give {identity.name}, which the alignment was made for"
-        check_same_kind(basis.described_anchor, opened, remedy)
-        check_depth(basis.described_anchor, opened, remedy)
+        check_same_kind(anchor, opened, remedy)
+        check_depth(anchor, opened, remedy)
         names = names_in(basis.architecture, opened.architecture)
         if strict and not identity.any_model and not identity.is_view(opened):
             opened = replace(opened, tensors=identity.verified(opened, names))

@@ -133,7 +133,7 @@ class Basis:
         """The architecture in which a tied head is a map of its own, as in statistics."""
         return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=True)
 
-    @cached_property
+    @property
     def described_anchor(self) -> View:
         """The anchor without its tensors."""
         return described(self.anchor.name, self.config, self.architecture, self.shapes)
