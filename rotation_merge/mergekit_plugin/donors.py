@@ -14,11 +14,9 @@ import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 
-from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
-from rotation_merge.carrying.transfer import carried as transferred
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
@@ -274,6 +272,9 @@ def check_adapter(model: View, origin: View | None = None) -> None:
 
 def carried_on_samples(session: Session, donor: str, origin: ModelReference, config: TransferConfig) -> View:
     """Runs the models on samples: the anchor as a donor changes it."""
+    from rotation_merge.carrying.bases import Transfer  # not for every merge: they import all ways of carrying
+    from rotation_merge.carrying.transfer import carried as transferred
+
     run = session.run
     models = donor, str(origin), str(session.recipe.base)
     settings: dict[str, Any] = {"device": str(session.options.device or "cpu"), "dtype": "float32", "untie": True}

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.methods import MergedModels, MergeLog, OwnMethod
-from rotation_merge.averaging.refit_models import ModelRefit
-from rotation_merge.averaging.teachers import Teacher, read_teachers, shares_of, usual_source
 from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin.donors import progress_bar
@@ -25,7 +23,6 @@ from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
-from rotation_merge.run.data import read_samples, unpadded
 from rotation_merge.run.functions import Batch
 from rotation_merge.run.statistics import NAME, Statistics
 
@@ -99,6 +96,8 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     anchor, seed = str(views.recipe.base), views.session.seed
 
     def pool() -> Sequence[Batch]:
+        from rotation_merge.run.data import read_samples, unpadded
+
         batches = read_samples(anchor, str(data), SAMPLES, seed=seed).batches
         return unpadded(batches, str(data))
 
@@ -177,6 +176,9 @@ def refitted_view(views: RecipeViews) -> View:
     Raises:
         RotationMergeError: models or data that nothing can be refitted to.
     """
+    from rotation_merge.averaging.refit_models import ModelRefit  # not for every merge: it runs models on samples
+    from rotation_merge.averaging.teachers import read_teachers
+
     recipe, run, options = views.recipe, views.session.run, views.session.options
     values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start")}
     first = next(iter(views.readers.values()))
@@ -217,8 +219,10 @@ def refitted_view(views: RecipeViews) -> View:
     return replace(base, tensors=Tensors(base.shapes, base.dtypes, by_name(read)))
 
 
-def _teachers(views: RecipeViews, aligned: dict[ModelReference, View]) -> list[Teacher]:
+def _teachers(views: RecipeViews, aligned: dict[ModelReference, View]) -> list[Any]:
     """The models that answer, with the names of their samples."""
+    from rotation_merge.averaging.teachers import Teacher, shares_of, usual_source
+
     shares = shares_of([_number("weight", reader, model, 1.0) for model, reader in views.readers.items()])
     teachers = []
     for (model, reader), share in zip(views.readers.items(), shares, strict=True):
