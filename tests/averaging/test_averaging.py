@@ -103,7 +103,7 @@ EVERY = [(family, "classifier" if family in CLASSIFIERS else "") for family in s
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [*EVERY, ("nemotron_h", "latent experts")], ids=str)
 def test_twins_give_the_anchor_in_every_family(family: str, name: str, tmp_path: Path):
-    """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_carry.py.
+    """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_statistics_moved.py.
 
     Nemotron-H's latent experts write into coordinates that nothing moves: stacked where they run, apart in files.
     """

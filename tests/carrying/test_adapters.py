@@ -1,0 +1,517 @@
+"""Adapters carried to another base: in every family, in every form of LoRA as peft runs it, between files of other
+forms; whole fine-tunes as adapters; what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carry_support import make_adapter, merged, other_coordinates
+from cli_support import parsed, run
+from peft import LoraConfig, PeftModel, get_peft_model
+from plugin_support import load, one_error, state, write_adapter
+from safetensors.torch import load_file, save_file
+from tiny_models import ALL, Case, difference, inputs, make, outputs, planted, save
+from torch import Tensor
+
+import rotation_merge as rm
+from rotation_merge import AlignConfig, Alignment
+from rotation_merge.errors import AlignmentError, CheckpointError
+
+FAMILIES = list({case.family: case for case in sorted(ALL, key=lambda case: "untied" in case.name)}.values())
+"""A case of each family, one with a head of its own if there is one."""
+ROTATION = AlignConfig(heads="permutation", residual="rotation")
+PERMUTATION = AlignConfig(heads="permutation", residual="permutation")
+GROUPS = {
+    "local": AlignConfig(heads="permutation"),
+    "permutation": AlignConfig(scaling=False, residual="permutation"),
+    "signed": AlignConfig(heads="permutation", residual="signed_permutation"),
+    "rotation": ROTATION,
+}
+WEIGHTS = "adapter_model.safetensors"
+State = dict[str, Tensor]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path: Path) -> None:
+    """New base = old base in other coordinates, so far as each group is admitted; adapters on everything."""
+    model = planted(case)
+    if Alignment.random((model.state, model.config), residual="largest", untie=True).folded:
+        model = model.untied
+    architecture, config, start, batch = model.architecture, model.config, model.state, model.given
+    home = outputs(model.holding(start), batch)
+    admitted = {group for groups in architecture.stream_groups.values() for group in groups}
+    shifts = "rotation" in admitted and any(norm.layer for block in architecture.blocks for norm in block.norms)
+    adapter = make_adapter(architecture, start, embeddings=not shifts)  # peft has no lora_bias for embeddings
+    adapter.save_pretrained(str(tmp_path / "adapter"))
+    expected = outputs(model.holding(merged(adapter, architecture, start)), batch)
+    size = max(1.0, *(float(x.abs().max()) for x in expected.values()))
+    assert difference(home, expected) > 1e-3
+    for name, options in GROUPS.items():
+        if options.residual not in admitted:
+            continue
+        if options.residual != "none":
+            groups = architecture.stream_groups
+            streams = {stream: options.residual if options.residual in groups[stream] else "none" for stream in groups}
+            options = replace(options, residual=",".join(f"{stream}={group}" for stream, group in streams.items()))
+        new, alignment = other_coordinates((start, config), options)
+        bases, chosen = ((start, config), (new, config)), rm.TransferConfig(alignment=alignment)
+        carried = rm.transfer(tmp_path / "adapter", *bases, chosen)
+        assert difference(outputs(model.holding(new), batch), home) <= 1e-8, name
+        result = outputs(model.holding(merged(carried, architecture, new)), batch)
+        assert difference(result, expected) <= 1e-8 * size, name
+    change = rm.Delta.between((start, config), (merged(adapter, architecture, start), config))
+    whole = change.moved(alignment, (new, config)).applied().state_dict()
+    assert set(whole) == set(new)
+    assert difference(outputs(model.holding(whole), batch), expected) <= 1e-8 * size
+
+
+def test_experts_with_biases_beside_their_factors(tmp_path: Path) -> None:
+    """`lora_bias` on experts that are stored apart: where nothing is moved, nothing changes."""
+    model = planted(next(case for case in FAMILIES if case.family == "mixtral"))
+    adapter = make_adapter(model.architecture, model.state, lora_bias=True)
+    experts = {name: factor for name, factor in adapter.tensors.items() if "experts" in name and "lora_B" in name}
+    adapter.tensors.update({name.replace("weight", "bias"): factor[:, 0] for name, factor in experts.items()})
+    adapter.save_pretrained(tmp_path / "adapter")
+    base = model.state, model.config
+    carried = rm.transfer(tmp_path / "adapter", base, base, alignment=Alignment({}))
+    assert len(experts) > 2
+    torch.testing.assert_close(dict(carried.tensors), dict(adapter.tensors))
+
+
+# --- forms of LoRA, run by peft ---------------------------------------------------------------------------------------
+
+
+class Home:
+    """An old base, a new one that computes the same in other coordinates, and adapters of the old one, run by peft."""
+
+    def __init__(self, family: str, name: str, where: Path) -> None:
+        self.case: Case = next(c for c in ALL if (c.family, c.name) == (family, name))
+        self.where = where
+        model = make(self.case)
+        self.batch = inputs(self.case, model)
+        self.config, self.state = save(model, where / "old")
+
+    @property
+    def bases(self) -> tuple[object, ...]:
+        """Both, as options of the command."""
+        return "--from", self.where / "old", "--to", self.where / "new"
+
+    def write(self, name: str, tensors: State) -> Path:
+        """A model of the old base's config."""
+        folder = self.where / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((self.where / "old" / "config.json").read_text())
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    def new(self, options: AlignConfig) -> tuple[State, Alignment]:
+        tensors, alignment = other_coordinates((self.state, self.config), options)
+        self.write("new", tensors)
+        return tensors, alignment
+
+    def base(self, name: str) -> Any:
+        kind, path = self.case.model_class, self.where / name
+        loaded = kind.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+        loaded.config._experts_implementation = "eager"
+        return loaded.eval()
+
+    def adapter(self, **config: Any) -> Tensor:
+        """Write an adapter with everything trainable made random; what the old base computes with it."""
+        torch.manual_seed(0)
+        lora = LoraConfig(**{"r": 2, "lora_alpha": 3, **config})
+        model = get_peft_model(self.base("old"), lora, autocast_adapter_dtype=False)
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
+        model.save_pretrained(self.where / "adapter", save_embedding_layers=False)
+        return self.logits(model)
+
+    def carried(self, work: str, options: AlignConfig, **others: Any) -> tuple[Any, Tensor]:
+        """What was made for the old base as an adapter of the new one, and what that computes with it."""
+        tensors, alignment = self.new(options)
+        path: Any = self.where / work
+        if work != "adapter":
+            path = load_file(path / "model.safetensors"), self.config
+        config = rm.TransferConfig(alignment=alignment, **others)
+        result = rm.transfer(path, self.where / "old", (tensors, self.config), config)
+        shutil.rmtree(self.where / "carried", ignore_errors=True)
+        result.save_pretrained(str(self.where / "carried"))
+        return result, self.with_adapter("new", self.where / "carried")
+
+    def with_adapter(self, base: str, adapter: Path) -> Tensor:
+        """What a base computes with an adapter that peft reads."""
+        return self.logits(PeftModel.from_pretrained(self.base(base), adapter, autocast_adapter_dtype=False))
+
+    def as_read(self) -> Tensor:
+        """What the old base computes with the adapter that we read with it."""
+        model = load(f"{self.where / 'old'}+{self.where / 'adapter'}", torch.float64)
+        model.config._experts_implementation = "eager"
+        return self.logits(model)
+
+    def logits(self, model: Any) -> Tensor:
+        return outputs(model.eval(), self.batch)["logits"]
+
+
+def carry(*arguments: object) -> str:
+    """What the command prints."""
+    done = run("carry", *arguments)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home("llama", "llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home("gpt2", "untied", tmp_path_factory.mktemp("gpt2"))
+
+
+def on(*modules: str, **config: Any) -> dict[str, Any]:
+    return {"target_modules": [*modules], **config}
+
+
+def conv1d(*modules: str, **config: Any) -> dict[str, Any]:
+    return on(*modules, fan_in_fan_out=True, **config)
+
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OF_ITS_OWN = {"use_rslora": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"up_proj": 7}}
+NORMS = {"modules_to_save": ["input_layernorm", "norm", "embed_tokens"]}
+FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
+    "lora": ("llama", ROTATION, on(*LINEAR)),
+    "rank-stabilised, ranks of their own": ("llama", ROTATION, on(*LINEAR, **OF_ITS_OWN)),
+    "embedding and head": ("llama", ROTATION, on("embed_tokens", "lm_head", "v_proj")),
+    "whole modules": ("llama", ROTATION, on("q_proj", modules_to_save=["lm_head", "down_proj"])),
+    "whole norms": ("llama", PERMUTATION, on("q_proj", **NORMS)),
+    "shifts left over": ("gpt2", ROTATION, conv1d("c_attn", "c_fc", "c_proj")),
+    "a bias already": ("gpt2", ROTATION, conv1d("c_attn", "c_proj", lora_bias=True)),
+    "trained biases": ("gpt2", ROTATION, conv1d("c_attn", "c_fc", bias="lora_only")),
+    "all biases": ("gpt2", PERMUTATION, conv1d("c_attn", bias="all")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest) -> None:
+    family, options, config = FORMS[form]
+    home = request.getfixturevalue(family)
+    expected = home.adapter(**config)
+    assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    result, found = home.carried("adapter", options)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    assert {x.dtype for x in result.tensors.values()} == {torch.float64}
+
+
+REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
+    "dora": ("llama", PERMUTATION, on("v_proj", use_dora=True), "is a DoRA.*merge the adapter"),
+    "norms under rotations": (
+        *("llama", ROTATION, on("q_proj", modules_to_save=["norm"])),
+        r"'model.*norm.weight' cannot be carried with a rotated stream",
+    ),
+    "constants beside embeddings": ("gpt2", ROTATION, conv1d("c_attn", "wte"), "adds a constant"),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_forms_that_cannot_express_it_are_refused(form: str, request: pytest.FixtureRequest) -> None:
+    family, options, config, words = REFUSED[form]
+    home = request.getfixturevalue(family)
+    home.adapter(**config)
+    with pytest.raises(AlignmentError, match=words):
+        home.carried("adapter", options)
+
+
+def test_values(llama: Home) -> None:
+    """A module of peft is no model; a scale multiplies; a gain of zero is refused; written whole or not at all."""
+    module = get_peft_model(llama.base("old"), LoraConfig(r=2))
+    with pytest.raises(CheckpointError, match=r"an adapter beside its weights; give model.merge_and_unload\(\), or"):
+        rm.align(llama.where / "old", module)
+    assert rm.align(llama.where / "old", module.merge_and_unload()).report is not None
+    llama.adapter(target_modules=["q_proj"])
+    once, twice = (llama.carried("adapter", ROTATION, scale=scale)[0] for scale in (1.0, 2.0))
+    key = next(key for key in once.tensors if "lora_B" in key)
+    torch.testing.assert_close(twice.tensors[key], 2 * once.tensors[key])
+    with pytest.raises(TypeError):
+        replace(once, config={"r": object()}).save_pretrained(llama.where / "unwritten")
+    assert not [*llama.where.glob("unwritten*"), *llama.where.glob(".unwritten*")]
+    tensors, alignment = llama.new(ROTATION)
+    tensors["model.layers.0.input_layernorm.weight"][3] = 0
+    bases = llama.where / "old", (tensors, llama.config)
+    with pytest.raises(AlignmentError, match=r"entry 3 of the gain.*near zero"):
+        rm.transfer(llama.where / "adapter", *bases, rm.TransferConfig(alignment=alignment))
+
+
+DAMAGED: dict[str, tuple[Callable[[str, Tensor], tuple[str, Tensor]], dict[str, Any], str]] = {
+    "another kind": (lambda k, x: (k, x), {"peft_type": "IA3"}, "not a LoRA"),
+    "ranks": (lambda k, x: (k, x[:1].contiguous() if "lora_A" in k else x), {}, "the factors of"),
+    "widths": (lambda k, x: (k, torch.cat([x, x], 1) if "lora_A" in k else x), {}, "[48, 64] for 'model.layers.0"),
+    "numbers": (lambda k, x: (k, x / 0 if "layers.1" in k else x), {}, "holds NaN or infinity"),
+    "modules": (lambda k, x: (k.replace("q_proj", "query"), x), {}, "which the model does not store"),
+}
+
+
+@pytest.mark.parametrize("fault", [*DAMAGED, "empty", "no base", "quantised base"])
+def test_bad_input_is_one_line(fault: str, llama: Home, tmp_path: Path) -> None:
+    llama.adapter(target_modules=["q_proj"])
+    llama.new(ROTATION)
+    work, old, new = llama.where / "adapter", llama.where / "old", llama.where / "new"
+    if fault in DAMAGED:
+        change, config, words = DAMAGED[fault]
+        known = json.loads((work / "adapter_config.json").read_text())
+        tensors = dict(change(*item) for item in load_file(work / WEIGHTS).items())
+        work = write_adapter({**known, **config}, tensors, tmp_path / "damaged")
+    elif fault == "empty":
+        work, words = tmp_path / "empty", "config.json is missing"
+        work.mkdir()
+    elif fault == "no base":
+        old, words = tmp_path / "nothing", "no such directory"
+    else:
+        new, words = shutil.copytree(new, tmp_path / "int4"), "gptq"
+        config = json.loads((new / "config.json").read_text())
+        (new / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    done = run("carry", work, "--from", old, "--to", new, tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert words in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_command(llama: Home, tmp_path: Path) -> None:
+    """Each adapter exactly and in its own ranks; without and with a file of maps."""
+    first, second = llama.where / "adapter", tmp_path / "second"
+    ranks = {"r": 3, "rank_pattern": {"layers.0.mlp.up_proj": 1}}
+    expected = {second: llama.adapter(target_modules=["up_proj", "v_proj"], **ranks)}
+    shutil.copytree(first, second)
+    (second / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    expected[first] = llama.adapter(target_modules=["q_proj", "down_proj"])
+    llama.new(ROTATION)
+    for path, logits in expected.items():
+        out = tmp_path / "both" / path.name
+        carry(path, *llama.bases, out, "--heads", "permutation")
+        before, after = (load_file(folder / WEIGHTS) for folder in (path, out))
+        assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in before.items()}
+        torch.testing.assert_close(llama.with_adapter("new", out), logits, atol=1e-5, rtol=1e-5)
+    card = (tmp_path / "both" / "second" / "README.md").read_text()
+    lines = ("base_model_relation: adapter", f"| {second} |  | cc-by-nc-4.0 |", "license: other")  # the base has none
+    assert all(line in card for line in (*lines, f"carried to `{llama.where / 'new'}`", "nothing beside peft"))
+    config = json.loads((tmp_path / "both" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(llama.where / "new")
+    maps, options = tmp_path / "maps.safetensors", ("--heads", "permutation", "--residual", "rotation")
+    aligned = run("align", llama.where / "new", llama.where / "old", "--alignment", maps, *options)
+    assert aligned.exit_code == 0, aligned.output
+    said = carry(first, *llama.bases, tmp_path / "half", "--alignment", maps, "--scale", 0.5, "--lora", 7)
+    assert "multiplied by 0.5" in (tmp_path / "half" / "README.md").read_text()
+    assert "keeps its rank 2" in said
+    carry(first, *llama.bases, tmp_path / "one", "--alignment", maps)
+    one, two = (load_file(tmp_path / folder / WEIGHTS) for folder in ("one", "both/adapter"))
+    torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_another_base(llama: Home, tmp_path: Path) -> None:
+    """Told by the weights of the base that its config names, or by its name where that is not here; of one that was
+    carried before, by the weights of the base it was carried to."""
+    llama.adapter(target_modules=["q_proj"])
+    llama.new(ROTATION)
+    adapter, old, new, gone = (llama.where / "adapter", llama.where / "old", llama.where / "new", tmp_path / "gone")
+    moved, named, alike = tmp_path / "moved", tmp_path / "another", tmp_path / "alike" / "new"
+    for source, copy in ((new, moved), (old, named), (old, alike), (adapter, gone)):
+        shutil.copytree(source, copy)
+    config = json.loads((gone / "adapter_config.json").read_text())
+    (gone / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "no/such/old"}))
+    cases = [
+        (adapter, old, new, ""),
+        (adapter, named, new, ""),  # the same weights by another name
+        (adapter, new, old, "is an adapter of"),
+        (gone, old, new, ""),  # nothing but the name to go by
+        (gone, named, new, "is an adapter of no/such/old"),
+        (tmp_path / "0", moved, old, ""),
+        (tmp_path / "0", alike, new, "whose weights were not those of"),
+    ]
+    for number, (work, home, to, words) in enumerate(cases):
+        done = run("carry", work, "--from", home, "--to", to, tmp_path / str(number), "--heads", "permutation")
+        assert done.exit_code == (2 if words else 0), done.output
+        assert words in done.output
+
+
+# --- bases whose files have the same weights in other forms -----------------------------------------------------------
+
+STACKED = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+@pytest.fixture(scope="module", params=["apart", "stacked"])
+def mixtral(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A mixture of experts whose file has them in one form, and the new base with the other one."""
+    home = Home("mixtral", "untied", tmp_path_factory.mktemp(request.param))
+    home.new(ROTATION)
+    stacked = "new" if request.param == "apart" else "old"
+    home.base(stacked).save_pretrained(home.where / stacked, save_original_format=False)
+    names = {name: set(load_file(home.where / name / "model.safetensors")) for name in ("old", "new")}
+    assert [name for name in names if any("experts.gate_up_proj" in key for key in names[name])] == [stacked]
+    return home
+
+
+def random_adapter(home: Home, modules: tuple[str, ...], ranks: dict[str, int], alpha: int) -> State:
+    """An adapter of modules as files name them, written; the state of the old base with its change."""
+    draw, tensors, changed = torch.Generator().manual_seed(0), State(), dict(home.state)
+    for name in sorted(name for name in home.state if name.removesuffix(".weight").endswith(modules)):
+        (gives, reads), module = home.state[name].shape, name.removesuffix(".weight")
+        rank = next((rank for part, rank in ranks.items() if part in name), 2)
+        a, b = (0.3 * torch.randn(shape, generator=draw).double() for shape in ((rank, reads), (gives, rank)))
+        tensors |= {f"base_model.model.{module}.lora_{x}.weight": factor for x, factor in (("A", a), ("B", b))}
+        changed[name] = home.state[name] + alpha / rank * b @ a
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha, "target_modules": [m.strip(".") for m in modules]}
+    shutil.rmtree(home.where / "adapter", ignore_errors=True)
+    write_adapter({**config, "rank_pattern": ranks, "base_model_name_or_path": "old"}, tensors, home.where / "adapter")
+    return changed
+
+
+def adapted(folder: Path) -> set[str]:
+    """Names of the modules that an adapter changes."""
+    return {name.partition(".lora_")[0] for name in load_file(folder / WEIGHTS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["apart", "stacked"])
+def test_experts_in_either_form(mixtral: Home, form: str, tmp_path: Path) -> None:
+    """Whichever form the bases and the adapter have: the carried one computes what it computed at home, and so does the
+    adapter that is read with its base."""
+    if form == "stacked":
+        expected = mixtral.adapter(**STACKED)
+    else:
+        random_adapter(mixtral, (".q_proj", ".w1", ".w2", ".w3"), {}, 3)
+        expected = mixtral.with_adapter("old", mixtral.where / "adapter")
+    assert float((mixtral.logits(mixtral.base("old")) - expected).abs().max()) > 1e-2
+    torch.testing.assert_close(mixtral.as_read(), expected, atol=1e-9, rtol=1e-9)
+    options = ("--heads", "permutation", "--residual", "rotation")
+    carry(mixtral.where / "adapter", *mixtral.bases, tmp_path / "out", *options)
+    assert adapted(tmp_path / "out") == adapted(mixtral.where / "adapter")
+    torch.testing.assert_close(mixtral.with_adapter("new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
+    """An adapter of NomicBERT's first code (Wqkv) for a base saved by transformers: every piece gets a copy of A."""
+    home = Home("nomic_bert", "words", tmp_path)
+    home.new(PERMUTATION)
+    changed = random_adapter(home, ("Wqkv", "fc11", "out_proj"), {"Wqkv": 3}, 4)
+    home.write("changed", changed)
+    expected = home.logits(home.base("changed"))
+    assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    home.base("new").save_pretrained(tmp_path / "new", save_original_format=False)
+    carry(tmp_path / "adapter", *home.bases, tmp_path / "out", "--heads", "permutation")
+    assert not any("Wqkv" in name for name in adapted(tmp_path / "out"))
+    torch.testing.assert_close(home.with_adapter("new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_that_peft_takes_the_wrong_way_round(tmp_path: Path) -> None:
+    """Llama 4 stores them as (in, out) and does not say so: read as peft reads them, and not carried as such."""
+    home = Home("llama4", "plain", tmp_path)
+    home.new(AlignConfig())
+    expected = home.adapter(target_modules=[], target_parameters=["experts.down_proj"])
+    torch.testing.assert_close(home.as_read(), expected, atol=1e-9, rtol=1e-9)
+    done = run("carry", tmp_path / "adapter", *home.bases, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "', as peft does with this base's experts; merge the adapter into" in done.output
+
+
+def test_models_of_other_names_and_of_another_family(tmp_path: Path) -> None:
+    """DINOv2's attention is called otherwise in files of before and of today; Phi-3 holds in one piece what Llama holds
+    apart, and is another family."""
+    model = make(next(c for c in ALL if (c.family, c.name) == ("dinov2", "registers")))
+    model.save_pretrained(tmp_path / "old")
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "tuned")
+    model.save_pretrained(tmp_path / "wanted", save_original_format=False)
+    carry(tmp_path / "tuned", tmp_path / "out", "--from", tmp_path / "old", "--to", tmp_path / "new", "--force")
+    result, expected = state(tmp_path / "out"), state(tmp_path / "wanted")
+    assert expected.keys() != state(tmp_path / "tuned").keys()
+    torch.testing.assert_close(result, expected)
+    for family, name in (("phi3", None), ("llama", "llama")):
+        case = next(c for c in ALL if c.family == family and name in (None, c.name))
+        make(case).save_pretrained(tmp_path / family)
+    phi, llama = tmp_path / "phi3", tmp_path / "llama"
+    done = run("carry", phi, "--from", phi, "--to", llama, tmp_path / "none")
+    assert done.exit_code == 2
+    assert re.search(r"architecture is phi3, that of .* is llama", done.output)
+
+
+# --- whole fine-tunes as adapters -------------------------------------------------------------------------------------
+
+
+def tuned(home: Home, norms: bool = True) -> Tensor:
+    """Write a fine-tune of the old base; what it computes."""
+    draw = torch.Generator().manual_seed(3)
+    noise = {name: 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for name, x in home.state.items()}
+    home.write("tuned", {n: x + noise[n] if norms or x.ndim > 1 else x for n, x in home.state.items()})
+    return home.logits(home.base("tuned"))
+
+
+def share_kept(home: Home, out: Path, rank: int, residual: str) -> float:
+    """How many percent of a change an adapter keeps."""
+    flags = ("--heads", "permutation", "--lora", rank, "--residual", residual)
+    (written,) = parsed("carry", home.where / "tuned", *home.bases, out / str(rank), *flags)["written"]
+    (words,) = (line for line in written["lines"] if f"Rank {rank} keeps" in line)
+    return float(words.partition("keeps ")[2].partition("%")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [ROTATION, PERMUTATION], ids=["rotation", "permutation"])
+def test_at_full_rank_an_adapter_says_it_all(llama: Home, options: AlignConfig, tmp_path: Path) -> None:
+    """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
+    expected = tuned(llama)
+    _, found = llama.carried("tuned", options, rank=64)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert share_kept(llama, tmp_path, 64, options.residual) == 100.0
+    assert 10 < share_kept(llama, tmp_path, 4, options.residual) < 90
+
+
+@pytest.mark.slow
+def test_biases_and_what_has_no_place(gpt2: Home, tmp_path: Path) -> None:
+    """Beside biases peft has no place for embeddings: their change is counted as lost."""
+    tuned(gpt2)
+    written, _ = gpt2.carried("tuned", ROTATION, rank=96)
+    tensors = load_file(gpt2.where / "new" / "model.safetensors")
+    changed = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in written.tensors}
+    lost = {name for name in tensors if name.rpartition(".")[0] not in changed and tensors[name].ndim > 1}
+    assert lost
+    assert all("wte" in key or "wpe" in key or "lm_head" in key for key in lost), lost
+    assert share_kept(gpt2, tmp_path, 96, "rotation") < 99
+
+
+@pytest.mark.slow
+def test_a_fine_tune_stays_a_model_without_a_rank(llama: Home, tmp_path: Path) -> None:
+    expected = tuned(llama)
+    llama.new(ROTATION)
+    assert "Alignment of" in carry(llama.where / "tuned", *llama.bases, tmp_path / "out", "--heads", "permutation")
+    assert "base_model_relation: finetune" in (tmp_path / "out" / "README.md").read_text()
+    kind = llama.case.model_class
+    found = kind.from_pretrained(tmp_path / "out", dtype=torch.float64, attn_implementation="eager")
+    torch.testing.assert_close(llama.logits(found), expected, atol=1e-2, rtol=1e-2)  # maps are stored in single
+
+
+@pytest.mark.slow
+def test_an_embedding_that_is_the_head_stays_the_new_bases(tmp_path: Path) -> None:
+    """peft would change one of the two; the adapter is one that our own commands take."""
+    tied = Home("llama", "llama, tied, biases", tmp_path)
+    tuned(tied, norms=False)
+    tied.new(PERMUTATION)
+    options = ("--heads", "permutation", "--residual", "permutation", "--lora", 64)
+    carry(tmp_path / "tuned", *tied.bases, tmp_path / "lora", *options)
+    assert "`lm_head.weight` is tied to it" in (tmp_path / "lora" / "README.md").read_text()
+    done = run("verify", f"{tmp_path / 'new'}+{tmp_path / 'lora'}", tmp_path / "new")
+    assert "differ" in done.output, done.output

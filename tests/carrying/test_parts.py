@@ -1,0 +1,285 @@
+"""Parts of carrying, each alone: how changes are cut and sliced, solved towards, and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from carry_support import other_coordinates
+from plugin_support import merged
+from residual_support import checkpoint, transport, twin
+from test_transport import tuned as fine_tune
+from tiny_models import ALL, Case, make, planted, reload, save
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+import rotation_merge as rm
+from rotation_merge import AlignConfig, Delta, RotationMergeError
+from rotation_merge.architecture import resolve
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.carrying import delta as carry
+from rotation_merge.carrying.config import MERGED, NONE, PLAIN
+from rotation_merge.carrying.distil import best_target
+from rotation_merge.carrying.judge import RecoveredLift, halves, parted
+from rotation_merge.carrying.lora import of_low_rank
+from rotation_merge.carrying.refit import of_rank, refit_change
+from rotation_merge.carrying.sampled import ChangeCandidate, best_of
+from rotation_merge.matching.match import match_model
+from rotation_merge.model import apply, vocabulary
+from rotation_merge.model.apply import read_tensor, transform_tensor
+from rotation_merge.model.low_rank import dense
+from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
+from rotation_merge.run.data import Data
+
+State = dict[str, Tensor]
+
+
+@pytest.mark.parametrize("case", list({case.family: case for case in ALL}.values()), ids=lambda case: case.family)
+def test_at_full_rank_nothing_is_cut(case: Case) -> None:
+    model = planted(case)
+    for info in model.architecture.tensors():
+        if (stored := read_tensor(info, model.state)) is not None and stored.ndim > 1:
+            again = dense(of_low_rank(stored, info, 10**6), info)
+            assert torch.allclose(again, stored, atol=1e-9), info.name
+
+
+@pytest.mark.slow
+def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `align`, by `carry` and in a recipe, with the same result and no widened copy of one."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    old = twin(anchor, tmp_path / "old", "rotation")
+    fine = fine_tune(old, tmp_path / "fine")
+    base, sources = open_model(anchor.path, untie=True), [as_tensors(model.state) for model in (old, fine)]
+    alignment = match_model(anchor.architecture, anchor.state, old.state, AlignConfig(residual="rotation"))
+    aligned = rm.align(anchor.path, old.path, residual="rotation")
+    largest: dict[str, int] = {}
+
+    def watch(module: ModuleType) -> None:
+        def watched(tensor: Tensor, info: TensorInfo, *rest: Any, **named: Any) -> Tensor:
+            if info.vocabulary_axis is not None:
+                largest[module.__name__] = max(largest.get(module.__name__, 0), tensor.numel())
+            return transform_tensor(tensor, info, *rest, **named)
+
+        monkeypatch.setattr(module, "transform_tensor", watched)
+
+    for module in (apply, carry):
+        watch(module)
+    results, norms, sizes = list[dict[str, State]](), list[float](), list[dict[str, int]]()
+    for most in (vocabulary.LONG, 1000):
+        monkeypatch.setattr(vocabulary, "LONG", most)
+        squares = list[float]()
+        delta = Delta(base, *sources, alignment, record=lambda change, _, squares=squares: squares.append(change))
+        carried = delta.applied(record=delta.record).state_dict()
+        recipe = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))
+        results.append({"carry": carried, "recipe": recipe, "align": dict(aligned.apply(old.path))})
+        norms.append(sum(squares))
+        sizes.append(dict(largest))
+        largest.clear()
+    assert len(sizes[0]) == 2
+    assert all(sizes[1][name] <= 1000 < size for name, size in sizes[0].items())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for name, atol in {"carry": 1e-6, "align": 1e-6, "recipe": 1e-4}.items():  # which is matched anew, by other sums
+        torch.testing.assert_close(results[1][name], results[0][name], atol=atol, rtol=0)
+
+
+# --- refit of a change ------------------------------------------------------------------------------------------------
+
+
+class Bases:
+    """A tiny base in float64, its architecture with an untied head, and what models of its class compute."""
+
+    def __init__(self, family: str, name: str, where: Path) -> None:
+        self.case, self.where = next(c for c in ALL if (c.family, c.name) == (family, name)), where
+        self.config, self.old = save(make(self.case), where)
+        self.architecture = resolve(self.config, list(self.old), name, untie=True)
+        self.draw = torch.Generator().manual_seed(0)
+
+    def changed(self, size: float) -> State:
+        """The base with all of its matrices changed."""
+        noise = {n: torch.randn(x.shape, generator=self.draw, dtype=x.dtype) for n, x in self.old.items()}
+        still = {n for n, x in self.old.items() if x.ndim < 2 or "wte" in n or "wpe" in n}
+        return {n: x if n in still else x + size * noise[n] for n, x in self.old.items()}
+
+    def ids(self, *size: int) -> Tensor:
+        return torch.randint(0, self.config["vocab_size"], size, generator=self.draw)
+
+    def refitted(self, new: State, tuned: State, samples: list[Tensor], *more: Any, **options: Any) -> State:
+        """The new base with the fine-tune's change, refitted on samples."""
+        first, *others = map(as_tensors, (new, self.old, tuned))
+        alignment, texts = more if more else (rm.Alignment({}), [])
+        delta = Delta(View("new", self.config, self.architecture, first), *others, alignment)
+        batches = ([{"input_ids": part} for part in parts] for parts in (samples, texts))
+        solved = refit_change(delta, *batches, **options)
+        assert solved
+        return {n: solved.get(n, x).double() for n, x in new.items()}
+
+    def logits(self, tensors: State, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return reload(self.case, self.where, tensors)(input_ids=ids).logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("gpt2", "untied")])
+def test_a_refit_between_bases_that_are_one_in_other_coordinates(family: str, name: str, tmp_path: Path) -> None:
+    """What the new base then gives on the samples is what the fine-tune gives."""
+    bases = Bases(family, name, tmp_path)
+    tuned = bases.changed(0.05)
+    tuned |= {n: x for n, x in bases.old.items() if "embed" in n}
+    options = AlignConfig(heads="permutation", residual="rotation")
+    new, alignment = other_coordinates((bases.old, bases.config), options)
+    ids = bases.ids(24, 12)
+    refitted = bases.refitted(new, tuned, list(ids.split(12)), alignment, [], ridge=1e-5)
+    expected, plain, result = (bases.logits(tensors, ids) for tensors in (tuned, new, refitted))
+    assert float((result - expected).norm()) <= 0.05 * float((plain - expected).norm())
+
+
+@pytest.mark.slow
+def test_bases_that_have_nothing_in_common(tmp_path: Path) -> None:
+    """A head is fitted to probabilities; text of the new base's own holds what it knows."""
+    bases = Bases("llama", "llama", tmp_path)
+    new, tuned, samples, own = bases.changed(0.3), bases.changed(0.1), bases.ids(8, 12), bases.ids(8, 12)
+    answers = bases.logits(new, samples) + bases.logits(tuned, samples) - bases.logits(bases.old, samples)
+
+    def loss(ridge: float | None) -> float:
+        logits = bases.logits(bases.refitted(new, tuned, [samples], softmax=ridge), samples)
+        return float(kl_div(logits.log_softmax(-1), answers.log_softmax(-1), log_target=True))
+
+    assert loss(1e-4) < 0.9 * loss(None)
+
+    def moved(texts: Collection[Tensor]) -> float:
+        refitted = bases.refitted(new, tuned, [samples], rm.Alignment({}), texts, softmax=1e-3)
+        return float((bases.logits(refitted, own) - bases.logits(new, own)).norm())
+
+    assert moved([own]) < 0.7 * moved([])
+
+
+def test_rank_is_cut_where_the_inputs_see_least() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 9, generator=draw, dtype=torch.float64) * torch.logspace(0, -2, 9, dtype=torch.float64)
+    with_one = torch.cat([x, torch.ones(200, 1, dtype=torch.float64)], 1)
+    change = torch.randn(7, 10, generator=draw, dtype=torch.float64)
+    cut = of_rank(change, with_one.mT @ with_one, 2)
+    assert int(torch.linalg.matrix_rank(cut[:, :9])) == 2
+    assert torch.equal(cut[:, 9], change[:, 9])
+    best = torch.linalg.svdvals(x @ change[:, :9].mT)[2:].norm()
+    torch.testing.assert_close((x @ (change - cut)[:, :9].mT).norm(), best)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+LIFT = RecoveredLift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1")
+NEAR = RecoveredLift(2.0, 1.0, (1.75, 1.5), (1.05, 1.6), "wudi", " at scale 1")
+"""Between releases of one lineage the fine-tune itself stands below all of what it gained at home."""
+GAINED = "of what fine-tuning gained on the old base"
+CLOSINGS: dict[str, tuple[RecoveredLift, str]] = {
+    "some": (LIFT, f"Recovered lift: 30% {GAINED}."),
+    "little": (replace(LIFT, carried=(2.45, 1.5)), "Train on the new base instead if you can: little transfers."),
+    "less than none": (replace(LIFT, carried=(2.6, 1.5)), "none of the gain transfers"),
+    "nothing": (replace(LIFT, method="none", carried=LIFT.new), "Recovered lift: 0%"),
+    "no gain at home": (replace(LIFT, old=1.0), "recovered lift is unknown"),
+    "near": (NEAR, f"Recovered lift: 70% {GAINED} (93% of the way from the new base to the fine-tune)."),
+    "three quarters of the way": (replace(NEAR, new=(1.08, 1.5), carried=(1.02, 1.5)), "Recovered lift: 6%"),
+    "beyond the fine-tune": (replace(NEAR, new=(0.9, 1.5), carried=(0.7, 1.5)), f"Recovered lift: 20% {GAINED}."),
+}
+
+
+@pytest.mark.parametrize("name", CLOSINGS)
+def test_the_recovered_lift_in_words(name: str) -> None:
+    lift, words = CLOSINGS[name]
+    assert words in lift.words()[-1]
+    assert ("of the way" in lift.words()[-1]) == (name in ("near", "three quarters of the way"))
+
+
+def test_the_recovered_lift_in_numbers() -> None:
+    assert LIFT.recovered == pytest.approx(0.3)
+    assert (NEAR.recovered, NEAR.known, NEAR.of_the_way) == pytest.approx((0.7, 0.25, 0.7 / 0.75))
+    assert NEAR.facts()["of the way to the fine-tune"] == pytest.approx(0.7 / 0.75)
+    assert NEAR.facts()["known to the new base"] == pytest.approx(0.25)
+    assert "already has 25% of what fine-tuning gained" in NEAR.words()[-2]
+    beyond = CLOSINGS["beyond the fine-tune"][0]
+    assert beyond.of_the_way is None
+    assert "needs no fine-tune" in beyond.words()[-2]
+    assert any("it writes no text" in line for line in replace(LIFT, writes=False).words())
+
+
+@pytest.mark.parametrize(
+    ("count", "held_out"), [(17, 8), (32, 16), (33, 16), (49, 16), (64, 16), (100, 25), (512, 128)]
+)
+def test_a_quarter_is_held_out_of_any_number(count: int, held_out: int) -> None:
+    """At least a batch, and at most half: also where the last batch is one sample; halves of it share none."""
+    rows = torch.arange(count)[:, None]
+    parts = parted(Data([{"input_ids": part} for part in rows.split(16)], "next token", count))
+    solved, kept, *pair = (
+        [int(row) for batch in part.batches for row in batch["input_ids"]] for part in (*parts, *halves(parts[1]))
+    )
+    assert [*solved, *kept] == list(range(count))
+    assert len(kept) == held_out
+    assert all(pair)
+    assert sorted([*pair[0], *pair[1]]) == kept
+
+
+def test_examples_that_cannot_be_cut() -> None:
+    """One sample has no halves; an example of several rows stays whole, as those of vision-language models."""
+    with pytest.raises(RotationMergeError, match="one sample to judge by"):
+        halves(Data([{"input_ids": torch.zeros(1, 1)}], "next token", 1))
+    batches = [{"input_ids": torch.full((1, 4), i), "pixel_values": torch.full((6, 2), i)} for i in range(8)]
+    solved, held_out = parted(Data(batches, "next token", 8))
+    pair = halves(held_out)
+    assert [len(part.batches) for part in (solved, *pair)] == [4, 2, 2]
+    assert all(len(batch["pixel_values"]) == 6 for part in (solved, *pair) for batch in part.batches)
+
+
+@pytest.mark.parametrize(
+    ("choice", "judged", "taken"),
+    [
+        ({"refit": 1, PLAIN: 2, NONE: 3}, {"refit": 1, PLAIN: 2, NONE: 3}, "refit"),
+        ({"refit": 1, PLAIN: 2, NONE: 3}, {"refit": 3, PLAIN: 2, NONE: 4}, PLAIN),
+        ({"refit": 1, PLAIN: 2, NONE: 3}, {"refit": 3, PLAIN: 2, NONE: 1}, NONE),
+        ({"refit": 3, PLAIN: 2, NONE: 4}, {"refit": 1, PLAIN: 2, NONE: 3}, PLAIN),
+        ({"refit": 3, PLAIN: 2, MERGED: 1, NONE: 4}, {"refit": 3, PLAIN: 2, MERGED: 1, NONE: 4}, MERGED),
+        ({"refit": 3, PLAIN: 2, MERGED: 1, NONE: 4}, {"refit": 3, PLAIN: 1, MERGED: 2, NONE: 4}, PLAIN),
+        ({PLAIN: 2, NONE: 3}, {"refit": 1, PLAIN: 2, NONE: 3}, PLAIN),
+    ],
+)
+def test_never_below_plain_addition_nor_the_new_base(
+    choice: dict[str, float], judged: dict[str, float], taken: str
+) -> None:
+    """On samples held out of every choice; what the new base loses counts as much as what is gained."""
+    candidates = [ChangeCandidate(name, None) for name in choice]  # type: ignore[arg-type]
+    both = ({name: (loss / 4, 3 * loss / 4) for name, loss in losses.items()} for losses in (choice, judged))
+    assert best_of(candidates, *both).method == taken
+
+
+class TokenTable(torch.nn.Module):
+    """Logits of the next token by the present one alone."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits[input_ids])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_held_out_samples_choose_the_target(share: float) -> None:
+    """Text that was drawn from one of the targets has its lowest loss there; a fine-tune's own text, at the half."""
+    draw = torch.Generator().manual_seed(0)
+    new, old, tuned = (TokenTable(torch.randn(8, 8, generator=draw)) for _ in range(3))
+    chances = (tuned.logits + (share == 1) * (new.logits - old.logits)).detach().softmax(-1)
+    columns = [torch.randint(8, (40,), generator=draw)]
+    for _ in range(30):
+        columns.append(torch.multinomial(chances[columns[-1]], 1, generator=draw)[:, 0])
+    text = torch.stack(columns, 1)
+    models = {"new": new, "old": old, "tuned": tuned}
+    with torch.no_grad():
+        target = best_target(models, Data([{"input_ids": text, "labels": text}], "next token", 40))
+        expected = tuned.logits + share * (new.logits - old.logits)
+        torch.testing.assert_close(target(input_ids=torch.arange(8)[None]).logits[0], expected)

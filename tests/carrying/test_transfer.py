@@ -1,0 +1,291 @@
+"""`rotation_merge.transfer` and `Delta`: changes as values, of state dicts and modules; between bases that share their
+coordinates, by the command, in recipes and in Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import (
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    state,
+    twin,
+    write_adapter,
+    write_recipe,
+    write_state,
+)
+from residual_support import checkpoint
+from safetensors.torch import load_file
+from test_adapters import carry
+from test_samples import lift_of, noisy, texts
+from tiny_models import ALL, difference, outputs, planted
+from torch import Tensor
+
+import rotation_merge as rm
+
+LLAMA = next(case for case in ALL if case.family == "llama" and not case.config.get("tie_word_embeddings"))
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+WORKS = ("tuned", "old", "new")
+State = dict[str, Tensor]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["signed_permutation", None])
+def test_what_is_carried_computes_what_it_computed_at_home(residual: str | None) -> None:
+    model = planted(LLAMA)
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: 0.02 * torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in model.state.items()}
+    # a change of gains is not carried under rotations
+    tuned = {name: x if x.ndim == 1 else x + noise[name] for name, x in model.state.items()}
+    expected = outputs(model.holding(tuned), model.given)
+    new = model.twin(heads="permutation", residual="signed_permutation")
+    options = {"heads": "permutation"} | ({} if residual is None else {"residual": residual})
+    models = [(tensors, model.config) for tensors in (tuned, model.state, new)]
+    carried = rm.transfer(*models, **options)
+    assert difference(outputs(model.holding(carried.state_dict()), model.given), expected) <= 1e-5
+    assert carried.report.relative_distances("old")[1] <= 1e-5
+    assert model.differs(rm.transfer(*models, scale=0.0, **options).state_dict()) <= 1e-5
+
+
+def test_models_that_do_not_fit_are_named() -> None:
+    model = planted(LLAMA)
+    less = {name: x for name, x in model.state.items() if name != "lm_head.weight"}
+    wide = {name: torch.cat([x, x]) if "up_proj" in name else x for name, x in model.state.items()}
+    base = model.state, model.config
+    with pytest.raises(rm.RotationMergeError, match=r"lm_head\.weight"):
+        rm.transfer((less, model.config), base, base)
+    with pytest.raises(rm.RotationMergeError, match=r"up_proj.*has shape"):
+        rm.Delta.between(base, (wide, model.config))
+
+
+@pytest.mark.slow
+def test_a_change_is_a_value(tmp_path: Path) -> None:
+    """Scaled, moved and applied: as `transfer` does it; an adapter stays one, on the way of the command."""
+    first, second = (make("llama", tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
+    start, config = state(first), json.loads((first / "config.json").read_text())
+    tuned = ({name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in start.items()}, config)
+    delta = rm.Delta.between(first, tuned)
+    assert torch.equal(delta.applied()["model.norm.weight"], tuned[0]["model.norm.weight"])
+    for name, change in (0.5 * delta).state_dict().items():
+        torch.testing.assert_close(change, 0.5 * (tuned[0][name] - start[name]).double(), atol=1e-7, rtol=1e-5)
+    chosen = rm.TransferConfig.from_values({"scale": 0.5, "heads": "permutation"})
+    alignment = rm.align(second, first, chosen.match)
+    moved, carried = (0.5 * delta).moved(alignment, second), rm.transfer(tuned, first, second, chosen)
+    for name, tensor in moved.applied().state_dict().items():
+        assert torch.equal(tensor, carried[name]), name
+    lora = rm.transfer(tuned, first, second, rank=2)
+    lora.save_pretrained(str(tmp_path / "lora"))
+    assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["r"] == 2
+    assert rm.transfer(str(tmp_path / "lora"), second, first).tensors.keys() == lora.tensors.keys()
+    with pytest.raises(rm.RotationMergeError, match="option 'method' is 'refitt'; did you mean 'refit'"):
+        rm.transfer(tuned, first, second, method="refitt")
+
+
+@pytest.mark.slow
+def test_the_change_of_a_head_takes_the_class_order_of_the_new_base(tmp_path: Path) -> None:
+    """As a value, and by `transfer` in memory."""
+    new, old = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
+    names = [f"class {number}" for number in range(len(new.config["id2label"]))]
+    for path, order in {new.path: names, old.path: names[::-1]}.items():
+        config = json.loads((path / "config.json").read_text()) | {"id2label": dict(enumerate(order))}
+        config["label2id"] = {name: number for number, name in enumerate(order)}
+        (path / "config.json").write_text(json.dumps(config))
+    name, start = "classifier.weight", old.state
+    tuned = old.write({**start, name: start[name] + torch.randn(start[name].shape)}, tmp_path / "tuned")
+    expected = (tuned.state[name] - start[name]).flip(0)
+    alignment = rm.align(new.path, old.path, **STILL)
+    moved = rm.Delta.between(old.path, tuned.path).moved(alignment, new.path).applied()
+    for result in (moved, rm.transfer(tuned.path, old.path, new.path, **STILL)):
+        torch.testing.assert_close(result[name] - new.state[name], expected)
+
+
+def test_a_change_is_moved_by_an_alignment_of_its_own_base_alone(tmp_path: Path) -> None:
+    new, old, other = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(3))
+    delta, alignment = rm.Delta.between(old.path, other.path), rm.align(new.path, other.path)
+    with pytest.raises(rm.RotationMergeError, match=r"is not that of .*2, which the alignment was made for"):
+        delta.moved(alignment, new.path).applied().state_dict()
+    assert delta.moved(alignment, new.path, strict=False).applied().state_dict()
+
+
+@pytest.mark.slow
+def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) -> None:
+    new, old = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    tuned = {name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, old.config
+    module = new.case.model_class.from_pretrained(new.path)
+    adapter = rm.transfer(tuned, (old.state, old.config), module, rank=2)
+    assert adapter.config["base_model_name_or_path"] == str(new.path)
+    nameless = rm.transfer(tuned, old.path, (new.state, new.config), rank=2)
+    assert nameless.config["base_model_name_or_path"] is None
+    assert adapter.report is not None
+    assert adapter.report.anchor == "new"
+    assert not any("rotation-merge-" in line for line in (*adapter.notes, adapter.report.text(), repr(adapter)))
+    vit = next(case for case in ALL if (case.family, case.name) == ("vit", "classifier")).model_class
+    images = [vit(vit.config_class(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)) for _ in range(2)]
+    with pytest.raises(rm.RotationMergeError, match=r"^tuned: ViTForImageClassification writes no text"):
+        rm.transfer(images[1], *images, method="refit")
+
+
+@pytest.mark.slow
+def test_samples_in_memory_are_those_of_a_file(tmp_path: Path) -> None:
+    """They solve and judge, between stored models and between models in memory."""
+    paths = [make("llama", tmp_path / name, seed) for seed, name in enumerate(WORKS)]
+    config = json.loads((paths[0] / "config.json").read_text())
+    ids = torch.randint(0, 40, (32, 10), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": rows} for rows in ids.split(16)]
+    options = {"method": "refit", "scale": 1.0, "residual": "none"}
+    expected = rm.transfer(*paths, data=str(texts(tmp_path, ids.tolist())), samples=32, **options).state_dict()
+    for models in (paths, [(load_file(path / "model.safetensors"), config) for path in paths]):
+        carried = rm.transfer(*models, samples=batches, **options)
+        assert carried.report.data[-1]["source"] == "samples in memory"
+        assert carried.report.lift["method"] == "refit"
+        torch.testing.assert_close(carried.state_dict(), expected, atol=1e-6, rtol=1e-5)
+
+
+# --- bases that share their coordinates -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base, its next release (near), one of moved neurons only, a fine-tune and an adapter of the first; texts."""
+    folder = tmp_path_factory.mktemp("near")
+    old = make("llama", folder / "old")
+    paths = {"old": old, "new": noisy(old, folder / "new", 0.1), "tuned": noisy(old, folder / "tuned", 0.02, seed=3)}
+    paths["neurons"] = twin(old, folder / "neurons", attention="none", ffn="permutation", scaling=False)
+    module = "base_model.model.model.layers.1.mlp.up_proj"
+    factors = {f"{module}.lora_A.weight": torch.randn(2, 32), f"{module}.lora_B.weight": torch.randn(48, 2)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(old)}
+    return {**paths, "adapter": write_adapter(config, factors, folder / "adapter"), "texts": texts(folder)}
+
+
+def command(models: dict[str, Path], out: Path, *more: object, work: str = "adapter", **bases: str) -> list[object]:
+    names = {"old": "old", "new": "new", **bases}
+    return [models[work], out, "--from", models[names["old"]], "--to", models[names["new"]], *more]
+
+
+def assert_added(result: State, models: dict[str, Path]) -> None:
+    tuned, old, new = (state(models[name]) for name in WORKS)
+    torch.testing.assert_close(
+        result, {name: new[name] + tuned[name] - old[name] for name in new}, atol=1e-5, rtol=1e-4
+    )
+
+
+def recipe(models: dict[str, Path], donor: object, origin: str = "old", **options: Any) -> dict[str, Any]:
+    document = recipe_for("task_arithmetic", models["new"])
+    own = {"weight": 1.0, "finetuned_from": str(models[origin])}
+    document["models"] = [{"model": str(donor), "parameters": own}]
+    document["parameters"] = {"delegate": "task_arithmetic"} | options
+    return document
+
+
+def test_between_near_bases_a_change_is_added_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
+    """An adapter's factors stay; by the command, and in Python of files and of models in memory."""
+    assert "nothing was matched" in " ".join(carry(*command(models, tmp_path / "lora")).split())
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (models["adapter"], tmp_path / "lora"))
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(models["new"])
+    (written,) = parsed("carry", *command(models, tmp_path / "out", work="tuned"))["written"]
+    said = " ".join(written["lines"])
+    assert "nothing was matched" in said
+    assert f"delegate: wudi, base_model: {models['old']}, models" in said
+    assert_added(state(tmp_path / "out"), models)
+    config = json.loads((models["old"] / "config.json").read_text())
+    states = [(state(models[name]), config) for name in WORKS]
+    carried = rm.transfer(*states)
+    assert_added(carried.state_dict(), models)
+    assert "nothing was matched" in " ".join(carried.notes)
+    assert "nothing was matched" not in " ".join(rm.transfer(*states, heads="permutation").notes)
+    assert_added(rm.transfer(*(models[name] for name in WORKS)).state_dict(), models)
+    assert not rm.transfer(*states[:2], (state(models["neurons"]), config)).notes
+
+
+@pytest.mark.slow
+def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
+    """And match where they ask for it, which report and `check` do not keep to themselves."""
+    assert_added(merged(recipe(models, models["tuned"]), tmp_path / "merged"), models)
+    report = (tmp_path / "merged" / "rotation_merge.json").read_text()
+    assert "share their coordinates" in report
+    assert "is added as it is" in report
+    checked = run("check", write_recipe(recipe(models, models["tuned"], heads="permutation"), tmp_path / "recipe.yml"))
+    assert checked.exit_code == 0
+    assert "'heads' is set" in " ".join(checked.output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judged", [True, False])
+def test_options_of_matching_and_samples_match(judged: bool, models: dict[str, Path], tmp_path: Path) -> None:
+    data = ("--data", models["texts"], "--samples", 32, "--scale", "auto")
+    said = carry(*command(models, tmp_path / "out", *(data if judged else ("--heads", "permutation"))))
+    assert "nothing was matched" not in " ".join(said.split())
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "map_name", "along"), [("llama", "mlp.up_proj", 1), ("gpt2", "mlp.c_fc", 0)])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, apart: bool, tmp_path: Path) -> None:
+    """By `wudi`: it is plain addition where the changes read from different inputs, and another model where not."""
+    old = make(name, tmp_path / "old") if name == "llama" else checkpoint(name, "untied", tmp_path / "old").path
+    draw, paths = torch.Generator().manual_seed(2), {"old": old}
+    for number, folder in enumerate(("new", "tuned")):
+        tensors = state(old)
+        for tensor in (t for n, t in tensors.items() if n.endswith(f"{map_name}.weight")):
+            change = 0.3 * torch.randn(tensor.shape, generator=draw)
+            half = tensor.shape[along] // 2
+            if apart:
+                change.narrow(along, number * half, half).zero_()
+            tensor += change
+        paths[folder] = write_state(tensors, old, tmp_path / folder)
+    data = ("--data", texts(tmp_path), "--samples", 32, "--carry", "refit", "--scale", 1)
+    carry(*command(paths, tmp_path / "out", *data, work="tuned"))
+    lift = lift_of(tmp_path / "out")
+    losses = {**lift["others"], lift["method"]: lift["carried"]}
+    assert (losses["wudi"] == pytest.approx(losses["plain addition"], abs=1e-5)) == apart
+
+
+@pytest.mark.slow
+def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
+    """Nothing need turn between bases that share their coordinates, so no head of its own is asked for."""
+    old = make("llama", tmp_path / "old", tie_word_embeddings=True)
+    paths = {"old": old, "new": noisy(old, tmp_path / "new", 0.1), "tuned": noisy(old, tmp_path / "tuned", 0.02, 3)}
+    data = ("--data", texts(tmp_path), "--samples", 32, "--scale", "auto")
+    carry(*command(paths, tmp_path / "out", *data, work="tuned"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert state(tmp_path / "out").keys() == state(old).keys()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_another_base_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    arguments, foreign = command(models, tmp_path / "out", old="neurons", new="old"), "is an adapter of"
+    for options in ((), ("--data", models["texts"], "--samples", 32, "--scale", "auto")):
+        done = run("carry", *arguments, *options)
+        assert done.exit_code == 2
+        assert f"{foreign} {models['old']}, not of {models['neurons']}" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    carry(*arguments, "--force")
+    document = recipe(models, f"{models['neurons']}+{models['adapter']}", "neurons")
+    assert foreign in one_error(mergekit_yaml(document, tmp_path / "merged").output)
+    assert not (tmp_path / "merged").exists()
+    checked = run("check", write_recipe(document, tmp_path / "recipe.yml"))
+    assert checked.exit_code == 1
+    assert foreign in checked.output
+    assert mergekit_yaml(document, tmp_path / "forced", "--allow-crimes").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_given_alignment_is_used(models: dict[str, Path]) -> None:
+    """And nothing is matched: the identity adds the change as it is, between far bases."""
+    far = make("llama", models["old"].parent / "far", seed=5)
+    identity = rm.align(far, models["old"], **STILL)
+    added = rm.transfer(models["tuned"], models["old"], far, alignment=identity).state_dict()
+    matched = rm.transfer(models["tuned"], models["old"], far).state_dict()
+    assert any(not torch.allclose(tensor, matched[name], atol=1e-3) for name, tensor in added.items())
+    assert_added(added, {**models, "new": far})
