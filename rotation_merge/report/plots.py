@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
@@ -72,11 +71,13 @@ def save_distances(report: MergeReport, folder: str) -> str | None:
         The picture's name in the folder; None where no layer was matched, or matplotlib is not installed.
     """
     distances = {donor: by_layer for donor in report.donors() if (by_layer := _layer_distances(report, donor))}
-    if not distances or find_spec("matplotlib") is None:
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
         return None
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
+    if not distances:
+        return None
     figure = Figure(figsize=(6, 3.2))
     axes = figure.add_subplot()
     for (donor, by_layer), colour in zip(distances.items(), COLOURS, strict=False):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
@@ -54,13 +53,8 @@ class Watcher:
         """A map's outputs, (..., outputs), after a layer scale."""
 
 
-@dataclass
-class _Owned:
-    """A parameter of a module that is a map, or one expert's."""
-
-    leaf: str
-    name: str
-    expert: int | None
+Owned = tuple[str, str, int | None]
+"""A parameter of a module that is a map, or one expert's: its name there, the map's name, the expert."""
 
 
 class WatchedBlocks:
@@ -238,14 +232,14 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.blocks, self.watcher = blocks, watcher
         self.stack: list[nn.Module] = []
-        self.owned: dict[nn.Module, list[_Owned]] = {}
+        self.owned: dict[nn.Module, list[Owned]] = {}
         modules = dict(blocks.runner.model.named_modules(remove_duplicate=False))
         for name, linear in blocks.maps.items():
             for number, stored in enumerate(linear.info.names):
                 owner, _, leaf = stored.rpartition(".")
                 if owner in modules and isinstance(getattr(modules[owner], leaf, None), Tensor):
                     expert = number if len(linear.info.names) > 1 else None
-                    self.owned.setdefault(modules[owner], []).append(_Owned(leaf, name, expert))
+                    self.owned.setdefault(modules[owner], []).append((leaf, name, expert))
 
     def hooks(self) -> list[RemovableHandle]:
         """Hooks that tell which module runs."""
@@ -266,10 +260,7 @@ class _Mode(TorchFunctionMode):
                 return self._experts(owner[0], *args)
             if owner is not None:
                 return self._product(func, place, owner, args, kwargs)
-        result = func(*args, **kwargs)
-        if func is Tensor.__getitem__ and self.stack and args[0].ndim == 3:
-            self._mark_expert(args, result)
-        return result
+        return func(*args, **kwargs)
 
     def _product(self, func: Any, place: int, owner: tuple[str, int | None], args: Any, kwargs: Any) -> Any:
         name, expert = owner
@@ -297,28 +288,15 @@ class _Mode(TorchFunctionMode):
 
     def _owner(self, weight: Any) -> tuple[str, int | None] | None:
         """The map that a tensor is the weight of."""
-        if not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor) or weight.data_ptr() == 0:
             return None
-        marked: tuple[str, int] | None = getattr(weight, "_tapped", None)
-        if marked is not None:
-            return marked
-        for entry in self.owned[self.stack[-1]]:
-            parameter = getattr(self.stack[-1], entry.leaf)
-            if weight.data_ptr() == 0 or not _within(weight, parameter):
-                continue
-            if parameter.ndim == 3 and weight.ndim == 2:
-                return entry.name, (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
-            return entry.name, entry.expert
+        for leaf, name, expert in self.owned[self.stack[-1]]:
+            parameter = getattr(self.stack[-1], leaf)
+            if _within(weight, parameter):
+                stacked = parameter.ndim == 3 and weight.ndim == 2
+                place = (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
+                return name, place if stacked else expert
         return None
-
-    def _mark_expert(self, args: Any, result: Any) -> None:
-        """Mark a weight indexed out of a stack, which is a copy, with its map and expert."""
-        index = args[1]
-        if not isinstance(index, Tensor) or index.numel() != 1 or not isinstance(result, Tensor) or result.ndim > 3:
-            return
-        for entry in self.owned[self.stack[-1]]:
-            if args[0] is getattr(self.stack[-1], entry.leaf):
-                result._tapped = (entry.name, int(index))  # type: ignore[attr-defined]
 
 
 def _within(weight: Tensor, parameter: Tensor) -> bool:
