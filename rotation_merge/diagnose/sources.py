@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -48,20 +49,37 @@ def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fau
     Raises:
         RecipeError: the text is not YAML.
     """
-    options = MergeOptions()
-    parsed = documents(text)
-    names: set[str] = set()
+    options, parsed, names = MergeOptions(), documents(text), set[str]()
     for document in parsed:
         if not isinstance(document.value, dict):
             continue
         recipe = read(document)
         if is_ours(document.value, misspelt=False):
-            check_sources(document, recipe, names, options, refused)
-        name = document.value.get("name")
-        if isinstance(name, str):
+            _check_sources(document, recipe, names, options, refused)
+        if isinstance(name := document.value.get("name"), str):
             names.add(name)
     faults = [fault for document in parsed for fault in document.faults]
     return sorted(faults, key=lambda f: (f.document, f.line, f.column))
+
+
+def _check_sources(
+    document: Document,
+    recipe: Recipe | None,
+    earlier: set[str],
+    options: MergeOptions,
+    refused: Mapping[str, RotationMergeError],
+) -> None:
+    """Collect the faults of all models and files that a document names; then compile it, where it has none."""
+    if recipe is None:
+        Sources(document, recipe, earlier, Models(options), refused).check()
+        return
+    session = Session(recipe, options, watched=False)
+    try:
+        complete = Sources(document, recipe, earlier, session.models, refused).check()
+        if complete and document.first is None:
+            _plan(document, session)
+    finally:
+        session.run.end()
 
 
 def absent_models(text: str) -> list[str]:
@@ -82,97 +100,6 @@ def absent_models(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def check_sources(
-    document: Document,
-    recipe: Recipe | None,
-    made_earlier: set[str],
-    options: MergeOptions,
-    refused: Mapping[str, RotationMergeError],
-) -> None:
-    """Collect the faults of all models that a document names.
-
-    Args:
-        refused: models of the hub whose headers could not be fetched, by name.
-        recipe: the parsed recipe; None if it has faults already.
-        made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
-    """
-    if recipe is None:
-        _check_models(document, recipe, made_earlier, options, refused, Models(options))
-        return
-    session = Session(recipe, options, watched=False)
-    try:
-        complete = _check_models(document, recipe, made_earlier, options, refused, session.models)
-        if complete and document.first is None:
-            _plan(document, session)
-    finally:
-        session.run.end()
-
-
-@contextmanager
-def _collected(document: Document, path: Path) -> Iterator[None]:
-    """Errors within are faults of a document, at a place in it."""
-    try:
-        yield
-    except RotationMergeError as error:
-        document.raised(path, error)
-
-
-def _check_models(
-    document: Document,
-    recipe: Recipe | None,
-    made_earlier: set[str],
-    options: MergeOptions,
-    refused: Mapping[str, RotationMergeError],
-    models: Models,
-) -> bool:
-    """Collect the faults of the models and files themselves; returns whether all of them are here."""
-    opened: dict[str, tuple[Path, View]] = {}
-    absent = False
-    for path, name in references(document.value):
-        if name in made_earlier or name in opened:
-            absent = absent or name in made_earlier
-            continue
-        if error := next((refused[part] for part in name.split("+") if part in refused), None):
-            document.raised(path, error)
-        model = None if error else _open(document, path, name, models)
-        if model is None:
-            absent = True
-        else:
-            opened[name] = (path, model)
-            _whole(document, path, model)
-    _, base = opened.get(str(document.value.get("base_model")), ((), None))
-    files_here = [_check_file(document, path, name, base, options) for path, name in files(document.value)]
-    if base is not None:
-        _compare(document, recipe, base, opened, models)
-    if recipe is not None:
-        inputs = recipe_inputs(recipe.config)
-        for output in recipe_outputs(recipe.config, None):
-            with _collected(document, tuple(output.option.split("."))):
-                check_output(output, inputs, cache=options.transformers_cache)
-    return not absent and all(files_here)
-
-
-def _check_file(document: Document, path: Path, name: str, base: View | None, options: MergeOptions) -> bool:
-    """Check that a file is here, and that an alignment fits the base's architecture; False if it must be downloaded.
-
-    The alignment's weights are not compared.
-    """
-    hub_file = HubFile.of(name)
-    place = name if hub_file is None else hub_file.cached(options.transformers_cache)
-    if place is None:
-        remedy = "the merge downloads it; check again afterwards"
-        document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
-        return False
-    if not os.path.exists(place):
-        written = "write it with 'rotation-merge align --alignment FILE'"
-        advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
-        document.fault(path, f"{name}: no such file", advice)
-    elif base is not None and path[-1] == "alignment":
-        with _collected(document, path):
-            load_file(place, base.architecture)
-    return True
-
-
 def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Places that name models, and the names; the base first."""
     keys = ("base_model", "model", "finetuned_from")
@@ -190,69 +117,138 @@ def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
             yield path, setting
 
 
-def _open(document: Document, path: Path, name: str, models: Models) -> View | None:
-    """Open a model and check its files and architecture; None if that fails."""
-    try:
-        reference = ModelReference.parse(name)
-    except (RuntimeError, ValueError) as error:
-        document.fault(path, str(error), "write a directory, or org/name")
-        return None
-    if absent_parts(reference):
-        remedy = f"{nearest_path(name, 'check the name')}, or download it and check again"
-        document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
-        return None
-    with _collected(document, path):
+@dataclass(frozen=True)
+class Sources:
+    """What a document reads, checked without reading weights; all faults are collected in the document.
+
+    Attributes:
+        recipe: the parsed document; None if it has faults already.
+        earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
+        models: of the document, opened once each.
+        refused: models of the hub whose headers could not be fetched, by name.
+    """
+
+    document: Document
+    recipe: Recipe | None
+    earlier: set[str]
+    models: Models
+    refused: Mapping[str, RotationMergeError]
+
+    def check(self) -> bool:
+        """Collect the faults; returns whether all models and files are here."""
+        opened: dict[str, tuple[Path, View]] = {}
+        absent = False
+        for path, name in references(self.document.value):
+            if name in self.earlier or name in opened:
+                absent = absent or name in self.earlier
+            elif (model := self._opened(path, name)) is None:
+                absent = True
+            else:
+                opened[name] = (path, model)
+                self._check_folder(path, model)
+        _, base = opened.get(str(self.document.value.get("base_model")), ((), None))
+        files_here = [self._check_file(path, name, base) for path, name in files(self.document.value)]
+        if base is not None:
+            self._compare(base, opened)
+        if self.recipe is not None:
+            inputs = recipe_inputs(self.recipe.config)
+            for output in recipe_outputs(self.recipe.config, None):
+                with self._collected(tuple(output.option.split("."))):
+                    check_output(output, inputs, cache=self.models.options.transformers_cache)
+        return not absent and all(files_here)
+
+    @contextmanager
+    def _collected(self, path: Path) -> Iterator[None]:
+        """Errors within are faults of the document, at a place in it."""
         try:
-            return models[reference]
-        except RotationMergeError:
-            raise
-        except Exception as error:  # whatever a damaged checkpoint makes the readers raise
-            document.fault(path, f"{name}: cannot be read ({error})", "download it again")
-    return None
+            yield
+        except RotationMergeError as error:
+            self.document.raised(path, error)
 
+    def _opened(self, path: Path, name: str) -> View | None:
+        """A model, its files and architecture checked; None if that fails."""
+        if error := next((self.refused[part] for part in name.split("+") if part in self.refused), None):
+            self.document.raised(path, error)
+            return None
+        try:
+            reference = ModelReference.parse(name)
+        except (RuntimeError, ValueError) as error:
+            self.document.fault(path, str(error), "write a directory, or org/name")
+            return None
+        if absent_parts(reference):
+            remedy = f"{nearest_path(name, 'check the name')}, or download it and check again"
+            self.document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
+            return None
+        with self._collected(path):
+            try:
+                return self.models[reference]
+            except RotationMergeError:
+                raise
+            except Exception as error:  # whatever a damaged checkpoint makes the readers raise
+                self.document.fault(path, f"{name}: cannot be read ({error})", "download it again")
+        return None
 
-def _whole(document: Document, path: Path, model: View) -> None:
-    """Defects in headers and small files of an input model; a wrong config is a fault, the rest are notes."""
-    for defect in check_folder(model.folder):
-        if defect.fatal:
-            line = f"{model.reference}: {defect.kind}: {defect.what}"
-            document.fault(path, line, defect.remedy, error=defect.kind in FAULTS)
+    def _check_folder(self, path: Path, model: View) -> None:
+        """Defects in headers and small files of a model; a wrong config is a fault, the rest are notes."""
+        for defect in check_folder(model.folder):
+            if defect.fatal:
+                line = f"{model.reference}: {defect.kind}: {defect.what}"
+                self.document.fault(path, line, defect.remedy, error=defect.kind in FAULTS)
 
+    def _check_file(self, path: Path, name: str, base: View | None) -> bool:
+        """Check that a file is here, and an alignment of the base's architecture; False if it must be downloaded.
 
-def _compare(
-    document: Document, recipe: Recipe | None, anchor: View, opened: dict[str, tuple[Path, View]], models: Models
-) -> None:
-    """Compare each model with the anchor: architecture, sizes, tokens; and the anchor with the recipe's groups."""
-    resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
-    excluded: Callable[[str], bool] = lambda _: False  # noqa: E731
-    if recipe is not None:
-        recipe.settle_heads(model for _, model in opened.values())
-        excluded = recipe.excluded
-    named = dict(references(document.value))
-    words = (info for info in anchor.architecture.tensors() if info.vocabulary_axis is not None)
-    averaged = any(not excluded(info.name) for info in words)
-    for path, model in opened.values():
-        if model is anchor:
-            continue
+        The alignment's weights are not compared.
+        """
+        hub_file = HubFile.of(name)
+        place = name if hub_file is None else hub_file.cached(self.models.options.transformers_cache)
+        if place is None:
+            remedy = "the merge downloads it; check again afterwards"
+            self.document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
+            return False
+        if not os.path.exists(place):
+            written = "write it with 'rotation-merge align --alignment FILE'"
+            advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
+            self.document.fault(path, f"{name}: no such file", advice)
+        elif base is not None and path[-1] == "alignment":
+            with self._collected(path):
+                load_file(place, base.architecture)
+        return True
+
+    def _compare(self, anchor: View, opened: dict[str, tuple[Path, View]]) -> None:
+        """Compare each model with the anchor: architecture, sizes, tokens; and the anchor with the recipe's groups."""
+        value, recipe = self.document.value, self.recipe
+        excluded: Callable[[str], bool] = lambda _: False  # noqa: E731
+        if recipe is not None:
+            recipe.settle_heads(model for _, model in opened.values())
+            excluded = recipe.excluded
+        for path, model in opened.values():
+            if model is not anchor:
+                self._compare_donor(anchor, path, model, excluded)
+        for path, group in walk(value):
+            if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not self.document.refused(path):
+                with self._collected(path):
+                    residual_groups(anchor.architecture, group, str(anchor.reference))
+
+    def _compare_donor(self, anchor: View, path: Path, model: View, excluded: Callable[[str], bool]) -> None:
+        value, recipe, named = self.document.value, self.recipe, dict(references(self.document.value))
+        resizes = bool(value.get("tokenizer") or value.get("tokenizer_source"))
         carried = path[-1] == "finetuned_from" or (*path[:-1], "parameters", "finetuned_from") in named
         try:
-            models.together(anchor.reference, [model.reference], averaged=not carried)
+            self.models.together(anchor.reference, [model.reference], averaged=not carried)
             if recipe is not None:
                 label_rows(anchor, model, excluded)
         except RotationMergeError as error:
-            document.raised(path, error)
-            continue
-        for fault in shape_faults(
-            anchor, models[model.reference], excluded, bool(resizes) or carried or recipe is None
-        ):
-            document.raised(path, fault)
+            self.document.raised(path, error)
+            return
+        donor, any_size = self.models[model.reference], resizes or carried or recipe is None
+        for fault in shape_faults(anchor, donor, excluded, any_size):
+            self.document.raised(path, fault)
+        words = (info for info in anchor.architecture.tensors() if info.vocabulary_axis is not None)
+        averaged = any(not excluded(info.name) for info in words)
         if path[0] == "models" and averaged and not resizes and not carried:  # of slices, the plan checks it
-            with _collected(document, path):
+            with self._collected(path):
                 check_token_ids(anchor, model)
-    for path, group in walk(document.value):
-        if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not document.refused(path):
-            with _collected(document, path):
-                residual_groups(anchor.architecture, group, str(anchor.reference))
 
 
 def _plan(document: Document, session: Session) -> None:
