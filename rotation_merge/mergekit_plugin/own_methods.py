@@ -177,7 +177,6 @@ def refitted_view(views: RecipeViews) -> View:
         RotationMergeError: models or data that nothing can be refitted to.
     """
     from rotation_merge.averaging.refit_models import ModelRefit  # not for every merge: it runs models on samples
-    from rotation_merge.averaging.teachers import read_teachers
 
     recipe, run, options = views.recipe, views.session.run, views.session.options
     values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start")}
@@ -188,23 +187,21 @@ def refitted_view(views: RecipeViews) -> View:
     aligned = {model: views.view(model) for model in views.stored}  # one each: teachers are told by it
     base = aligned[recipe.base]
     try:
-        teachers, pooled = read_teachers(base, _teachers(views, aligned), refit)
+        solving = ModelRefit(
+            base,
+            _teachers(views, aligned),
+            refit,
+            exclude=lambda name: any(part in name for part in recipe.exclude),
+            own_heads=recipe.value("heads_of") == "each",
+            dtype=recipe.dtype,
+            device=str(options.device or "cpu"),
+        )
     except RecipeError as error:
         raise RecipeError(error.what, where=error.where or "parameters", remedy=error.remedy) from None
 
     @cache
     def merged() -> View:
         with progress_bar("Refitting", options.quiet) as progress:
-            solving = ModelRefit(
-                base,
-                teachers,
-                refit,
-                pooled,
-                exclude=lambda name: any(part in name for part in recipe.exclude),
-                own_heads=recipe.value("heads_of") == "each",
-                dtype=recipe.dtype,
-                device=str(options.device or "cpu"),
-            )
             view = solving.run(progress)
         run.endings.append(solving.store.close)
         run.heads.update(solving.heads)
@@ -221,7 +218,7 @@ def refitted_view(views: RecipeViews) -> View:
 
 def _teachers(views: RecipeViews, aligned: dict[ModelReference, View]) -> list[Any]:
     """The models that answer, with the names of their samples."""
-    from rotation_merge.averaging.teachers import Teacher, shares_of, usual_source
+    from rotation_merge.averaging.refit_models import Teacher, shares_of, usual_source
 
     shares = shares_of([_number("weight", reader, model, 1.0) for model, reader in views.readers.items()])
     teachers = []
