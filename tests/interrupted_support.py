@@ -1,4 +1,4 @@
-"""Commands in forked processes, killed at any moment; directories that load as a model only if they are one."""
+"""Commands in forked processes, killed at any moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from mergekit.io.tasks import LoaderCache
 from programs import PROGRAMS
-from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)  # a forked process has no other threads
 
@@ -84,18 +83,3 @@ def run(name: str, *arguments: object, after: float = 0.0, signal_number: int = 
             time.sleep(after)
             os.kill(child, signal_number)
         return os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(child, 0))[1])
-
-
-def load(where: Path) -> dict[str, torch.Tensor] | None:
-    """What transformers makes of a directory; None where it does not load. Weights made up are an error."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True)
-    except (OSError, ValueError):
-        return None
-    assert not info["missing_keys"], where
-    assert not info["mismatched_keys"], where
-    return model.state_dict()
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from interrupted_support import equal, forked, load, start
-from plugin_support import one_error, recipe_for, state, write_recipe
+from cli_support import run
+from plugin_support import mergekit_yaml, one_error, recipe_for
 
 from rotation_merge import RotationMergeError
 from rotation_merge.files import locked
@@ -104,32 +104,16 @@ def test_a_lock_within_a_lock_is_the_same_one(tmp_path: Path) -> None:
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_two_merges_started_together(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Of two recipes with other shards: what stands in the end is one of the two, whole, and the other said so."""
+def test_commands_are_refused_while_another_run_writes(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = deep_pair
-    said = [tmp_path / "said0", tmp_path / "said1"]
-    runs, wanted = [], []
-    for number, weight in enumerate((0.3, 0.7)):
-        recipe = recipe_for("linear", anchor, donor)
-        recipe["models"][0]["parameters"]["weight"] = weight
-        path = write_recipe(recipe, tmp_path / f"recipe{number}.yml")
-        assert forked("mergekit-yaml", path, tmp_path / f"alone{number}", "--quiet").returncode == 0
-        wanted.append(state(tmp_path / f"alone{number}"))
-        said[number].mkdir()
-        arguments = (path, tmp_path / "out", "--quiet", "--out-shard-size", ("20000", "9000")[number])
-        runs.append(("mergekit-yaml", arguments, said[number]))
-    children = [start(*run) for run in runs]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    last = codes.index(0) if 2 in codes else None
-    result = load(tmp_path / "out") or {}
-    assert any(equal(result, one) for one in (wanted if last is None else [wanted[last]]))
-    for code, place in zip(codes, said, strict=True):
-        assert code in (0, 2)
-        if code:
-            assert "another run" in one_error((place / "err").read_text())
-    assert not list(tmp_path.glob(".*"))
-    assert not list((tmp_path / "out").glob(".*"))
+    out = tmp_path / "out"
+    child, go_on = in_another_process(out)
+    for done in (mergekit_yaml(recipe_for("linear", anchor, donor), out), run("align", anchor, donor, out)):
+        assert done.exit_code == 2
+        assert "another run is writing it" in one_error(done.output)
+    os.close(go_on)
+    os.waitpid(child, 0)
+    assert files(out) == {"config.json": "theirs"}
 
 
 MINE = {"docs/keep.txt": "mine", "model_notes.safetensors": "mine", "model-ema.bin": "mine"}
