@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -89,6 +89,26 @@ def join_axis(pieces: list[Tensor], dim: int, axis: Axis) -> Tensor:
         flat.append(piece.flatten(at, at + inner - 1) if inner else piece.unsqueeze(at))
     joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=at)
     return joined.flatten(dim, at) if axis.depth else joined
+
+
+def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
+    """Times the gain along the axis of a stream, which may hold it several times over; a factor may lack that axis."""
+    for dim in dims_of(info, (stream,), role)[:1]:
+        axis = info.axes[dim]
+        pieces = split_axis(tensor, dim, axis)
+        for number, piece in enumerate(axis.pieces):
+            for part, start in placed(piece, dim):
+                if part.space.name == stream and part.role == role:
+                    shape = [-1, *[1] * (pieces[number].ndim - start - 1)]
+                    pieces[number] = pieces[number] * gain.to(tensor).reshape(shape)
+        tensor = join_axis(pieces, dim, axis)
+    return tensor
+
+
+def dims_of(info: TensorInfo, streams: Collection[str], role: str = "read") -> list[int]:
+    """The dimensions along which a tensor reads some streams, or has another role in them."""
+    axes = enumerate(info.axes)
+    return [d for d, axis in axes if any(p.role == role and p.space.name in streams for p in axis.parts)]
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, Norm, Scale, TensorInfo, stem_of
 from rotation_merge.errors import AlignmentError
-from rotation_merge.model.apply import (
-    Get,
-    at_least_float32,
-    blockwise,
-    join_axis,
-    placed,
-    read_tensor,
-    reader,
-    split_axis,
-)
+from rotation_merge.model.apply import Get, at_least_float32, blockwise, dims_of, read_tensor, reader, times_gain
 from rotation_merge.model.tensors import TensorSource, as_tensors
 
 LEAST_GAIN = 1e-6
@@ -53,7 +44,7 @@ class Fold:
 
     def touches(self, block: Block, info: TensorInfo) -> bool:
         """Whether folding may change a tensor of a block."""
-        return bool(self._norms(block, info) or self._scales(block, info) or _dims(info, self.centred, "write"))
+        return bool(self._norms(block, info) or self._scales(block, info) or dims_of(info, self.centred, "write"))
 
     def inputs(self, block: Block, info: TensorInfo) -> list[str]:
         """Keys of the block's tensors that a folded one is computed from, itself included."""
@@ -83,7 +74,7 @@ class Fold:
                 tensor = torch.ones_like(tensor)
             else:
                 tensor = times_gain(at_least_float32(tensor), info, required(get, scale.gain), scale.stream, "write")
-        for dim in _dims(info, self.centred, "write"):
+        for dim in dims_of(info, self.centred, "write"):
             tensor = at_least_float32(tensor)
             tensor = tensor - tensor.mean(dim, keepdim=True)
         return tensor
@@ -170,20 +161,6 @@ def unfolded_gain(architecture: Architecture, source: TensorSource, streams: Col
     return None
 
 
-def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
-    """Times the gain along the axis of a stream, which may hold it several times over; a factor may lack that axis."""
-    for dim in _dims(info, (stream,), role)[:1]:
-        axis = info.axes[dim]
-        pieces = split_axis(tensor, dim, axis)
-        for number, piece in enumerate(axis.pieces):
-            for part, start in placed(piece, dim):
-                if part.space.name == stream and part.role == role:
-                    shape = [-1, *[1] * (pieces[number].ndim - start - 1)]
-                    pieces[number] = pieces[number] * gain.to(tensor).reshape(shape)
-        tensor = join_axis(pieces, dim, axis)
-    return tensor
-
-
 def weight_key(bias: str) -> str:
     """The key of the weight beside a bias."""
     return bias.removesuffix("bias") + "weight"
@@ -199,12 +176,6 @@ def required(get: Get, key: str) -> Tensor:
     if tensor is None:
         raise KeyError(key)
     return tensor
-
-
-def _dims(info: TensorInfo, streams: Collection[str], role: str = "read") -> list[int]:
-    """The dimensions along which a tensor reads some streams, or has another role in them."""
-    axes = enumerate(info.axes)
-    return [d for d, axis in axes if any(p.role == role and p.space.name in streams for p in axis.parts)]
 
 
 def _gain(norm: Norm, get: Get) -> Tensor:
@@ -233,7 +204,7 @@ def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get
     if shift is None or info is None or not _absorbs_shift(block, norm):
         return None
     weight = at_least_float32(required(weights, info.key))
-    added = times_gain(weight, info, shift, norm.stream).sum(_dims(info, (norm.stream,)))
+    added = times_gain(weight, info, shift, norm.stream).sum(dims_of(info, (norm.stream,)))
     return added.flatten(ndim).sum(-1) if added.ndim > ndim else added
 
 

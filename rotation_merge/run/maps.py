@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Norm, TensorInfo
-from rotation_merge.model.fold import times_gain
+from rotation_merge.model.apply import times_gain
 
 READERS = ("read", "o", "out", "own")
 """Roles of an axis that reads activations."""
