@@ -235,10 +235,6 @@ def test_embedding_gemma(tmp_path: Path):
     assert (moved_embedding - embedding).abs().max() <= 1e-5
     assert parsed("verify", anchor, donor)["same"]
     assert agrees(anchor, scored(tmp_path / "pairs.csv", anchor)) == pytest.approx(1.0, abs=1e-6)
-    model = Gemma3TextModel.from_pretrained(anchor)
-    inputs = ids, ids.index_fill(1, torch.tensor([8]), 30)
-    early, late_changed = (model(input_ids=x).last_hidden_state[:, 0] for x in inputs)
-    assert (early - late_changed).abs().max() > 1e-3  # the first token sees the last one
     written(recipe_for("linear", anchor, donor, residual="signed_permutation"), out)
     check_alike(anchor, out)
 
@@ -266,30 +262,13 @@ def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
     assert anchor["pearson"] == pytest.approx(1.0, abs=1e-6)
     assert anchor["spearman"] == pytest.approx(1.0, abs=1e-3)
     assert max(donor["pearson"], donor["spearman"]) < 0.9
+    for model in (models["donor"], rm.average([models["donor"]])):  # Python judges as the command does
+        figures = rm.evaluate(model, pairs)
+        assert figures == pytest.approx({name: donor[name] for name in ("loss", "pearson", "spearman")}, rel=1e-5)
     (barrier,) = parsed("barrier", models["anchor"], models["twin"], "--data", pairs, "--points", "3", *WHOLE)
     plain, aligned = (curve["loss"] for curve in barrier["curves"])
     assert plain[1] > aligned[1] + 0.02
     assert aligned[1] == pytest.approx(0.0, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_python_calls_judge_embeddings_as_the_commands_do(models: dict[str, Path], pairs: Path, tmp_path: Path):
-    """From folders, and from views of them."""
-    anchor, twin, donor = (models[name] for name in ("anchor", "twin", "donor"))
-    (row,) = parsed("evaluate", donor, "--data", pairs)
-    for model in (donor, rm.average([donor])):
-        figures = rm.evaluate(model, pairs)
-        assert figures == pytest.approx({name: row[name] for name in figures}, rel=1e-5)
-        assert {"loss", "pearson", "spearman"} <= figures.keys()
-    options = ("--points", "3", "--attention", "none", "--heads", "none", "--ffn", "none")
-    (barrier,) = parsed("barrier", anchor, twin, "--data", pairs, *options)
-    curve = rm.barrier(anchor, twin, pairs, rm.BarrierConfig(points=3))
-    assert curve.loss == pytest.approx(barrier["curves"][0]["loss"], rel=1e-5)
-    assert run("measure", donor, "--data", pairs, "--out", tmp_path / "s.safetensors").exit_code == 0
-    rm.measure(donor, pairs).save(tmp_path / "python.safetensors")
-    wanted, got = (load_file(tmp_path / name) for name in ("s.safetensors", "python.safetensors"))
-    assert rm.Statistics.open(tmp_path / "python.safetensors").gram(f"{DENSE}.linear.weight") is not None
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
