@@ -25,7 +25,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
-from rotation_merge.run.curves import FILE, Barrier, read_barriers
+from rotation_merge.run.curves import FILE, Barrier, is_barrier
 from rotation_merge.run.evaluate import BarrierConfig
 
 if TYPE_CHECKING:
@@ -34,15 +34,7 @@ if TYPE_CHECKING:
 NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
 
 
-def _is_barrier(path: str) -> bool:
-    """Whether a file was written by `barrier --save`."""
-    try:
-        return bool(read_barriers(path))
-    except RotationMergeError:
-        return False
-
-
-SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=_is_barrier, beside=True)
+SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
 NARROW = 2
 """Curves whose losses and accuracies stand side by side in one table."""

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.record import read_as
 
 FILE = "barrier.json"
 """Name under which a barrier lies beside a merged model."""
@@ -87,27 +87,12 @@ class Barrier:
         """Sentences on the curves."""
         return [words for curve in self.curves if (words := curve.verdict())]
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Barrier:
-        fields = {"head": "", **data}
-        fields = {name: fields[name] for name in cls.__dataclass_fields__}
-        return cls(**{**fields, "curves": [Curve(**curve) for curve in fields["curves"]]})
 
-    def write(self, path: str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file, indent=1)
-            file.write("\n")
-
-
-def read_barriers(path: str) -> list[Barrier]:
-    """Read the file that `rotation-merge barrier` wrote.
-
-    Raises:
-        RotationMergeError: the file is damaged.
-    """
+def is_barrier(path: str) -> bool:
+    """Whether a file was written by `barrier --save`."""
     try:
         with open(path, encoding="utf-8") as file:
-            entries = json.load(file)
-        return [Barrier.from_dict(entry) for entry in (entries if isinstance(entries, list) else [entries])]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RotationMergeError(f"is not a barrier ({error})", where=path, remedy="measure it again") from error
+            content = json.load(file)
+        return bool(read_as(list[Barrier], content if isinstance(content, list) else [content]))
+    except (OSError, ValueError):
+        return False

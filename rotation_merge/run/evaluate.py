@@ -114,11 +114,7 @@ def _of_floats(model: Any, data: Data) -> Scores:
     for batch in data.batches:
         logits = model(**inputs_for(model, batch)).logits.float().cpu()
         labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
-        if logits.shape != labels.shape:
-            raise DataError(
-                f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
-                remedy="give one number for each output of the model",
-            )
+        _check_shape(labels, logits, logits.shape, "one number for each output of the model")
         outputs.append(logits)
         targets.append(labels)
     return of_floats(torch.cat(outputs), torch.cat(targets), data.task)
@@ -158,11 +154,7 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
     """Logits (n, classes) and the labels (n,) they should hit, on the model's device."""
     logits = model(**inputs_for(model, batch)).logits
     labels = batch["labels"].to(logits.device)
-    if logits.shape[:-1] != labels.shape:
-        raise DataError(
-            f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
-            remedy="give one label for each example (or token)",
-        )
+    _check_shape(labels, logits, logits.shape[:-1], "one label for each example (or token)")
     if task == "next token":
         logits, labels = logits[:, :-1], labels[:, 1:]
     if labels.numel() and int(labels.max()) >= logits.shape[-1]:
@@ -170,6 +162,12 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
             f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes", remedy="correct the labels"
         )
     return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
+
+
+def _check_shape(labels: Tensor, logits: Tensor, shape: torch.Size, remedy: str) -> None:
+    if labels.shape != shape:
+        problem = f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}"
+        raise DataError(problem, remedy=f"give {remedy}")
 
 
 def path(
@@ -218,16 +216,14 @@ def _place_between(model: Any, a: Any, b: Any, t: float, head_tensors: Collectio
 
 def _correlation(x: Tensor, y: Tensor) -> float:
     """Pearson's correlation of two (n,) vectors; of constants 0."""
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    spread = float(x.norm() * y.norm())
-    return float(x @ y) / spread if spread > 0 else 0.0
+    return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1].nan_to_num(0.0))
 
 
 def _ranks(x: Tensor) -> Tensor:
     """Ranks of (n,) numbers, for Spearman's correlation; ties share one."""
-    _, place, counts = torch.unique(x, return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    return (ends - (counts.double() - 1) / 2)[place]
+    from scipy.stats import rankdata
+
+    return torch.from_numpy(rankdata(x.numpy()))
 
 
 PIPELINES = {"next token": "text-generation", "masked token": "fill-mask", "similarity": "sentence-similarity"}
