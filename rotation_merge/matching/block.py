@@ -142,16 +142,17 @@ def match_block(
     spaces = wanted_spaces(block, options)
     names = {space.name for space in spaces}
     anchor, donor = without_hidden_biases(block, anchor, names), without_hidden_biases(block, donor, names)
-    matching = _Matching(block, anchor, donor, options, streams or {}, told)
+    matching = _Matching(block, anchor, donor, options, streams or {})
     seconds = list[float]()
     for place, space in enumerate(spaces):
         began = time.perf_counter()
         matching.match(space, {later.name for later in spaces[place + 1 :]})
         seconds.append(time.perf_counter() - began)
     matching.settle(linked(block, spaces))
-    matches = matching.matches
-    rows = [row_of(block, s, matches[s.name], t) for s, t in zip(spaces, seconds, strict=True)] if told else []
-    return BlockMatch(matching.transforms, rows)
+    pairs = zip(spaces, seconds, strict=True) if told else ()
+    return BlockMatch(
+        matching.transforms, [row_of(block, space, matching.judged(space), took) for space, took in pairs]
+    )
 
 
 def linked(block: Block, spaces: list[Space]) -> list[Space]:
@@ -167,7 +168,6 @@ class _Matching:
 
     Attributes:
         streams: transforms of the residual streams.
-        told: whether distances are wanted.
     """
 
     block: Block
@@ -175,7 +175,6 @@ class _Matching:
     donor: Tensors
     options: AlignConfig
     streams: Mapping[str, Transform]
-    told: bool
     matches: dict[str, SpaceMatch] = field(default_factory=dict)
 
     @property
@@ -184,21 +183,10 @@ class _Matching:
 
     def match(self, space: Space, unknown: Collection[str] = ()) -> None:
         """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
-        group = admitted(space, self.options)
-        match = self._best(space, group, unknown)
-        if self.told:
-            if match.squares is None or not self._counted(space):
-                match = self._measured(space, match, {space.name: match.transform})
-            before, after, anchor = match.squares or (0.0, 0.0, 0.0)
-            if self._blurred(space, before - after, anchor):
-                match = SpaceMatch(group.identity(), (before, before, anchor), [STILL])
-            match = replace(match, notes=[*match.notes, *_at_the_limit(match.transform)])
-        self.matches[space.name] = match
+        self.matches[space.name] = self._best(space, admitted(space, self.options), unknown)
 
     def _best(self, space: Space, group: SpaceGroup, unknown: Collection[str]) -> SpaceMatch:
-        """The best transform of one space."""
-        transforms = {**self.streams, **self.transforms}
-        arguments = (self.block, space, self.anchor, self.donor, transforms)
+        arguments = (self.block, space, self.anchor, self.donor, {**self.streams, **self.transforms})
         if space.kind == "experts":
             return SpaceMatch(match_experts(*arguments, self.options))
         if space.kind == "translation":
@@ -210,66 +198,68 @@ class _Matching:
             return match_heads(space, axes, self.options)
         return match_ffn(space, axes, self.options) if space.kind == "ffn" else SpaceMatch(match_latent(axes, group))
 
-    def _infos(self, space: Space) -> list[TensorInfo]:
-        """The tensors that live in a space."""
-        return [info for info in self.block.tensors if space in info.spaces() and info.key in self.donor]
-
-    def _counted(self, space: Space) -> bool:
-        """Whether the space's sides are its tensors as they are stored."""
-        return not any(info.offset or _fixed(info) for info in self._infos(space))
-
-    def _blurred(self, space: Space, gained: float, anchor: float) -> bool:
-        """Whether a move gains less than rounding its tensors to storage costs.
-
-        Args:
-            anchor: the anchor's squared norm there.
-        """
-        infos, local = self._infos(space), {local_space.name for local_space in self.block.spaces.values()}
-        if self.streams or any(len(local & {s.name for s in info.spaces()}) > 1 for info in infos):
-            return False
-        least = min((rounding_error(self.donor[info.key].dtype) for info in infos), default=0.0)
-        return gained < least * anchor
-
     def settle(self, spaces: list[Space]) -> None:
         """Match spaces that share tensors in turn, from their current and, if need be, from no transforms."""
         if not spaces:
             return
         distance = self._rounds(spaces)
         if distance > SETTLED * self._distance(spaces, {})[0] > 0:
-            best = dict(self.matches), distance
+            best = dict(self.matches)
             self.matches |= {space.name: SpaceMatch(admitted(space, self.options).identity()) for space in spaces}
-            self.matches = best[0] if self._rounds(spaces) >= best[1] else self.matches
-        for space in spaces if self.told else ():
-            self.matches[space.name] = self._measured(space, self.matches[space.name], self.transforms)
+            self.matches = best if self._rounds(spaces) >= distance else self.matches
+        for space in spaces:  # what each was at belongs to earlier transforms of the others
+            self.matches[space.name] = replace(self.matches[space.name], squares=None)
 
     def _rounds(self, spaces: list[Space]) -> float:
         """Repeat rounds until the squared distance stops falling; return it."""
-        distance, _ = self._distance(spaces, self.transforms)
+        distance, _ = self._distance(spaces)
         for _ in range(MOST_ROUNDS):
             matches, before = dict(self.matches), distance
             for space in spaces:
                 self.match(space)
-            distance, _ = self._distance(spaces, self.transforms)
+            distance, _ = self._distance(spaces)
             if distance > before:
                 self.matches, distance = matches, before
             if distance >= before * (1 - SETTLED):
                 break
         return distance
 
-    def _measured(self, space: Space, match: SpaceMatch, transforms: Mapping[str, Transform]) -> SpaceMatch:
-        """A match with its distances, those after it under some transforms."""
-        before, anchor = self._distance([space], {})
-        still = all(transform.is_identity() for transform in transforms.values())
-        return replace(match, squares=(before, before if still else self._distance([space], transforms)[0], anchor))
+    def judged(self, space: Space) -> SpaceMatch:
+        """The match of a space with its distances and notes; it stays where rounding its tensors costs more.
 
-    def _distance(self, spaces: list[Space], local: Mapping[str, Transform]) -> tuple[float, float]:
+        The distances of a match are over its sides, which may be less, or more, than the tensors as they are stored.
+        """
+        match, infos = self.matches[space.name], [i for i in self.block.tensors if space in i.spaces()]
+        infos = [info for info in infos if info.key in self.donor]
+        parts = (part for info in infos for axis in info.axes for piece in axis.pieces for part in piece)
+        stored = not any(info.offset for info in infos) and all(part.space.kind != "fixed" for part in parts)
+        if match.squares is None or not stored:
+            before, anchor = self._distance([space], {})
+            still = all(transform.is_identity() for transform in self.transforms.values())
+            match = replace(match, squares=(before, before if still else self._distance([space])[0], anchor))
+        before, after, anchor = match.squares or (0.0, 0.0, 0.0)
+        if self._blurred(infos, before - after, anchor):
+            match = SpaceMatch(admitted(space, self.options).identity(), (before, before, anchor), [STILL])
+        self.matches[space.name] = match
+        return replace(match, notes=[*match.notes, *_at_the_limit(match.transform)])
+
+    def _blurred(self, infos: list[TensorInfo], gained: float, anchor: float) -> bool:
+        """Whether a move gains less than rounding its tensors to storage costs.
+
+        Args:
+            infos: the space's tensors.
+            anchor: the anchor's squared norm there.
+        """
+        local = {space.name for space in self.block.spaces.values()}
+        if self.streams or any(len(local & {space.name for space in info.spaces()}) > 1 for info in infos):
+            return False
+        least = min((rounding_error(self.donor[info.key].dtype) for info in infos), default=0.0)
+        return gained < least * anchor
+
+    def _distance(self, spaces: list[Space], local: Mapping[str, Transform] | None = None) -> tuple[float, float]:
         """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
-        return squared_distances(self.block, self.anchor, self.donor, {**self.streams, **local}, spaces)
-
-
-def _fixed(info: TensorInfo) -> bool:
-    """Whether parts of a tensor are in no space that moves."""
-    return any(part.space.kind == "fixed" for axis in info.axes for part in axis.parts)
+        maps = {**self.streams, **(self.transforms if local is None else local)}
+        return squared_distances(self.block, self.anchor, self.donor, maps, spaces)
 
 
 def _at_the_limit(transform: Transform) -> list[str]:

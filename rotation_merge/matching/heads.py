@@ -14,8 +14,9 @@ biases take part, too, and queries and keys are permuted separately from values 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
 from rotation_merge.linalg.scaling import best_scale, cost
-from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch
+from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, row_squares
 from rotation_merge.model.apply import at_least_float32
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
@@ -41,6 +42,31 @@ ENTRIES = 1 << 22
 """Entries of statistics that are looked at together."""
 NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
 SPECTRAL = "heads paired by their singular values, after TransFusion"
+
+Tables = list[list[Tensor]]
+"""Products by side, for the blocks of each size."""
+
+
+class Pairing(NamedTuple):
+    """N pairs of KV groups, with the order of the query heads inside each.
+
+    Attributes:
+        anchor, donor: numbers of groups, int64 (N,).
+        queries: int64 (N, r): head a of the anchor's group meets head queries[:, a] of the donor's.
+    """
+
+    anchor: Tensor
+    donor: Tensor
+    queries: Tensor
+
+    @classmethod
+    def of_all(cls, order: Tensor, queries: Tensor) -> Pairing:
+        """Every group of the anchor's, with the donor's groups in an order."""
+        return cls(torch.arange(len(order)), order, queries)
+
+    def equals(self, other: Pairing) -> bool:
+        """Whether both pair the same heads."""
+        return all(map(torch.equal, self, other))
 
 
 def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
@@ -61,29 +87,6 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
     before, anchor = (sum(float(part.squares[which].sum()) for part, _ in met) for which in (2, 0))
     transform = Transform("attention", elements, (pairing.donor, pairing.queries))
     return SpaceMatch(transform, (before, before - gained, anchor), notes)
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """N pairs of KV groups, with the order of the query heads inside each.
-
-    Attributes:
-        anchor, donor: numbers of groups, int64 (N,).
-        queries: int64 (N, r): head a of the anchor's group meets head queries[:, a] of the donor's.
-    """
-
-    anchor: Tensor
-    donor: Tensor
-    queries: Tensor
-
-    @classmethod
-    def of_all(cls, order: Tensor, queries: Tensor) -> Pairing:
-        """Every group of the anchor's, with the donor's groups in an order."""
-        return cls(torch.arange(len(order)), order, queries)
-
-    def equals(self, other: Pairing) -> bool:
-        """Whether both pair the same heads."""
-        return all(map(torch.equal, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,48 +155,47 @@ class HeadPart:
     @cached_property
     def squares(self) -> Tensor:
         """Squared norms of anchor and donor, and the squared distance of every group from itself, (3, sides, G, d)."""
-        return self._squares(self.own)
-
-    def _squares(self, pairing: Pairing) -> Tensor:
-        total = torch.zeros(3, len(self.sides), len(pairing.donor), self.shape[2]).to(self.device, torch.float64)
-        places = list(zip(pairing.anchor.tolist(), pairing.donor.tolist(), pairing.queries, strict=True))
-        still = pairing is self.own
+        groups, _, size = self.shape
+        total = torch.zeros(3, len(self.sides), groups, size, dtype=torch.float64, device=self.device)
         for side, pairs in enumerate(self.sides):
-            for a, b in pairs:
-                for n, (i, j, queries) in enumerate(places):
-                    x, y = at_least_float32(a[i].to(self.device)), at_least_float32(b[j].to(self.device))
-                    y = y if still or len(y) == 1 else y[queries.to(self.device)]
-                    for which, heads in enumerate((x, y, x - y)):
-                        total[which, side, n] += heads.square().sum(-1).sum(0, dtype=torch.float64)
+            for pair in pairs:
+                rows = row_squares(*(x.flatten(0, 2) for x in pair)).to(self.device)
+                total[:, side] += rows.reshape(3, groups, -1, size).sum(2)
         return total
 
-    def stats(self, pairing: Pairing) -> Stats:
+    def _equal(self, pairing: Pairing) -> Tensor:
+        """Whether both models have the same numbers in each pair of groups, (N,)."""
+        places = list(zip(*(x.tolist() for x in pairing), strict=True))
+        pairs = [pair for pairs in self.sides for pair in pairs]
+        equal = [
+            all(bool((a[i] == b[j][queries if len(b[j]) > 1 else slice(None)].to(a.device)).all()) for a, b in pairs)
+            for i, j, queries in places
+        ]
+        return torch.tensor(equal, device=self.device)
+
+    def stats(self, pairing: Pairing, turns: int = Stats.turns) -> Stats:
         """The statistics of pairs of groups."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
         anchor, donor = self.squares[0][:, i], self.squares[1][:, j]
         primal, dual, *follow = (self._summed(side, pairing) for side in range(len(self.sides)))
-        stats = Stats(primal, dual, (donor[0], donor[1]), (anchor[0], anchor[1]), rounding=self.rounding)
-        return replace(stats, follow=follow[0], follow_norms=donor[2]) if follow else stats
+        norms = (donor[0], donor[1]), (anchor[0], anchor[1])
+        of_order = (follow[0], donor[2]) if follow else (None, None)
+        return Stats(primal, dual, norms[0], norms[1], of_order[0], of_order[1], self.rounding, turns)
 
     @cached_property
-    def inside(self) -> list[list[Tensor]]:
-        """Products of the heads inside each group on each side, for the blocks of each size: (G, r, 1, r, k, s, s)."""
-        return self._tables(every=False)
+    def inside(self) -> Tables:
+        """Products of the heads inside each group, (G, r, 1, r, k, s, s)."""
+        return [[self._table(blocks, pairs, self.shape[0]) for blocks in self.blocks] for pairs in self.sides]
 
     @cached_property
-    def across(self) -> list[list[Tensor]]:
+    def across(self) -> Tables:
         """Products of all heads with all, (G, r, G, r, k, s, s)."""
-        return self._tables(every=True)
+        return [[self._table(blocks, pairs, 1) for blocks in self.blocks] for pairs in self.sides]
 
-    def _tables(self, every: bool) -> list[list[Tensor]]:
-        return [[self._table(blocks, pairs, every) for blocks in self.blocks] for pairs in self.sides]
-
-    def _table(self, blocks: Tensor, pairs: Pairs, every: bool) -> Tensor:
-        """The products of one side, in the inputs' precision."""
-        groups, _, width = self.shape
-        per_group = pairs[0][0].shape[1] if pairs else 1
-        count, size = blocks.shape
-        batch, met = (1, groups) if every else (groups, 1)
+    def _table(self, blocks: Tensor, pairs: Pairs, batch: int) -> Tensor:
+        """The products of one side inside batches of groups, in the inputs' precision."""
+        (groups, _, width), (count, size) = self.shape, blocks.shape
+        met, per_group = groups // batch, pairs[0][0].shape[1] if pairs else 1
         heads = met * per_group
         rows = (torch.arange(heads, device=self.device)[None, :, None] * width + blocks[:, None]).flatten(1)
         whole = count == 1 and size == width  # no copy is needed
@@ -202,15 +204,14 @@ class HeadPart:
             x = x.flatten(0, 2).to(self.device).unflatten(0, (batch, -1))
             return at_least_float32(x if whole else x[:, rows].flatten(0, 1))
 
-        total = torch.zeros(1, device=self.device)
+        total = torch.zeros(batch * count, heads * size, heads * size, device=self.device)
         for x, y in (map(picked, pair) for pair in pairs):
             dtype = torch.promote_types(x.dtype, y.dtype)
             total = total + torch.bmm(x.to(dtype), y.to(dtype).mT)
-        total = total.expand(batch * count, heads * size, heads * size)
         apart = total.reshape(batch, count, met, per_group, size, met, per_group, size)
         return apart.permute(0, 2, 3, 5, 6, 1, 4, 7).flatten(0, 1)
 
-    def _tables_of(self, pairing: Pairing) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    def _tables_of(self, pairing: Pairing) -> tuple[Tables, Tensor, Tensor]:
         """The tables with the products of the pairs, and their places there."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
         if "across" not in vars(self) and torch.equal(i, j):
@@ -234,18 +235,19 @@ class HeadPart:
         return [table[i, :, j].double() for table in tables[1]]
 
     @property
-    def compact(self) -> bool:
-        """Whether the table of all heads with all is small: maps stay inside blocks of one or two coordinates."""
-        return max(blocks.shape[1] for blocks in self.blocks) <= 2
+    def width(self) -> int:
+        """Coordinates of the largest block; that of a table of all heads with all."""
+        return max(blocks.shape[1] for blocks in self.blocks)
+
+    @property
+    def most(self) -> Tensor:
+        """What each group can gain at most, whatever it meets: the anchor's squared norm, (G, 1)."""
+        return self.squares[0].sum((0, 2))[:, None].cpu()
 
     def bounds(self) -> Tensor:
-        """Upper bounds on the gains of all pairs of groups, (G, G): |M|_* <= sqrt(s) |M|_F in each block.
-
-        Without a table of all heads, or where the coordinates of a block have scales of their own, the anchor's squared
-        norms: all that can be gained.
-        """
-        if "across" not in vars(self) or (self.group.permutes and self.group.scaled):
-            return self.squares[0].sum((0, 2))[:, None].expand(-1, self.shape[0]).cpu()
+        """Upper bounds on the gains of all pairs of groups, (G, G): |M|_* <= sqrt(s) |M|_F in each block."""
+        if self.group.permutes and self.group.scaled:  # the coordinates of a block have scales of their own
+            return self.most.expand(-1, self.shape[0])
         total = self.squares[0, 2:].sum((0, 2))[:, None].repeat(1, self.shape[0])
         for blocks, primal, dual in zip(self.blocks, *self.across[:2], strict=True):
             root = blocks.shape[1] ** 0.5 * (1 + self.rounding)
@@ -257,10 +259,8 @@ class HeadPart:
 
     def solved(self, pairing: Pairing) -> tuple[Monomial | Linear, float]:
         """The best element of each pair, the identity where both models are equal, and by how much it gains."""
-        still, stats = pairing.equals(self.own), self.stats(pairing)
-        apart = (self.squares if still else self._squares(pairing))[2]
-        element = self.group.solve(stats.of_equals(apart.sum((0, 2)) == 0))
-        before = stats if still else self.stats(self.own)
+        stats, before = self.stats(pairing), self.stats(self.own)
+        element = self.group.solve(stats.of_equals(self._equal(pairing)))
         unmoved = Monomial.identity(len(self.own.donor), self.shape[2])
         return element, float((stats.gain(element) - before.gain(unmoved)).sum())
 
@@ -268,22 +268,20 @@ class HeadPart:
 def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list[str]]:
     """The donor's head order and the query heads inside each group, with notes."""
     rows, queries = group.orders
-    unmoved = Pairing.of_all(rows, queries)
+    unmoved, count = Pairing.of_all(rows, queries), len(rows)
     if group.order == "fixed" and queries.numel() > 1:
         return unmoved, ["the order of the heads is fixed by the architecture"]
     if not group.reorders or queries.numel() == 1 or not parts:
         return unmoved, []
     if group.order == "spectral":
         return _spectral(group, parts), [SPECTRAL]
-    notes = [NOTE] if queries.shape[1] > 1 else []
     gains, inner = _inner_orders(parts, rows, rows)
-    orders = [unmoved, Pairing.of_all(rows, inner)]
+    best = Pairing.of_all(rows, inner)
     if not (group.inside or _at_home(parts, gains)):
-        count = len(rows)
         gains, every = _inner_orders(parts, rows.repeat_interleave(count), rows.repeat(count))
         order = assign(gains.reshape(count, count))
-        orders.append(Pairing.of_all(order, every.reshape(count, count, -1)[rows, order]))
-    return _chosen(parts, orders), notes
+        best = Pairing.of_all(order, every.reshape(count, count, -1)[rows, order])
+    return _better(parts, unmoved, best), [NOTE] if queries.shape[1] > 1 else []
 
 
 def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
@@ -292,32 +290,26 @@ def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
     Args:
         gains: of every group with itself, (G,).
     """
-    rows = torch.arange(len(gains))
-    for compact in (True, False):
-        for part in parts:
-            if part.compact == compact:
-                _ = part.across  # from which its bounds are then taken
-        values = torch.stack([part.bounds() for part in parts]).sum(0)
+    rows, bounds = torch.arange(len(gains)), [part.most.expand(-1, len(gains)) for part in parts]
+    for number in sorted(range(len(parts)), key=lambda number: parts[number].width):  # the smallest tables first
+        bounds[number] = parts[number].bounds()
+        values = torch.stack(bounds).sum(0)
         values[rows, rows] = gains
         if torch.equal(assign(values), rows):
             return True
     return False
 
 
-def _chosen(parts: list[HeadPart], orders: list[Pairing]) -> Pairing:
-    """The first of the orders that gains most; where several gain nearly as much, under the best maps."""
-    distinct = [x for number, x in enumerate(orders) if not any(x.equals(other) for other in orders[:number])]
-    if len(distinct) == 1:
-        return distinct[0]
-    every = [[(part.group, part.stats(pairing)) for part in parts] for pairing in distinct]
-    gains = [sum(float(group.value(replace(s, turns=1)).sum()) for group, s in stats) for stats in every]
-    close = [number for number, gain in enumerate(gains) if CLEARLY * max(gain, 0.0) >= max(gains)]
-    best = close[0] if close else 0
-    if len(close) > 1:
-        exact = {n: sum(float(s.gain(group.solve(s)).sum()) for group, s in every[n]) for n in close}
-        for number in close:
-            best = number if exact[number] > exact[best] + GAINED * abs(exact[best]) else best
-    return distinct[best]
+def _better(parts: list[HeadPart], unmoved: Pairing, best: Pairing) -> Pairing:
+    """The order that gains more, under the best maps where both gain nearly as much."""
+    if best.equals(unmoved):
+        return unmoved
+    nearly = [sum(float(p.group.value(p.stats(x, 1)).sum()) for p in parts) for x in (unmoved, best)]
+    if max(nearly) > CLEARLY * max(min(nearly), 0.0):
+        return unmoved if nearly[0] > nearly[1] else best
+    every = [[(part.group, part.stats(pairing)) for part in parts] for pairing in (unmoved, best)]
+    still, gained = (sum(float(s.gain(group.solve(s)).sum()) for group, s in stats) for stats in every)
+    return best if gained > still + GAINED * abs(still) else unmoved
 
 
 def _inner_orders(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,8 +326,7 @@ def _alternated(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Te
     unmoved = torch.arange(per_group).repeat(len(i), 1)
     pairing = Pairing(i, j, unmoved)
     if per_group == 1:
-        stats = [(part, replace(part.stats(pairing), turns=1)) for part in parts]
-        return torch.stack([part.group.value(s).cpu() for part, s in stats]).sum(0), unmoved
+        return torch.stack([part.group.value(part.stats(pairing, 1)).cpu() for part in parts]).sum(0), unmoved
     gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
     norms = (torch.linalg.matrix_norm(table).sum(-1).cpu() for part in parts for table in part.inner(pairing))
     likely = _assigned(sum(norms, torch.zeros(len(i), per_group, per_group, dtype=torch.float64)))
@@ -362,7 +353,7 @@ def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
     gains = torch.zeros(len(pairing.anchor), dtype=torch.float64)
     total = torch.zeros(len(gains), *[parts[0].shape[1]] * 2, dtype=torch.float64)
     for part in parts:
-        stats = replace(part.stats(pairing), turns=1)
+        stats = part.stats(pairing, 1)
         element = part.group.solve(stats)
         gains += stats.gain(element).cpu()
         maps = element.matrices(dual=True).to(part.device)

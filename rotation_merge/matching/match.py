@@ -11,11 +11,11 @@ What is known after a pass is kept, and every block's last match, so that an int
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,19 +53,8 @@ KEPT = "streams"
 """What a ledger calls the state after a pass, and then the result."""
 
 
-class Match(Protocol):
-    """A function that aligns the second of two sources to the first, such as `match_model`."""
-
-    def __call__(
-        self,
-        architecture: Architecture,
-        anchor: TensorSource,
-        donor: TensorSource,
-        options: AlignConfig,
-        progress: Progress | None = None,
-        *,
-        ledger: Ledger = NOWHERE,
-    ) -> Alignment: ...
+Match = Callable[..., Alignment]
+"""Aligns the second of two sources to the first: takes what `match_model` takes up to `progress`, and a `ledger`."""
 
 
 def match_model(
@@ -114,23 +103,29 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     Each has the distance over the space before and after, with the other transforms applied.
     """
     anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
-    transforms = alignment.transforms
-    moved = [space for name, space in architecture.streams.items() if name in transforms]
-    rows, whole = [], [0.0, 0.0, 0.0]
+    transforms, model = alignment.transforms, BlockMatch({}, [])
+    streams = {name: transform for name, transform in transforms.items() if name in architecture.streams}
     for block in architecture.blocks:
         a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
+        rows, before, after = [], (0.0, 0.0), (0.0, 0.0)
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}
             before, after = (squared_distances(block, a, b, maps, [space]) for maps in (without, transforms))
-            rows.append(row_of(block, space, SpaceMatch(transforms[space.name], (before[0], *after))))
-        if moved:
+            rows.append(row_of(block, space, SpaceMatch(transforms[space.name], (before[0], after[0], after[1]))))
+        if streams:
             before, after = (squared_distances(block, a, b, maps) for maps in ({}, transforms))
-            whole = [total + part for total, part in zip(whole, (before[0], *after), strict=True)]
-    rows += [
-        row_of(architecture.blocks[0], space, SpaceMatch(transforms[space.name], (whole[0], whole[1], whole[2])))
-        for space in moved
-    ]
-    return replace(alignment, rows=rows)
+        model = model.plus(BlockMatch({}, rows, (before[0], after[0], after[1])))
+    return replace(alignment, rows=model.rows + stream_rows(architecture, streams, model))
+
+
+def stream_rows(
+    architecture: Architecture, streams: Transforms, model: BlockMatch, seconds: float = 0.0
+) -> list[SpaceRow]:
+    """A report's rows on the streams: distances are those of all tensors of the model."""
+    notes = ["distances of all tensors of the model"]
+    matches = {name: SpaceMatch(transform, model.whole, notes) for name, transform in streams.items()}
+    first, spaces = architecture.blocks[0], architecture.streams
+    return [row_of(first, spaces[name], match, seconds) for name, match in matches.items()]
 
 
 @dataclass
@@ -281,10 +276,8 @@ class ModelMatching:
         for match in self._final_matches(streams):
             model = model.plus(match)
         transforms.update(model.transforms)
-        seconds, notes = time.perf_counter() - began, ["distances of all tensors of the model"]
-        spaces = self.visits.architecture.streams
-        whole = {name: SpaceMatch(transform, model.whole, notes) for name, transform in streams.items()}
-        return model.rows + [row_of(self.blocks[0], spaces[name], match, seconds) for name, match in whole.items()]
+        seconds = time.perf_counter() - began
+        return model.rows + stream_rows(self.visits.architecture, streams, model, seconds)
 
     def _final_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
         """The last match of every block, from an earlier run if it is known."""

@@ -18,6 +18,9 @@ Tensors = Mapping[str, Tensor]
 Pairs = list[tuple[Tensor, Tensor]]
 """(anchor, donor), of one shape, of any strides."""
 
+CACHED = 1 << 16
+"""Entries that are widened at a time, so that they stay in the processor's cache."""
+
 
 @dataclass(frozen=True)
 class SpaceMatch:
@@ -122,3 +125,13 @@ def chunks(a: Tensor, b: Tensor, entries: int) -> Iterator[tuple[slice, Tensor, 
     for start in range(0, a.shape[dim], step):
         x, y = (t.narrow(dim, start, min(step, a.shape[dim] - start)) for t in (a, b))
         yield slice(None) if dim else slice(start, start + step), x.to(dtype), y.to(a.device, dtype)
+
+
+def row_squares(a: Tensor, b: Tensor) -> Tensor:
+    """Squared norms of the rows of two matrices, (n, m), and their squared distances, (3, n), float64."""
+    total = torch.zeros(3, len(a), dtype=torch.float64, device=a.device)
+    for rows, x, y in chunks(a, b, CACHED):
+        total[0, rows] += (x * x).sum(1)
+        total[1, rows] += (y * y).sum(1)
+        total[2, rows] += (x - y).square_().sum(1)
+    return total

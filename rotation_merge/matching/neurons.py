@@ -14,8 +14,8 @@ of its neurons changes. The order is kept if the matched neurons then lie nearer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import cast
 
 import torch
@@ -24,21 +24,19 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale
-from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, Tensors, chunks, views
+from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, Tensors, row_squares, views
 from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
 from rotation_merge.symmetry.group import Monomials
 
-CACHED = 1 << 16
-"""Entries that are widened at a time, so that they stay in the processor's cache."""
+ENTRIES = 1 << 19
+"""Entries of a sketch's products that are looked at together."""
 ROWS = 1 << 22
 """Entries of the similarity that are formed at a time."""
 SMALLEST = 64
 """Below this many neurons all similarities are cheaper than a proof from some coordinates."""
 WIDTHS = (16, 64, 256)
 """Numbers of coordinates that are tried in turn."""
-PROBED = 64
-"""Neurons that tell whether all lie where they should."""
 ROUNDING = 1e-5
 """Share of the squared norms by which float32 may be wrong."""
 WIDTH = 32
@@ -70,6 +68,16 @@ class Neurons:
         return [*self.ins, *self.gates, *self.outs]
 
     @property
+    def unscaled(self) -> Pairs:
+        """The sides that no rescaling touches."""
+        return self.gates if self.group.scaled else self.pairs
+
+    def sketch(self, width: int) -> list[Tensor]:
+        """Some coordinates of every neuron in both models, evenly spread, float32 (n, at most `width` a side)."""
+        sides = zip(*self.unscaled, strict=True)
+        return [torch.cat([x[:, :: max(1, x.shape[1] // width)][:, :width].float() for x in of], 1) for of in sides]
+
+    @property
     def size(self) -> int:
         """n."""
         return len(self.pairs[0][0])
@@ -86,10 +94,8 @@ class Neurons:
         """Squared norms of anchor and donor and their squared distance, of ins, gates and outs, float64 (3, 3, n)."""
         total = torch.zeros(3, 3, self.size, dtype=torch.float64, device=self.pairs[0][0].device)
         for side, pairs in enumerate((self.ins, self.gates, self.outs)):
-            for part, a, b in (piece for pair in pairs for piece in chunks(*pair, CACHED)):
-                total[side, 0, part] += (a * a).sum(1)
-                total[side, 1, part] += (b * b).sum(1)
-                total[side, 2, part] += (a - b).square_().sum(1)
+            for pair in pairs:
+                total[side] += row_squares(*pair)
         return total
 
     @cached_property
@@ -155,14 +161,14 @@ def match_neurons(neurons: Neurons) -> tuple[Monomial, float]:
     """Order and scales, G = 1, and the squared distance that they leave: never more than the identity order does."""
     index, best = torch.arange(neurons.size), neurons
     if neurons.group.permutes and neurons.before != 0:
-        order, moved = proven_order(neurons) or assigned(neurons)
+        order, moved = proven_order(neurons) or _assigned(neurons)
         if float(moved.distances.sum()) < float(neurons.distances.sum()):
             index, best = order, moved
     element = Monomial(index[None], best.factor[None].cpu(), neurons.group.degree)
     return element, float(best.distances.clamp_min(0).sum())
 
 
-def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
+def _assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
     """The best order over the similarities of all pairs, and the neurons with the donor's in that order."""
     similarity = neurons.similarity()
     similarity -= similarity.mean(0, keepdim=True)  # changes no order; no column is the favourite of many rows
@@ -174,58 +180,38 @@ def assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
 def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     """The same for the order that neurons have, or that of nearest neighbours, if some coordinates prove it the best.
 
-    They do so for fine-tunes and for twins; None if they do not.
-
-    With D_ij the squared distance of anchor neuron i and donor neuron j at their best scale, the order is optimal if
-    D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices that it attains. Over some of the
-    coordinates that no rescaling touches, |a_i - b_j|^2 is at most D_ij.
+    They do so for fine-tunes and for twins. With D_ij the squared distance of anchor neuron i and donor neuron j at
+    their best scale, the order is optimal if D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices
+    that it attains. Over some of the coordinates that no rescaling touches, |a_i - b_j|^2 is at most D_ij.
     """
-    pairs = _unscaled(neurons)
-    if neurons.size < SMALLEST or not pairs:
+    if neurons.size < SMALLEST or not neurons.unscaled:
         return None
-    order, moved = torch.arange(neurons.size), neurons
-    probe = order[:: max(1, len(order) // PROBED)]
-    if float((_nearest(pairs, WIDTHS[0], probe) == probe).double().mean()) < 0.9:
-        order = _nearest(pairs, WIDTHS[1], order)
-        if len(order.unique()) < len(order):
-            return None
-        moved = neurons.reordered(order)
-    pairs, halves = _unscaled(moved), (moved.distances / 2).float()
-    proven = any(_all_apart(_some(pairs, 0, width), _some(pairs, 1, width), halves) for width in WIDTHS)
-    return (order, moved) if proven else None
+    order = torch.arange(neurons.size)
+    if any(_is_proven(neurons, width) for width in WIDTHS):
+        return order, neurons
+    anchor, donor = neurons.sketch(WIDTHS[1])
+    order = torch.cat([near.argmax(1) for _, near in _products(anchor, donor, donor.square().sum(1) / 2)]).cpu()
+    if len(order.unique()) < len(order):
+        return None
+    moved = neurons.reordered(order)
+    return (order, moved) if any(_is_proven(moved, width) for width in WIDTHS) else None
 
 
-def _unscaled(neurons: Neurons) -> Pairs:
-    """The sides that no rescaling touches."""
-    return neurons.gates if neurons.group.scaled else neurons.pairs
-
-
-def _nearest(pairs: Pairs, width: int, rows: Tensor) -> Tensor:
-    """The donor's neurons that lie nearest to some of the anchor's, over some coordinates."""
-    anchor, donor = (_some(pairs, which, width) for which in (0, 1))
-    offsets = donor.square().sum(1) / 2
-    return torch.cat([near.argmax(1) for _, near in _products(anchor, donor, offsets, rows.to(anchor.device))]).cpu()
-
-
-def _some(pairs: Pairs, which: int, width: int) -> Tensor:
-    """Some coordinates of every neuron, evenly spread, float32 (n, at most `width` a side)."""
-    sides = (pair[which] for pair in pairs)
-    return torch.cat([x[:, :: max(1, x.shape[1] // width)][:, :width].float() for x in sides], 1)
-
-
-def _all_apart(anchor: Tensor, donor: Tensor, halves: Tensor) -> bool:
+def _is_proven(neurons: Neurons, width: int) -> bool:
     """Whether the distances over some coordinates exclude every pair (i, j), j != i."""
+    anchor, donor = neurons.sketch(width)
+    halves = (neurons.distances / 2).float()
     first, second = (((1 - ROUNDING) * x.square().sum(1) - (1 + ROUNDING) * halves) / 2 for x in (anchor, donor))
-    for rows, near in _products(anchor, donor, second, torch.arange(len(anchor), device=anchor.device)):
+    for rows, near in _products(anchor, donor, second):
         near[torch.arange(len(rows), device=rows.device), rows] = -torch.inf
         if bool((near.amax(1) > first[rows]).any()):
             return False
     return True
 
 
-def _products(anchor: Tensor, donor: Tensor, offsets: Tensor, every: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _products(anchor: Tensor, donor: Tensor, offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows i of the anchor's, a few of them at a time, with <a_i, b_j> - offset_j."""
-    for rows in every.split(max(1, 8 * CACHED // len(donor))):
+    for rows in torch.arange(len(anchor), device=anchor.device).split(max(1, ENTRIES // len(donor))):
         yield rows, torch.addmm(offsets, anchor[rows], donor.T, beta=-1)
 
 
@@ -238,10 +224,25 @@ def match_experts(
     options: GroupOptions,
 ) -> Transform:
     """Order of a layer's experts and of their neurons."""
-    layer = _Layer(space, options, *_collect(block, space, anchor, donor, transforms))
+    router, stacks = _collect(block, space, anchor, donor, transforms)
     group = admitted(space, options)
-    order = layer.order() if group.reorders else group.orders[0]
-    chosen = [layer.match(i, j)[0] for i, j in enumerate(order.tolist())]
+
+    @cache
+    def match(i: int, j: int) -> tuple[Monomial, float]:
+        """The neurons of the anchor's expert i against those of the donor's j: element and squared distance."""
+        roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in stacks.items()}
+        return match_neurons(Neurons.of(space, roles, options))
+
+    order = group.orders[0]
+    if group.reorders:
+        routing, likeness = _distances(router, stacks, len(order))
+        likely = _in_groups(-(routing + likeness), space.sizes.get("groups", 1))
+        still, moved = (
+            sum(match(i, j)[1] for i, j in enumerate(places.tolist())) + float(routing[group.orders[0], places].sum())
+            for places in (order, likely)
+        )
+        order = likely if moved < still else order
+    chosen = [match(i, j)[0] for i, j in enumerate(order.tolist())]
     index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
     return Transform("experts", {"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
 
@@ -266,60 +267,24 @@ def _collect(
     return router, stacks
 
 
-@dataclass
-class _Layer:
-    """The experts of one layer and the matches of their pairs."""
+def _distances(router: Pairs, stacks: Mapping[str, Pairs], count: int) -> tuple[Tensor, Tensor]:
+    """Squared distances of all pairs, (E, E): of the router's rows, and of sketches as shares of the experts' norms."""
+    routing, likeness = (torch.zeros(count, count, dtype=torch.float64) for _ in range(2))
+    for a, b in router:
+        routing += _squares(a.double().cpu(), b.double().cpu())
+    anchor, donor = (_sketch(stacks, which) for which in (0, 1))
+    norm = sum(float(x.double().square().sum()) for pairs in stacks.values() for stack, _ in pairs for x in stack)
+    scale = float(anchor.square().sum())
+    return routing, _squares(anchor, donor) * norm / scale if scale else likeness
 
-    space: Space
-    options: GroupOptions
-    router: Pairs
-    stacks: dict[str, Pairs]
-    matched: dict[tuple[int, int], tuple[Monomial, float]] = field(default_factory=dict)
 
-    def match(self, i: int, j: int) -> tuple[Monomial, float]:
-        """The neurons of the anchor's expert i against those of the donor's j: element and squared distance."""
-        if (i, j) not in self.matched:
-            roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
-            self.matched[i, j] = match_neurons(Neurons.of(self.space, roles, self.options))
-        return self.matched[i, j]
-
-    def order(self) -> Tensor:
-        """The order of the experts, int64 (E,)."""
-        count = self.space.sizes["count"]
-        routing, likeness = self._distances()
-        order, rows = self._assigned(-(routing + likeness)), torch.arange(count)
-        if torch.equal(order, rows):
-            return rows
-        moved, still = (
-            sum(self.match(i, j)[1] for i, j in enumerate(places.tolist())) + float(routing[rows, places].sum())
-            for places in (order, rows)
-        )
-        return order if moved < still else rows
-
-    def _distances(self) -> tuple[Tensor, Tensor]:
-        """Squared distances of all pairs: of the router's rows, and of sketches as shares of the experts' norms."""
-        count = self.space.sizes["count"]
-        routing, likeness = (torch.zeros(count, count, dtype=torch.float64) for _ in range(2))
-        for a, b in self.router:
-            routing += _squares(a.double().cpu(), b.double().cpu())
-        anchor, donor = (_sketch(self.stacks, which) for which in (0, 1))
-        experts = (x for pairs in self.stacks.values() for stack, _ in pairs for x in stack)
-        norm = sum(float(x.double().square().sum()) for x in experts) / count
-        scale = float(anchor.square().sum(1).mean())
-        if scale:
-            likeness = _squares(anchor, donor) * norm / scale
-        return routing, likeness
-
-    def _assigned(self, values: Tensor) -> Tensor:
-        """The best order for these values, (E, E); with routing groups, of the experts in each and of the groups."""
-        groups = self.space.sizes.get("groups", 1)
-        if groups == 1:
-            return assign(values)
-        size = len(values) // groups
-        inner = values.reshape(groups, size, groups, size).transpose(1, 2)
-        orders = torch.stack([assign(m) for m in inner.flatten(0, 1)]).unflatten(0, (groups, groups))
-        outer = assign(inner.gather(3, orders[..., None])[..., 0].sum(-1))
-        return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
+def _in_groups(values: Tensor, groups: int) -> Tensor:
+    """The best order for these values, (E, E), of the router's groups and of the experts in each, int64 (E,)."""
+    size = len(values) // groups
+    inner = values.reshape(groups, size, groups, size).transpose(1, 2)
+    orders = torch.stack([assign(m) for m in inner.flatten(0, 1)]).unflatten(0, (groups, groups))
+    outer = assign(inner.gather(3, orders[..., None])[..., 0].sum(-1))
+    return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
 
 
 def _squares(a: Tensor, b: Tensor) -> Tensor:

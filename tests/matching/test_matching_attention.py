@@ -126,7 +126,7 @@ def test_bounds_are_never_below_what_a_pair_gains(
         part = HeadPart.of(space, sides_of(anchor, donor), group, name)
         if part is None:
             continue
-        untabulated = part.bounds().flatten()
+        untabulated = part.most.expand(-1, count).flatten()
         products = part.stats(Pairing(i, j, torch.arange(shape[1]).repeat(count**2, 1)))
         bounds = torch.minimum(part.bounds().flatten(), untabulated)
         for order in itertools.permutations(range(shape[1])):
