@@ -217,25 +217,21 @@ def test_python_merges_and_polishes_under_the_heads_of_all(tmp_path: Path) -> No
         rm.polish(view, [teachers[0], module], sources, config)
 
 
-def test_one_lora_for_several_heads_is_refused(tmp_path: Path) -> None:
-    teachers, data, before = encoders(tmp_path)
-    with pytest.raises(rm.RotationMergeError, match="one LoRA cannot hold them"):
-        rm.polish(str(before), [str(path) for path in teachers], list(map(str, data)), rm.PolishConfig(lora=2))
-    done = run("polish", before, tmp_path / "out", "--teachers", *teachers, "--data", *data, "--lora", 2)
-    assert done.exit_code == 2
-    assert "one LoRA cannot hold them" in done.output
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_teachers_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_heads_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    """One LoRA for several heads, and teachers of one name; by the command and in Python."""
     teachers, data, before = encoders(tmp_path)
     again = make("bert", tmp_path / "other" / "five", seed=3, num_labels=5)
-    flags = ("--teachers", teachers[1], again, "--data", data[1])
-    done = run("polish", before, tmp_path / "out", *flags)
-    assert done.exit_code == 2
-    assert "two teachers are called 'five'" in done.output
-    with pytest.raises(rm.RotationMergeError, match="two teachers are called 'five'"):
-        rm.polish(before, [teachers[1], again], data[1])
+    cases = [
+        (teachers, data, {"lora": 2}, "one LoRA cannot hold them"),
+        ([teachers[1], again], data[1:], {}, "two teachers are called 'five'"),
+    ]
+    for named, files, options, words in cases:
+        flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+        done = run("polish", before, tmp_path / "out", "--teachers", *named, "--data", *files, *flags)
+        assert done.exit_code == 2
+        assert words in done.output
+        with pytest.raises(rm.RotationMergeError, match=words):
+            rm.polish(before, named, files if len(files) > 1 else files[0], rm.PolishConfig(**options))
     assert not list(tmp_path.glob("out*"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_task_vector_rules as laws
+import test_task_vectors as laws
 import torch
 
 from rotation_merge.averaging.registry import METHODS
@@ -32,7 +32,8 @@ def method(monkeypatch: pytest.MonkeyPatch) -> TaskVectorMethod:
 
 def test_the_rule_follows_rotations(method: TaskVectorMethod) -> None:
     laws.test_merged_changes_follow_rotations("balanced", {}, (6, 9))
-    laws.test_one_change_is_kept("balanced")
+    alone = laws.random(5, 7)
+    torch.testing.assert_close(laws.change("balanced", [alone]), alone, atol=1e-10, rtol=1e-10)
     changes = [laws.random(4, 5, seed=seed) for seed in range(2)]
     half = method.change(changes, [1.0, 1.0], laws.defaults(method, power=0.0))
     torch.testing.assert_close(half, changes[0] + changes[1])
