@@ -106,12 +106,11 @@ def command(
     donors = _donors(models, options, untie, alignment, match_on)
     if heads_of is not None:
         donors = _with_heads(models, donors)
-    progress, points = Progress(), config.points
-    reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
+    progress = Progress()
     read = [*sources, *(matching.file for matching in chosen if matching.file)]
-    mark = partial(measurement_key, models, donors, read, wanted=chosen, points=points, reading=reading)
+    mark = partial(measurement_key, models, donors, read, wanted=chosen, config=config)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, sources, points, reading, progress, ledger)
+        paths = Paths(models[0], donors, sources, config, progress, ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(hold_outputs([Output(picture, "--plot") for picture in pictures]))
         barriers = paths.barriers(chosen)

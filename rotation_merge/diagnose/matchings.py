@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from rotation_merge.model.tensors import as_tensors
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.run.curves import Barrier, Curve
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import path
+from rotation_merge.run.evaluate import BarrierConfig, path
 from rotation_merge.run.functions import architecture_of, in_memory, load
 from rotation_merge.run.generated_samples import SELF, writes_text
 from rotation_merge.run.ledger import NOWHERE, Ledger
-
-Tick = Callable[[str, float, float], None]
+from rotation_merge.workers import Progress
 
 
 @dataclass(frozen=True)
@@ -103,80 +102,16 @@ def _named(name: str) -> Matching:
     return Matching(name, NAMED.get(name), match_on=name if name in MATCH_ON else WEIGHTS)
 
 
-def moved(
-    recipe_path: str,
-    anchor: Any,
-    donors: Sequence[RecipeDonor],
-    matching: Matching,
-    tick: Tick | None,
-    source: str = SELF,
-    ledger: Ledger = NOWHERE,
-) -> list[tuple[Any, Any]]:
-    """Anchor and donor, for each donor, as a matching makes them, in memory.
-
-    The anchor is as it was, or with norms folded as the donor's are.
-
-    Args:
-        recipe_path: the recipe, where donors come from one.
-        anchor: loaded, as it is.
-        source: samples to match on where none are named and the models write no text.
-        ledger: store of matching's intermediate results, to resume from.
-    """
-    source = SELF if writes_text(anchor) else source
-    donors = [donor if donor.data else replace(donor, data=source) for donor in donors]
-    ends = []
-    for number, donor in enumerate(map(matching.of, donors)):
-        if donor.origin is not None:
-            ends.append(_carried(recipe_path, donor, matching))
-        elif matching is PLAIN:
-            ends.append((anchor, load(donor.name, like=None if donor.own_heads else donor.anchor)))
-        else:
-            ends.append(_aligned(opened(donor), donor, anchor, tick, ledger.under(str(number))))
-    return ends
-
-
 def opened(donor: RecipeDonor) -> Pair:
     """Anchor and donor, checked to fit together under the donor's options, or under its file.
 
     Raises:
         RotationMergeError: they do not.
     """
-    options = donor.options if donor.file is None else NOTHING
-    own_heads = donor.own_heads
+    options, own_heads = donor.options if donor.file is None else NOTHING, donor.own_heads
+    more: dict[str, Any] = {"unsupported": donor.unsupported, "excluded": lambda name: name in own_heads}
     carried = donor.origin is not None  # its adapter may be of that base
-    return open_pair(
-        donor.anchor,
-        donor.name,
-        options,
-        donor.untie,
-        unsupported=donor.unsupported,
-        excluded=lambda name: name in own_heads,
-        any_base=carried,
-    )
-
-
-def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, ledger: Ledger) -> tuple[Any, Any]:
-    """Both models, with the donor aligned by its file or by matching."""
-    if donor.file is None:
-        bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
-        match = matcher(donor.match_on, donor.anchor, donor.name, data=donor.data, count=donor.samples)
-        alignment = match_pair(bodies, tick, match, ledger)
-    else:
-        alignment = read_alignment(pair, donor.file)
-    if alignment.folded:
-        anchor = loaded(pair.anchor, alignment.apply_anchor(pair.anchor_view, strict=False))
-    return anchor, loaded(pair.donor, aligned_view(pair, alignment))
-
-
-def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
-    """The anchor, and the anchor with the donor's task vector added, carried or unchanged."""
-    match_values = None
-    if matching.match_on != WEIGHTS:
-        match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
-    states = moved_states(carried_recipe(recipe, donor, matching.options, match_values))
-    view = open_model(donor.anchor, untie=donor.untie)
-    anchor, tuned = (in_memory(replace(view, tensors=as_tensors(state))) for state in states)
-    return anchor, tuned
+    return open_pair(donor.anchor, donor.name, options, donor.untie, any_base=carried, **more)
 
 
 @dataclass(frozen=True)
@@ -189,8 +124,6 @@ class Paths:
     Attributes:
         recipe_path: the recipe, where donors come from one.
         sources: of data; where models keep their heads, one for each model, the anchor's first.
-        points: models on each path.
-        reading: limit, batch_size and length of the data.
         tick: told about progress.
         ledger: store of intermediate results, to resume from.
     """
@@ -198,9 +131,8 @@ class Paths:
     recipe_path: str
     donors: Sequence[RecipeDonor]
     sources: Sequence[str]
-    points: int
-    reading: dict[str, Any]
-    tick: Tick = lambda *_: None
+    config: BarrierConfig
+    tick: Progress = lambda *_: None
     ledger: Ledger = NOWHERE
 
     @property
@@ -231,23 +163,53 @@ class Paths:
         self.check(matchings)
         anchor = load(self.anchor)
         data = self._data(anchor)
-        curves: dict[tuple[int, int], list[Curve]] = {}
+        source = SELF if writes_text(anchor) else self.sources[0]  # to match on, where none is named
+        donors = [donor if donor.data else replace(donor, data=source) for donor in self.donors]
+        curves: dict[tuple[int, int], list[Curve]] = {pair: [] for pair in self.measured}
         for matching in matchings:
-            ledger = self.ledger.under(matching.name)
-            ends = moved(self.recipe_path, anchor, self.donors, matching, self.tick, self.sources[0], ledger)
+            ledger, moving = self.ledger.under(matching.name), enumerate(map(matching.of, donors))
+            ends = [self._ends(anchor, donor, matching, ledger.under(str(number))) for number, donor in moving]
             for donor, number in self.measured:
                 place = ledger.under(f"path-{donor}/{number}")
                 curve = self._curve(ends[donor], data[number], number, matching.name, place)
-                curves.setdefault((donor, number), []).append(curve)
+                curves[donor, number].append(curve)
         return [self._barrier(donor, number, data[number], curves[donor, number]) for donor, number in self.measured]
+
+    def _ends(self, anchor: Any, donor: RecipeDonor, matching: Matching, ledger: Ledger) -> tuple[Any, Any]:
+        """Anchor and donor as a matching makes them, in memory; the anchor's norms folded where the donor's are."""
+        if donor.origin is not None:
+            return self._carried(donor, matching)
+        if matching is PLAIN:
+            return anchor, load(donor.name, like=None if donor.own_heads else donor.anchor)
+        pair = opened(donor)
+        if donor.file is None:
+            bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
+            match = matcher(donor.match_on, donor.anchor, donor.name, data=donor.data, count=donor.samples)
+            alignment = match_pair(bodies, self.tick, match, ledger)
+        else:
+            alignment = read_alignment(pair, donor.file)
+        if alignment.folded:
+            anchor = loaded(pair.anchor, alignment.apply_anchor(pair.anchor_view, strict=False))
+        return anchor, loaded(pair.donor, aligned_view(pair, alignment))
+
+    def _carried(self, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
+        """The anchor, and the anchor with the donor's task vector added, carried or unchanged."""
+        match_values = None
+        if matching.match_on != WEIGHTS:
+            match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
+        states = moved_states(carried_recipe(self.recipe_path, donor, matching.options, match_values))
+        view = open_model(donor.anchor, untie=donor.untie)
+        anchor, tuned = (in_memory(replace(view, tensors=as_tensors(state))) for state in states)
+        return anchor, tuned
 
     def _data(self, anchor: Any) -> list[Data]:
         """Each data source, as the model with its head reads it."""
+        limits = {name: getattr(self.config, name) for name in ("limit", "batch_size", "length")}
         if not self.own_heads:
-            return [read_samples(self.anchor, source, module=anchor, **self.reading) for source in self.sources]
+            return [read_samples(self.anchor, source, module=anchor, **limits) for source in self.sources]
         names = (self.anchor, *(donor.name for donor in self.donors))
         pairs = zip(self.sources, names, strict=True)
-        return [read_samples(name, source, **self.reading) for source, name in pairs]
+        return [read_samples(name, source, **limits) for source, name in pairs]
 
     def check(self, matchings: Sequence[Matching]) -> None:
         """Collect all errors of models and matchings from headers."""
@@ -271,7 +233,7 @@ class Paths:
         """The curve of one matching on one of the data, under the head of the model whose data they are."""
         head: Any = ends[min(number, 1)] if self.own_heads else None
         kept = head_names(architecture_of(head)) if self.own_heads else set()
-        return path(*ends, data, self.points, name, self.tick, ledger, head, kept)
+        return path(*ends, data, self.config.points, name, self.tick, ledger, head, kept)
 
     def _barrier(self, donor: int, number: int, data: Data, curves: list[Curve]) -> Barrier:
         names = [self.anchor, *(donor.title for donor in self.donors)]
