@@ -114,20 +114,18 @@ def coordinates_verdict(gaps: list[Gap]) -> str:
     if whole.distance_before == 0:
         return "the two models are equal in every shared tensor"
     layers = [gap for gap in gaps if gap.kind == "block" and gap.layer is not None]
-    widest = max(layers, key=lambda gap: gap.angle_after) if layers else None
-    widest_words = f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)" if widest else ""
-    gain = 1 - whole.distance_after / whole.distance_before
+    gain, shared = 1 - whole.distance_after / whole.distance_before, whole.angle_before < APART
     if whole.distance_after < 1e-3 * whole.distance_before:
-        return "the two models are one model in two coordinate systems: alignment brings them together" + widest_words
-    if gain < 0.01:
-        if whole.angle_before < APART:
-            return "the two models share their coordinates: alignment has next to nothing to do" + widest_words
-        return (
-            "the two models do not share their coordinates, and aligning these spaces does not bring them nearer"
-            + widest_words
-        )
-    angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
-    nearer = f"alignment brings them {gain:.0%} nearer (angle {angles})"
-    if whole.angle_before < APART:
-        return f"the two models share most of their coordinates: {nearer}{widest_words}"
-    return f"the two models do not share their coordinates: {nearer}{widest_words}"
+        words = "are one model in two coordinate systems: alignment brings them together"
+    elif gain < 0.01 and shared:
+        words = "share their coordinates: alignment has next to nothing to do"
+    elif gain < 0.01:
+        words = "do not share their coordinates, and aligning these spaces does not bring them nearer"
+    else:
+        angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
+        coordinates = "share most of their coordinates" if shared else "do not share their coordinates"
+        words = f"{coordinates}: alignment brings them {gain:.0%} nearer (angle {angles})"
+    if layers:
+        widest = max(layers, key=lambda gap: gap.angle_after)
+        words += f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)"
+    return f"the two models {words}"

@@ -99,7 +99,7 @@ def _noisy(tensor: Tensor, unit: float, draw: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     """The largest difference between two models' outputs.
 
     Attributes:
@@ -129,7 +129,7 @@ def difference(
     probabilities: bool = False,
     tolerance: float | None = None,
     seed: int = 0,
-) -> Difference:
+) -> OutputDifference:
     """Compare two models' outputs for inputs; the first model is let go before the second is loaded.
 
     Args:
@@ -149,7 +149,7 @@ def difference(
         rounded = _largest(expected, first.on(inputs, unit, seed), ("the model", "the model, rounded"), probabilities)
         allowed = ROUNDINGS * rounded[1]
     vars(first).pop("model", None)
-    return Difference(*_largest(expected, second.on(inputs), names, probabilities), allowed, dtype)
+    return OutputDifference(*_largest(expected, second.on(inputs), names, probabilities), allowed, dtype)
 
 
 def _less_precise(*dtypes: torch.dtype) -> torch.dtype:
