@@ -39,7 +39,7 @@ from rotation_merge.model.apply import read_block, unstack
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.runner import Runner
 
@@ -152,7 +152,7 @@ class Family:
         """Losses and accuracies of a new base by itself: on the task, and on what it knows."""
 
         def compute() -> list[tuple[float, float]]:
-            return [evaluate(ends.model(0.0), data) for data in (work.test, work.own)]
+            return [scored(ends.model(0.0), data) for data in (work.test, work.own)]
 
         first, second = self.given.kept(f"carried, {self.name}, {base} alone, {work.task}", compute)
         return [(first[0], first[1]), (second[0], second[1])]
@@ -169,7 +169,7 @@ class Family:
             for work in self.works:
                 change = Delta(base, old, as_tensors(work.tuned.state))
                 ends = ScaledChange(self.old.architecture, config, _moved(change))
-                found[work.task] = gained(evaluate(ends.model(0.0), work.test), ends.model(1.0), work.test)
+                found[work.task] = gained(scored(ends.model(0.0), work.test), ends.model(1.0), work.test)
             return found
 
         return dict(self.given.kept(f"carried, {self.name}, at home", compute))
@@ -187,9 +187,15 @@ def families(given: Given, llamas: bool = False) -> Iterator[Family]:
         yield Family("Llamas", given, _opened(given.model("llama-0")), _texts(given), seeds)
 
 
+def scored(model: Any, data: Data) -> tuple[float, float]:
+    """A model's loss and accuracy."""
+    scores = score(model, data)
+    return scores.loss, scores.main
+
+
 def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
     """How much lower a model's loss is than before, in nats, and how much higher its accuracy, in points."""
-    loss, right = evaluate(model, data)
+    loss, right = scored(model, data)
     return [before[0] - loss, 100 * (right - before[1])]
 
 

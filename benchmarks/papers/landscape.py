@@ -21,7 +21,7 @@ import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.run.curves import Barrier
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 
 State = dict[str, Tensor]
 VITS, LLAMAS = "ViTs", "Llamas"
@@ -79,7 +79,8 @@ class Two:
     def loss_and_accuracy(self, state: State) -> tuple[float, float]:
         """Loss and accuracy of weights."""
         self.network.load_state_dict(state)
-        return evaluate(self.network, self.data)
+        scores = score(self.network, self.data)
+        return scores.loss, scores.main
 
     def accuracies(self) -> list[float]:
         return [self.loss_and_accuracy(model.state_dict())[1] for model in self.models]

@@ -25,7 +25,7 @@ from rotation_merge.files import PART, Store, TemporaryFolder
 from rotation_merge.matching.objective import Answered, is_distribution, main_output, read_answers, write_answers
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, inputs_for
 
 SHARES = (1.0, 0.5)
@@ -62,7 +62,7 @@ def best_target(models: Mapping[str, Any], samples: Data) -> TransferTarget:
         models: `new`, `old` and `tuned`.
     """
     targets = [TransferTarget(**models, share=share) for share in SHARES]
-    return min(targets, key=lambda target: evaluate(target, samples)[0])
+    return min(targets, key=lambda target: score(target, samples).loss)
 
 
 def answered_by_target(

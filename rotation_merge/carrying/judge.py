@@ -13,7 +13,7 @@ from rotation_merge.carrying.config import NONE, TransferConfig
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
 from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.generated_samples import SELF, writes_text
 
 AT_ONCE = 16
@@ -42,8 +42,8 @@ class HeldOutSamples:
 
     def losses(self, model: Any) -> LossPair:
         """A model's mean losses on either, in nats; that on the first twice, where there is no text."""
-        loss = evaluate(model, self.tuned)[0]
-        return loss, loss if self.own is None else evaluate(model, self.own)[0]
+        loss = score(model, self.tuned).loss
+        return loss, loss if self.own is None else score(model, self.own).loss
 
 
 @dataclass(frozen=True)

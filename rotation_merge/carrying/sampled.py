@@ -37,7 +37,7 @@ from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_hash, read_samples, unpadded
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, architecture_of, copy_parameters
 from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map
@@ -197,7 +197,7 @@ class _Sampling:
             usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
             choices = {each.method: self.losses("choice", each) for each in usable}
             best = best_of(usable, choices, judged)
-        old, tuned = (evaluate(self.load(self.views[name]), self.parts.judge.tuned)[0] for name in ("old", "tuned"))
+        old, tuned = (score(self.load(self.views[name]), self.parts.judge.tuned).loss for name in ("old", "tuned"))
         others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
         writes = self.parts.judge.own is not None

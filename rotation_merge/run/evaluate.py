@@ -69,19 +69,9 @@ class Scores:
         return next(iter(self.figures.values()))
 
 
-def evaluate(model: Any, data: Data) -> tuple[float, float]:
-    """Mean loss in nats (for each token or example) and accuracy; of regressions squared error and correlation.
-
-    Raises:
-        DataError: the data have no labels for this model.
-    """
-    scores = score(model, data)
-    return scores.loss, scores.main
-
-
 @torch.no_grad()
 def score(model: Any, data: Data) -> Scores:
-    """Loss and every figure that the data's labels admit.
+    """Loss, in nats for each token or example, and every figure that the data's labels admit.
 
     Raises:
         DataError: the data have no labels for this model.
@@ -197,9 +187,9 @@ def path(
     between = copy.deepcopy(a if head is None else head)
     for t in ts[len(points_done) :]:
         _place_between(between, a, b, t, head_tensors)
-        loss, accuracy = evaluate(b if t == 1 and head is None else between, data)
-        LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
-        points_done.append((loss, accuracy))
+        scores = score(b if t == 1 and head is None else between, data)
+        LOG.info("%s, at %.2f: loss %.4f", name, t, scores.loss)
+        points_done.append((scores.loss, scores.main))
         ledger.keep(PATH, points_done.copy)
         tick(f"{PATH}{name}", len(points_done), points)
     return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))

@@ -27,7 +27,7 @@ from rotation_merge.carrying.config import MERGED, PLAIN
 from rotation_merge.carrying.judge import HeldOutSamples, TransferSamples
 from rotation_merge.carrying.sampled import ChangeCandidate
 from rotation_merge.matching.activations import Activations
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 
 Models = dict[str, Path]
 
@@ -122,7 +122,7 @@ def test_the_reported_loss_is_that_of_what_is_written(
     """Cut to a rank, rounded, without what an adapter lacks."""
 
     def loss(held_out: HeldOutSamples, model: Any) -> tuple[float, float]:
-        return evaluate(model, held_out.tuned)[0], 0.0  # whatever it costs the new base, something is carried
+        return score(model, held_out.tuned).loss, 0.0  # whatever it costs the new base, something is carried
 
     monkeypatch.setattr(HeldOutSamples, "losses", loss)
     pair, out = models[name], tmp_path / "out"
@@ -134,7 +134,7 @@ def test_the_reported_loss_is_that_of_what_is_written(
     lift = lift_of(out)
     assert lift["carried"] != lift["new"]
     with torch.no_grad():
-        assert evaluate(written, samples[0].judge.tuned)[0] == pytest.approx(lift["carried"][0], abs=2e-5)
+        assert score(written, samples[0].judge.tuned).loss == pytest.approx(lift["carried"][0], abs=2e-5)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import CHANGES, Candidates
@@ -206,11 +206,11 @@ def test_the_judge_counts_as_evaluate_does() -> None:
     model = load(BASE)
     data = read_samples(BASE, "demo:python", 8, 4, 32, module=model)
     judge = Judge([data], labelled=True)
-    loss, accuracy = evaluate(model, data)
+    scores = score(model, data)
     parents, together = judge.parents({"a": model, "b": model})
     assert judge.measure(model) == parents["a"] == parents["b"]
-    assert parents["a"].accuracy == pytest.approx(accuracy)
-    assert [parents["a"].score, together.score] == pytest.approx([loss, loss], abs=1e-5)
+    assert parents["a"].accuracy == pytest.approx(scores.main)
+    assert [parents["a"].score, together.score] == pytest.approx([scores.loss] * 2, abs=1e-5)
 
 
 def test_divergence_is_zero_for_the_parent_itself() -> None:
