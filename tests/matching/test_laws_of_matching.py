@@ -6,7 +6,6 @@ import pytest
 import torch
 from matching_support import gen
 from test_devices import weights
-from test_matching_ffn import block_tensors, mixtral
 from tiny_models import ALL, outputs, planted, reload
 
 from rotation_merge import AlignConfig
@@ -14,13 +13,9 @@ from rotation_merge.architecture import families, table
 from rotation_merge.architecture.build import Scope, stream_groups
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Space, TensorInfo
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.matching.block import squared_distances
-from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.matching.mean import _relative
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.matching.neurons import match_experts
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.tensors import Fingerprint, mean_of
 
@@ -72,20 +67,6 @@ def test_biases_of_a_tied_head_are_shifted_alone(family: str) -> None:
     assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in back)
 
 
-def test_experts_that_are_alike_follow_their_router_rows() -> None:
-    block, space, infos = mixtral(experts=4, size=6)
-    anchor = block_tensors(infos, 0)
-    router = next(t.key for t in infos if len(t.axes) == 2)
-    for key, tensor in anchor.items():
-        if key != router:
-            anchor[key] = tensor[:1].expand_as(tensor).clone()
-    order = torch.tensor([2, 0, 3, 1])
-    donor = {**anchor, router: anchor[router][order.argsort()]}
-    match = match_experts(block, space, anchor, donor, {}, AlignConfig())
-    assert torch.equal(match.orders[0], order)
-    assert squared_distances(block, anchor, donor, {space.name: match}, [space])[0] == pytest.approx(0.0, abs=1e-12)
-
-
 @pytest.mark.parametrize("layer", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
 def test_what_reads_a_layer_normed_stream_raw_forbids_rotations(layer: bool, raw: bool) -> None:
@@ -113,28 +94,3 @@ def test_a_fingerprint_is_taken_of_each_tensor_once() -> None:
         marks[1].add(name, tensor)
         marks[1].add(name, torch.zeros(3))
     assert len({mark.hexdigest({}) for mark in marks}) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("facts", [{}, {"rotary": 32}, {"norm": "rms_head"}])
-def test_heads_that_are_equal_stay_beside_heads_that_are_not(dtype: torch.dtype, facts: dict[str, object]) -> None:
-    """Bit for bit, however ill-conditioned: the rounding of their statistics must not turn them."""
-    heads, d, width = 4, 32, 1000
-    sizes = {"groups": heads, "per_group": 1, "head_dim": d, "value_dim": d}
-    space = Space("attn", "attention", sizes, **facts)  # type: ignore[arg-type]
-    g, found, equal = gen(30), [], torch.tensor([True, False, True, False])
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64)
-
-    for role in ("q", "k", "v", "o"):
-        spectrum = torch.logspace(0, -7.2, d, dtype=torch.float64)[:, None]
-        x = torch.linalg.qr(normal(heads, d, d))[0] @ (spectrum * normal(heads, d, width))
-        anchor = (x * (3 * normal(heads, 1, 1)).exp()).reshape(*space.factors(role), width).to(dtype)
-        kept = equal.reshape(heads, *[1] * (anchor.ndim - 1))
-        found.append(Side(role, anchor, torch.where(kept, anchor, torch.flip(anchor, [0]))))
-    transform = match_heads(space, found, AlignConfig()).transform
-    for side in found:
-        moved = transform.act(side.donor, side.role, 0)
-        assert torch.equal(moved[equal], side.anchor[equal]), side.role
-        assert not torch.equal(moved[~equal], side.donor[~equal]) or "norm" in facts
