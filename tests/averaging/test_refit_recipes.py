@@ -1,4 +1,5 @@
-"""Refit through mergekit: twins, weights, heads and experts; what it refuses."""
+"""Refit through mergekit: twins, weights, starts, samples held out, heads and experts; adapters, shards, files of maps;
+what it refuses."""
 
 from __future__ import annotations
 
@@ -8,9 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_support import merged, mergekit_yaml, one_error, state
+from cli_support import run
+from plugin_support import make, merged, mergekit_yaml, one_error, state, write_state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
+from tiny_models import ALL, save
+from tiny_models import make as tiny
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+State = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +29,29 @@ def refit_recipe(*models: Checkpoint, residual: str = "none", **parameters: Any)
     return recipe(*models, residual=residual, **{"delegate": "refit", "samples": 4, **parameters})
 
 
+def weighted(document: dict[str, Any], *weights: float) -> dict[str, Any]:
+    for weight, entry in zip(weights, document["models"], strict=True):
+        entry["parameters"]["weight"] = weight
+    return document
+
+
+def notes_of(out: Path) -> str:
+    return "\n".join(report(out)["notes"])
+
+
+def texts(path: Path, rows: list[list[int]]) -> Path:
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return path
+
+
+def random_rows(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    return torch.randint(3, 40, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def farthest(first: State, second: State) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in second)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["none", "rotation"])
 def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path) -> None:
@@ -29,25 +59,20 @@ def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path)
     other = twin(llama, tmp_path / "twin", residual)
     found = merged(refit_recipe(llama, other, residual=residual), tmp_path / "out")
     expected = llama.folded() if residual == "rotation" else llama.state
-    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 2e-5
+    assert farthest(found, expected) <= 2e-5
     assert found.keys() == expected.keys()
-    notes = "\n".join(report(tmp_path / "out")["notes"])
-    assert "Refit solved 15 linear maps" in notes
-    assert "own model" in notes
+    assert "Refit solved 15 linear maps" in notes_of(tmp_path / "out")
+    assert "own model" in notes_of(tmp_path / "out")
 
 
 @pytest.mark.slow
 def test_more_models_weights_and_bf16(llama: Checkpoint, tmp_path: Path) -> None:
     others = [twin(llama, tmp_path / str(seed), "none", seed=seed, noise=0.05) for seed in (1, 2)]
-    made = refit_recipe(llama, *others, targets="mean", ridge=0.1)
-    for share, entry in zip((0.0, 0.75, 0.25), made["models"], strict=True):
-        entry["parameters"]["weight"] = share
-    found = merged({**made, "dtype": "bfloat16"}, tmp_path / "out")
+    document = weighted(refit_recipe(llama, *others, targets="mean", ridge=0.1), 0.0, 0.75, 0.25)
+    found, again = (merged({**document, "dtype": "bfloat16"}, tmp_path / name) for name in ("out", "again"))
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    notes = "\n".join(report(tmp_path / "out")["notes"])
-    assert "mean of all models' answers" in notes
-    assert f"`{llama.path}` self" not in notes
-    again = merged({**made, "dtype": "bfloat16"}, tmp_path / "again")
+    assert "mean of all models' answers" in notes_of(tmp_path / "out")
+    assert f"`{llama.path}` self" not in notes_of(tmp_path / "out")
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
@@ -55,64 +80,198 @@ def test_more_models_weights_and_bf16(llama: Checkpoint, tmp_path: Path) -> None
 def test_weights_are_shares_of_samples_or_of_answers(llama: Checkpoint, tmp_path: Path) -> None:
     """A model of twice the weight is one whose own samples count twice; answers of all are on a line."""
     other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
-    texts = [torch.randint(3, 40, (4, 8), generator=torch.Generator().manual_seed(i)).tolist() for i in range(2)]
-    files = [tmp_path / f"{name}.jsonl" for name in ("first", "second", "twice")]
-    for file, rows in zip(files, (*texts, texts[1] * 2), strict=True):
-        file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+    rows = [random_rows(4, 8, seed) for seed in range(2)]
+    names = zip(("first", "second", "twice"), (*rows, rows[1] * 2), strict=True)
+    first, second, twice = (texts(tmp_path / f"{name}.jsonl", content) for name, content in names)
 
-    def found(share: float, data: Path, targets: str) -> dict[str, Tensor]:
-        made = refit_recipe(llama, other, targets=targets, start="anchor", samples=8)
-        for weight, source, entry in zip((1 - share, share), (files[0], data), made["models"], strict=True):
-            entry["parameters"] |= {"weight": weight, "data": str(source)}
-        return merged(made, tmp_path / f"{targets}-{share}-{data.stem}")
+    def solved(share: float, data: Path, targets: str) -> State:
+        document = refit_recipe(llama, other, targets=targets, start="anchor", samples=8)
+        for source, entry in zip((first, data), weighted(document, 1 - share, share)["models"], strict=True):
+            entry["parameters"]["data"] = str(source)
+        return merged(document, tmp_path / f"{targets}-{share}-{data.stem}")
 
-    once, twice = found(2 / 3, files[1], "own"), found(0.5, files[2], "own")
-    assert all(torch.allclose(once[name], twice[name], rtol=1e-3, atol=1e-4) for name in once)
-    a, b, c = (found(s, files[1], "mean")["model.layers.0.self_attn.q_proj.weight"] for s in (0.25, 0.5, 0.75))
+    torch.testing.assert_close(solved(2 / 3, second, "own"), solved(0.5, twice, "own"), rtol=1e-3, atol=1e-4)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    a, b, c = (solved(share, second, "mean")[name] for share in (0.25, 0.5, 0.75))
     assert float((c - a).norm()) > 0.1
-    assert torch.allclose(c - b, b - a, atol=1e-4)
+    torch.testing.assert_close(c - b, b - a, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_excluded_tensors_and_the_start(llama: Checkpoint, tmp_path: Path) -> None:
     other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
     found = merged(refit_recipe(llama, other, exclude="lm_head, layers.1.", start="anchor"), tmp_path / "out")
-    own = llama.state
-    still = [name for name in own if "proj" not in name or "layers.1." in name]
-    assert all(torch.equal(found[name], own[name]) for name in still)
-    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], own["model.layers.0.mlp.up_proj.weight"])
+    still = {name for name in llama.state if "proj" not in name or "layers.1." in name}
+    assert {name for name, tensor in llama.state.items() if torch.equal(found[name], tensor)} == still
 
 
 @pytest.mark.slow
-def test_a_tied_head_keeps_the_average(tmp_path: Path) -> None:
-    a, b = (checkpoint("llama", "qwen2", tmp_path / str(seed), seed=seed) for seed in (0, 4))
-    found = merged(refit_recipe(a, b), tmp_path / "out")
-    assert "lm_head.weight" not in found
-    assert "tied" in "\n".join(report(tmp_path / "out")["notes"])
-    untied = merged(refit_recipe(a, b, untie=True), tmp_path / "untied")
+def test_what_is_not_solved_is_said(tmp_path: Path) -> None:
+    """A tied head keeps the average, experts and routers are named; ViTs answer to synthetic images, one pool."""
+
+    def pair(family: str, name: str) -> list[Checkpoint]:
+        return [checkpoint(family, name, tmp_path / f"{name}-{seed}", seed=seed) for seed in (0, 4)]
+
+    tied, untied = (
+        merged(refit_recipe(*pair("llama", "qwen2"), **options), tmp_path / str(len(options)))
+        for options in ({}, {"untie": True})
+    )
+    assert "lm_head.weight" not in tied
+    assert "tied" in notes_of(tmp_path / "0")
     assert not torch.equal(untied["lm_head.weight"], untied["model.embed_tokens.weight"])
-    assert torch.equal(untied["model.embed_tokens.weight"], found["model.embed_tokens.weight"])
+    assert torch.equal(untied["model.embed_tokens.weight"], tied["model.embed_tokens.weight"])
+    merged(refit_recipe(*pair("mixtral", "untied")), tmp_path / "experts")
+    said = notes_of(tmp_path / "experts")
+    assert "experts and routers" in said
+    assert "block_sparse_moe.gate.weight" in said
+    images = pair("vit", "classifier")
+    assert merged(refit_recipe(*images), tmp_path / "images").keys() == images[0].state.keys()
+    said = notes_of(tmp_path / "images")
+    assert "synthetic" in said
+    assert "mean of all models' answers" in said
+
+
+# --- starts, and samples held out -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base and two fine-tunes of it, and 40 texts of token ids."""
+    folder = tmp_path_factory.mktemp("models")
+    base = make("llama", folder / "base")
+    paths = {"base": base}
+    for seed, name in enumerate(("one", "two")):
+        draw = torch.Generator().manual_seed(seed)
+        changed = {key: value + 0.02 * torch.randn(value.shape, generator=draw) for key, value in state(base).items()}
+        paths[name] = write_state(changed, base, folder / name)
+    return {
+        **paths,
+        "texts": texts(folder / "texts.jsonl", [row for i in range(40) for row in random_rows(1, 12, 9 + i)]),
+    }
+
+
+def of_tuned(models: dict[str, Path], delegate: str = "refit", **parameters: Any) -> dict[str, Any]:
+    """A recipe of the fine-tunes."""
+    samples = {"data": str(models["texts"]), "samples": 24} if delegate == "refit" else {}
+    entries = [{"model": str(models[name]), "parameters": {}} for name in ("base", "one", "two")]
+    parameters = {"delegate": delegate, **samples, **parameters}
+    document = {"merge_method": "rotation_merge", "base_model": str(models["base"]), "dtype": "float32"}
+    return weighted({**document, "models": entries, "parameters": parameters}, 0.0, 1.0, 1.0)
 
 
 @pytest.mark.slow
-def test_experts_are_named(tmp_path: Path) -> None:
-    a, b = (checkpoint("mixtral", "untied", tmp_path / str(seed), seed=seed) for seed in (0, 4))
-    merged(refit_recipe(a, b), tmp_path / "out")
-    notes = "\n".join(report(tmp_path / "out")["notes"])
-    assert "experts and routers" in notes
-    assert "block_sparse_moe.gate.weight" in notes
+@pytest.mark.parametrize("start", ["wudi", "tsv", "iso", "task_arithmetic", "average"])
+def test_a_ridge_that_lets_nothing_move_gives_the_start(start: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """As the delegate of that name, which a recipe may name instead, with its own scale; of the average, scaled."""
+    options = {"start": start, "lambda": 0.7} if start != "average" else {"lambda": 1.5}
+    ours = merged(of_tuned(models, ridge=1e12, **options), tmp_path / "refit")
+    if start == "average":
+        base, mean = state(models["base"]), merged(of_tuned(models, "linear"), tmp_path / "linear")
+        expected = {name: base[name] + 1.5 * (mean[name] - base[name]) for name in base}
+    else:
+        expected = merged(of_tuned(models, start, **{"lambda": 0.7}), tmp_path / "delegate")
+    for name in (name for name in expected if "proj" in name):
+        torch.testing.assert_close(ours[name], expected[name], atol=1e-5, rtol=1e-4)
+
+
+def loss_of(path: Path, file: Path, rows: slice) -> float:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([json.loads(line)["input_ids"] for line in file.read_text().splitlines()])[rows]
+    with torch.no_grad():
+        return float(model(ids, labels=ids).loss)
 
 
 @pytest.mark.slow
-def test_pictures(tmp_path: Path) -> None:
-    """ViTs answer to synthetic images, which are one pool."""
-    a, b = (checkpoint("vit", "classifier", tmp_path / str(seed), seed=seed) for seed in (0, 4))
-    found = merged(refit_recipe(a, b), tmp_path / "out")
-    assert state(a.path).keys() == found.keys()
-    notes = "\n".join(report(tmp_path / "out")["notes"])
-    assert "synthetic" in notes
-    assert "mean of all models' answers" in notes
+def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_path: Path) -> None:
+    """The losses that the report names are those of the merges on them."""
+    merged(of_tuned(models), tmp_path / "refit")
+    merged(of_tuned(models, "linear"), tmp_path / "linear")
+    said = (tmp_path / "refit" / "rotation_merge.json").read_text()
+    before, after = (loss_of(tmp_path / name, models["texts"], slice(24, 32)) for name in ("linear", "refit"))
+    assert f"was {before:.4f} before the refit and" in said
+    if f"and {after:.4f} after" not in said:
+        assert "was written" in said
+        assert before == pytest.approx(after, abs=1e-6)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_refit_that_is_worse_is_not_written(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """What it started from is. Two words, again and again, are all that the refit sees; what the average itself would
+    write judges it, so that every change is for the worse."""
+    plain = merged({**of_tuned(models, "linear"), "dtype": dtype}, tmp_path / "linear")
+    average = AutoModelForCausalLM.from_pretrained(tmp_path / "linear", dtype=torch.float32)
+    rows = torch.arange(3, 19)[:, None]
+    with torch.no_grad():
+        while rows.shape[1] < 12:
+            rows = torch.cat([rows, average(rows).logits[:, -1:].argmax(-1)], 1)
+    file = texts(tmp_path / "texts.jsonl", [[3, 4] * 6] * 24 + rows.tolist())
+    found = merged({**of_tuned({**models, "texts": file}, ridge=1e-9), "dtype": dtype}, tmp_path / "refit")
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=0.02)
+    assert "that is worse, so the average was written" in (tmp_path / "refit" / "rotation_merge.json").read_text()
+
+
+# --- donors that are no plain checkpoint ------------------------------------------------------------------------------
+
+
+def of_paths(*models: object, **parameters: Any) -> dict[str, Any]:
+    """A recipe of models by their names, all groups of local spaces on."""
+    entries = [{"model": str(model), "parameters": {"weight": 1 / len(models)}} for model in models]
+    parameters = {"delegate": "refit", "samples": 4, "heads": "permutation", **parameters}
+    document = {"merge_method": "rotation_merge", "base_model": str(models[0]), "dtype": "float32"}
+    return {**document, "models": entries, "parameters": parameters}
+
+
+@pytest.mark.slow
+def test_adapters_and_shards(models: dict[str, Path], tmp_path: Path) -> None:
+    """A donor given as BASE+ADAPTER is refitted to as the same model written out, in shards."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    anchor = models["base"]
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(anchor), config)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
+    adapted = merged(of_paths(anchor, f"{anchor}+{tmp_path / 'adapter'}"), tmp_path / "one")
+    whole = merged(of_paths(anchor, tmp_path / "whole"), tmp_path / "other")
+    assert farthest(adapted, whole) <= 1e-4
+    assert not torch.equal(whole["lm_head.weight"], state(anchor)["lm_head.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["self", "short.jsonl"])
+def test_a_donor_moved_by_a_file(data: str, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a planted twin moves it onto the anchor, and the refit of the two leaves the anchor as it is."""
+    monkeypatch.chdir(tmp_path)
+    texts(Path("short.jsonl"), [list(range(3, 3 + n)) for n in (9, 8, 4)])
+    donor = twin(llama, tmp_path / "donor", "rotation", seed=1)
+    options = ("--alignment", "file.safetensors", "--heads", "permutation", "--residual", "rotation")
+    assert run("align", llama.path, donor.path, *options).exit_code == 0
+    document = of_paths(llama.path, donor.path)
+    document["models"][1]["parameters"]["alignment"] = "file.safetensors"
+    document["parameters"] = {"delegate": "refit", "samples": 3, "data": data}
+    found = merged(document, tmp_path / "out")
+    plain = merged({**document, "parameters": {"delegate": "linear"}}, tmp_path / "plain")
+    assert farthest(found, plain) <= 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_encoders_with_decoders_on_records_with_labels(family: str, tmp_path: Path) -> None:
+    """What a decoder reads comes from its labels; names that the model has beside its file's are no matter."""
+    case = next(case for case in ALL if case.family == family)
+    paths = [tmp_path / str(seed) for seed in (0, 1)]
+    for seed, path in enumerate(paths):
+        save(tiny(case, seed), path)
+    row = {"input_ids": [3, 4, 5, 6, 7], "labels": [8, 9, 10]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    document = of_paths(*paths, data=str(tmp_path / "rows.jsonl"))
+    assert merged(document, tmp_path / "out").keys() == state(paths[0]).keys()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"data": "nowhere.txt"}, "no such file"),
@@ -121,32 +280,30 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "pool": ({"data": "demo:python", "targets": "own"}, "'targets: own' needs different samples for each model"),
     "ridge": ({"ridge": -1.0}, "'ridge' is -1"),
     "samples": ({"samples": 0}, "'samples' is 0"),
-    "weights": ({"weight": 0.0}, "weights are shares"),
+    "weights": ({}, "weights are shares"),
     "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl"}, "do not determine"),
+    "start": ({"start": "wudy"}, "wudi"),
+    "alone": ({"start": "wudi"}, "'start: wudi' merges task vectors"),
+    "slices": ({}, "refit runs whole models"),
+    "task vectors": ({}, "needs whole models"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(name: str, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("few.jsonl").write_text('{"input_ids": [3, 4, 5, 6]}\n')
+    texts(Path("few.jsonl"), [[3, 4, 5, 6]])
     parameters, expected = BAD[name]
-    made = refit_recipe(llama, checkpoint("llama", "llama", tmp_path / "b", seed=2), **parameters)
+    other = [] if name == "alone" else [checkpoint("llama", "llama", tmp_path / "b", seed=2)]
+    document = refit_recipe(llama, *other, **parameters)
     if name == "weights":
-        for entry in made["models"]:
-            entry["parameters"]["weight"] = 0.0
-    done = mergekit_yaml(made, tmp_path / "out")
+        weighted(document, 0.0, 0.0)
+    elif name == "task vectors":
+        document["models"][1]["parameters"]["finetuned_from"] = str(llama.path)
+    elif name == "slices":
+        source = {"model": document.pop("models")[0]["model"], "layer_range": [0, 1], "parameters": {"weight": 1.0}}
+        document["slices"] = [{"sources": [source]}, {"sources": [source]}]
+    done = mergekit_yaml(document, tmp_path / "out")
     assert done.exit_code == 2
     assert expected in one_error(done.output)
     assert not (tmp_path / "out").exists()
-
-
-def test_slices_and_task_vectors_are_refused(llama: Checkpoint, tmp_path: Path) -> None:
-    made = refit_recipe(llama)
-    made.pop("models")
-    source = {"model": str(llama.path), "layer_range": [0, 1], "parameters": {"weight": 1.0}}
-    made["slices"] = [{"sources": [source]}, {"sources": [source]}]
-    assert "refit runs whole models" in one_error(mergekit_yaml(made, tmp_path / "slices").output)
-    tuned = refit_recipe(llama, checkpoint("llama", "llama", tmp_path / "b", seed=2))
-    tuned["models"][1]["parameters"]["finetuned_from"] = str(llama.path)
-    assert "needs whole models" in one_error(mergekit_yaml(tuned, tmp_path / "tuned").output)
