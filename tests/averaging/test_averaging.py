@@ -260,6 +260,15 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
     assert not (tmp_path / "model" / f"{NAME}.unfinished").exists()
 
 
+def spoilt(file: Path, where: Path, harm: str) -> str:
+    """A damaged copy of a file of statistics."""
+    whole = file.read_bytes()
+    place = whole.index(b"{") + int.from_bytes(whole[:8], "little")
+    content = {"truncated": whole[: len(whole) // 2], "NaN": whole[:place] + b"\xff" * (len(whole) - place)}
+    where.write_bytes(content[harm])
+    return str(where)
+
+
 DONORS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "out of range": ({"shrink": 2.0}, ["shrink"]),
     "a weight below 0": ({"weight": -0.5}, ["{donor}: its weight is -0.5"]),
@@ -269,6 +278,9 @@ DONORS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "nothing there": ({"statistics": "none.safetensors"}, ["--data DATA --out none.safetensors'"]),
     "no statistics": ({"statistics": "{donor}/model.safetensors"}, ["is not a statistics file"]),
+    "truncated": ({"statistics": "{work}/truncated"}, ["cannot be read"]),
+    "NaN": ({"statistics": "{work}/NaN"}, ["NaN"]),
+    "of another kind": ({"statistics": "{work}/gram"}, ["needs fisher"]),
     "a change that samples carry": (
         {"finetuned_from": "{donor}", "carry": "refit"},
         ["needs statistics of the carried model", "and measure and merge the output"],
@@ -284,111 +296,78 @@ class TestBadInput:
     def pair(self, twins: dict[str, tuple[Path, ...]]) -> tuple[Path, Path]:
         return twins["llama"][0], twins["llama"][1]
 
-    def refused(self, made: dict[str, Any], where: Path) -> str:
-        done = mergekit_yaml(made, where / "out")
+    def refused(self, document: dict[str, Any], where: Path) -> str:
+        done = mergekit_yaml(document, where / "out")
         assert done.exit_code == 2, done.output
         assert not (where / "out").exists()
         return one_error(done.output)
 
     def test_none(self, pair: tuple[Path, Path], tmp_path: Path):
-        bare = save(build("llama", 5), tmp_path / "bare")
+        """Each model that has none is named; a model without weight needs none."""
+        bare, other = (save(build("llama", seed), tmp_path / str(seed)) for seed in (5, 6))
         said = self.refused(_weighted("regmean", pair[0], bare), tmp_path)
         assert f"rotation-merge measure {bare} --data DATA" in said
-        said = self.refused(_weighted("fisher", pair[0], bare, attention="none"), tmp_path)
-        assert "--kinds fisher" in said
-        other = save(build("llama", 6), tmp_path / "other")
+        assert "--kinds fisher" in self.refused(_weighted("fisher", pair[0], bare, attention="none"), tmp_path)
         said = self.refused(_weighted("regmean", bare, other), tmp_path)
         assert all(f"rotation-merge measure {model} --data DATA" in said for model in (bare, other))
-
-    def test_a_model_without_weight_needs_none(self, pair: tuple[Path, Path], tmp_path: Path):
-        bare = save(build("llama", 5), tmp_path / "bare")
-        made = _weighted("regmean", bare, pair[0])
-        made["models"][0]["parameters"]["weight"] = 0.0
-        merged(made, tmp_path / "out")
-
-    def test_of_another_kind(self, pair: tuple[Path, Path], tmp_path: Path):
-        file = tmp_path / "gram.safetensors"
-        run("measure", pair[1], "--data", "self", "--samples", 2, "--length", 8, "--out", file)
-        made = _weighted("fisher", *pair, attention="none")
-        made["models"][1]["parameters"]["statistics"] = str(file)
-        assert "needs fisher" in self.refused(made, tmp_path)
-
-    @pytest.mark.parametrize("harm", ["truncated", "NaN"])
-    def test_damaged(self, harm: str, pair: tuple[Path, Path], tmp_path: Path):
-        file, whole = tmp_path / "damaged.safetensors", (pair[1] / NAME).read_bytes()
-        place = whole.index(b"{") + int.from_bytes(whole[:8], "little")
-        spoilt = {"truncated": whole[: len(whole) // 2], "NaN": whole[:place] + b"\xff" * (len(whole) - place)}
-        file.write_bytes(spoilt[harm])
-        made = _weighted("regmean", *pair)
-        made["models"][1]["parameters"]["statistics"] = str(file)
-        assert {"truncated": "cannot be read", "NaN": "NaN"}[harm] in self.refused(made, tmp_path)
+        document = _weighted("regmean", bare, pair[0])
+        document["models"][0]["parameters"]["weight"] = 0.0
+        merged(document, tmp_path / "out")
 
     @pytest.mark.parametrize("bad", DONORS)
     def test_parameters_of_a_donor(self, bad: str, pair: tuple[Path, Path], tmp_path: Path):
-        parameters, words = DONORS[bad]
-        made, names = _weighted("regmean", *pair), {"anchor": pair[0], "donor": pair[1], "name": NAME}
+        (parameters, words), fisher = DONORS[bad], bad == "of another kind"
+        document = _weighted("fisher", *pair, attention="none") if fisher else _weighted("regmean", *pair)
+        if bad in ("truncated", "NaN"):
+            spoilt(pair[1] / NAME, tmp_path / bad, bad)
+        elif fisher:
+            run("measure", pair[1], "--data", "self", "--samples", 2, "--length", 8, "--out", tmp_path / "gram")
+        names = {"anchor": pair[0], "donor": pair[1], "name": NAME, "work": tmp_path}
         for name, value in parameters.items():
-            made["models"][1]["parameters"][name] = value.format(**names) if isinstance(value, str) else value
-        said = self.refused(made, tmp_path)
+            document["models"][1]["parameters"][name] = value.format(**names) if isinstance(value, str) else value
+        said = self.refused(document, tmp_path)
         assert all(word.format(**names) in said for word in words)
 
     @pytest.mark.slow
     def test_too_few_samples(self, tmp_path: Path):
         paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
         for path in paths:
-            done = run("measure", path, "--data", "self", "--samples", 1, "--length", 4)
-            assert "singular" in done.output
-        made = _weighted("regmean", *paths)
-        made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
-        assert "set 'ridge'" in self.refused(made, tmp_path)
+            assert "singular" in run("measure", path, "--data", "self", "--samples", 1, "--length", 4).output
+        document = _weighted("regmean", *paths)
+        document["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
+        assert "set 'ridge'" in self.refused(document, tmp_path)
 
-    def test_data(self, pair: tuple[Path, Path], tmp_path: Path):
-        model = pair[0]
-        pixels, empty = tmp_path / "pixels.npz", tmp_path / "empty.jsonl"
+    def test_data_and_disk(self, pair: tuple[Path, Path], tmp_path: Path):
+        pixels, empty, out = tmp_path / "pixels.npz", tmp_path / "empty.jsonl", tmp_path / "out.safetensors"
         np.savez(pixels, pixel_values=np.zeros((2, 3, 8, 8), dtype=np.float32))
         empty.write_text("")
-        out = tmp_path / "out.safetensors"
-        for data, words in (
-            (pixels, "takes input_ids"),
-            (empty, "no examples"),
-            (tmp_path / "none.txt", "no such file"),
-        ):
-            done = run("measure", model, "--data", data, "--out", out)
+        cases = [(pixels, "takes input_ids"), (empty, "no examples"), (tmp_path / "none.txt", "no such file")]
+        for data, words in cases:
+            done = run("measure", pair[0], "--data", data, "--out", out)
             assert done.exit_code == 2
             assert words in one_error(done.output)
             assert not out.exists()
-
-    def test_a_model_that_answers_with_nan(self, tmp_path: Path):
-        model, data = build("llama", 5), tmp_path / "data.jsonl"
-        model.model.norm.weight.data[0] = float("nan")
-        broken, whole = save(model, tmp_path / "broken"), save(build("llama", 6), tmp_path / "whole")
-        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 4)
-        for source in ("self", data):
-            measured = run("measure", broken, "--data", source)
-            polished = run("polish", whole, tmp_path / "out", "--teachers", broken, "--data", source)
-            assert [done.exit_code for done in (measured, polished)] == [2, 2]
-            assert all("answers with NaN" in one_error(done.output) for done in (measured, polished))
-        assert "answers with NaN" in one_error(run("polish", broken, tmp_path / "out", "--teachers", whole).output)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "data.jsonl", "whole"]
-        assert not (broken / NAME).exists()
-
-    def test_nan_that_shows_late(self, tmp_path: Path):
-        """In the last of the samples, or in the sums alone: nothing stays, not even for going on."""
-        model, data = build("llama", 5), tmp_path / "data.jsonl"
-        model.model.embed_tokens.weight.data[39] = float("nan")
-        broken = save(model, tmp_path / "broken")
-        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 17 + '{"input_ids": [3, 39, 5, 6]}\n')
-        before = sorted(broken.iterdir())
-        for flags in (("--kinds", "gram"), ("--kinds", "fisher"), ("--by-layer",)):
-            done = run("measure", broken, "--data", data, *flags)
-            assert done.exit_code == 2
-            assert "NaN" in one_error(done.output)
-            assert sorted(broken.iterdir()) == before
-
-    def test_a_full_disk(self, pair: tuple[Path, Path], tmp_path: Path):
         done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
         assert done.exit_code == 2
         one_error(done.output)
+
+    def test_a_model_that_answers_with_nan(self, tmp_path: Path):
+        """At once, in the last of the samples, or in the sums alone: nothing stays, not even for going on."""
+        model, late, data = build("llama", 5), build("llama", 5), tmp_path / "data.jsonl"
+        model.model.norm.weight.data[0] = late.model.embed_tokens.weight.data[39] = float("nan")
+        names = {"broken": model, "late": late, "whole": build("llama", 6)}
+        broken, last, whole = (save(each, tmp_path / name) for name, each in names.items())
+        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 17 + '{"input_ids": [3, 39, 5, 6]}\n')
+        before, out = sorted(tmp_path.rglob("*")), tmp_path / "out"
+        runs = [("measure", broken, "--data", source) for source in ("self", data)]
+        runs += [("polish", whole, out, "--teachers", broken, "--data", source) for source in ("self", data)]
+        runs += [("polish", broken, out, "--teachers", whole)]
+        flags = (("--kinds", "gram"), ("--kinds", "fisher"), ("--by-layer",))
+        for arguments in (*runs, *(("measure", last, "--data", data, *words) for words in flags)):
+            done = run(*arguments)
+            assert done.exit_code == 2
+            assert ("NaN" if last in arguments else "answers with NaN") in one_error(done.output)
+            assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.slow
