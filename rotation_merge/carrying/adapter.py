@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -159,18 +158,20 @@ class _MovingAdapter:
 
     def _low_rank(self, parts: Sequence[AdapterPart]) -> LowRank:
         """The change of some entries of a stored tensor, zero elsewhere: one part, or one of each expert."""
-        first, (a, b) = parts[0], self._factors(parts[0])
-        info = first.info
+        first, low = parts[0], self._factors(parts[0])
+        info, target = first.info, first.target
         if first.expert is not None:
             count = len(info.names) if info.stacked else info.axes[0].size or 1
-            pairs = {part.expert: self._factors(part) for part in parts}
-            if any(pair[0].shape != a.shape for pair in pairs.values()):
+            factors = {part.expert: self._factors(part) for part in parts}
+            if any(of_expert.rank != low.rank for of_expert in factors.values()):
                 raise self._refused(f"the experts' ranks differ beside '{first.change.module}'")
-            zeros = torch.zeros_like(a), torch.zeros_like(b)
-            a, b = (torch.stack(each) for each in zip(*(pairs.get(i, zeros) for i in range(count)), strict=True))
-        return LowRank(*_sides(a, b, first, first.target, partial(_widened, size=_size(info, first.target))))
+            nothing = LowRank(torch.zeros_like(low.a), torch.zeros_like(low.b))
+            experts = [factors.get(number, nothing) for number in range(count)]
+            low = LowRank(torch.stack([each.a for each in experts]), torch.stack([each.b for each in experts]))
+        size = 0 if target is None else info.axes[target[0]].size or 0
+        return low if target is None else low.widened(first.outputs(target), target[1], size)
 
-    def _factors(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
+    def _factors(self, part: AdapterPart) -> LowRank:
         """A and s B of one part, float64; a bias (`lora_bias`) is one more column of B and a zero row of A."""
         low = part.factors(self.adapter)
         a, b = low.a.double(), low.scale * low.b.double()
@@ -178,8 +179,9 @@ class _MovingAdapter:
             bias = low.scale * self.adapter.tensors[part.change.bias].double()
             a = torch.cat([a, a.new_zeros(1, *a.shape[1:])])
             b = torch.cat([b, bias.reshape(-1, *[1] * (b.ndim - 1))], 1)
-        a, b = _sides(a, b, part, part.source, _narrowed)
-        return a, in_order(b, (0, self.rows[part.info.name][1]) if part.info.name in self.rows else None)
+        low = part.narrowed(LowRank(a, b), part.source)
+        order = (0, self.rows[part.info.name][1]) if part.info.name in self.rows else None
+        return replace(low, b=in_order(low.b, order))
 
     def _moved(
         self, delta: Delta, block: Block, parts: Sequence[AdapterPart], saved: Container[str]
@@ -188,12 +190,12 @@ class _MovingAdapter:
         first, info = parts[0], parts[0].info
         moved, constant = delta.change(block, info), self._constant(delta, block, info, saved)
         assert isinstance(moved, LowRank)
-        a, b = _sides(moved.a, moved.scale * moved.b, first, first.target, _narrowed)
+        low = first.narrowed(replace(moved, b=moved.scale * moved.b), first.target)
         if constant is not None and first.target is not None and first.outputs(first.target):
             constant = constant.narrow(0, *first.target[1:])
         for part in parts:
-            pair = (a, b) if part.expert is None else (a[part.expert], b[part.expert])
-            yield _Carried(part, *pair, constant)
+            of_part = low if part.expert is None else low.of_expert(part.expert)
+            yield _Carried(part, of_part.a, of_part.b, constant)
 
     def _constant(self, delta: Delta, block: Block, info: TensorInfo, saved: Container[str]) -> Tensor | None:
         """What the norm before a changed map adds to its bias, where that is not in the adapter; None: nothing."""
@@ -278,33 +280,6 @@ class _MovingAdapter:
         self.tensors[key] = whole.to(self.adapter.tensors[key].dtype).contiguous()
         if self._constant(self.delta, block, info, saved) is not None:
             raise self._cannot_hold(info.name)
-
-
-def _sides(
-    a: Tensor, b: Tensor, part: AdapterPart, entries: Entries | None, change: Callable[[Tensor, int, Entries], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Factors, of which that one is changed which has the dimension of some entries."""
-    if entries is None:
-        return a, b
-    if part.outputs(entries):
-        return a, change(b, b.ndim - 2, entries)
-    return change(a, a.ndim - 1, entries), b
-
-
-def _narrowed(factor: Tensor, dim: int, entries: Entries) -> Tensor:
-    return factor.narrow(dim, *entries[1:])
-
-
-def _widened(factor: Tensor, dim: int, entries: Entries, size: int) -> Tensor:
-    """A factor of some entries as one of all, which is zero elsewhere."""
-    shape = [size if number == dim else length for number, length in enumerate(factor.shape)]
-    wide = factor.new_zeros(shape)
-    wide.narrow(dim, *entries[1:]).copy_(factor)
-    return wide
-
-
-def _size(info: TensorInfo, entries: Entries | None) -> int:
-    return 0 if entries is None else info.axes[entries[0]].size or 0
 
 
 def _joined(parts: list[_Carried]) -> list[_Carried]:

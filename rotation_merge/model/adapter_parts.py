@@ -63,6 +63,10 @@ class AdapterPart:
         a, b = low.a.unflatten(0, (self.experts, -1)), low.b.unflatten(1, (-1, self.experts))  # as ParamWrapper does
         return replace(low, a=a, b=b.permute(2, 0, 1))
 
+    def narrowed(self, low: LowRank, entries: Entries | None) -> LowRank:
+        """The factors of some entries of a change (None: of all)."""
+        return low if entries is None else low.narrowed(self.outputs(entries), *entries[1:])
+
     def outputs(self, entries: Entries) -> bool:
         """Whether entries are some of the outputs, not of the inputs."""
         return entries[0] == (-1 if self.flipped else -max(2, len(self.info.axes) - stacks(self.info)))
@@ -311,5 +315,4 @@ def _factors(adapter: Adapter, part: AdapterPart) -> LowRank:
 
 def _multiply(low: LowRank, part: AdapterPart, matrix: Tensor) -> None:
     """Add a product of factors to a matrix, in place."""
-    low = low if part.source is None else low.narrowed(part.outputs(part.source), *part.source[1:])
-    low.to(matrix.dtype).add_to(matrix.mT if part.flipped else matrix)
+    part.narrowed(low, part.source).to(matrix.dtype).add_to(matrix.mT if part.flipped else matrix)
