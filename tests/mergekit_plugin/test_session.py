@@ -102,14 +102,6 @@ def test_a_fit_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.slow
-def test_equal_results_of_equal_merges(pair: Pair, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        run(recipe_for("linear", *pair), tmp_path / name)
-    one, two = state(tmp_path / "one"), state(tmp_path / "two")
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge(pair: Pair, tmp_path: Path) -> None:
     """Who loads it for the merge looks whether it holds numbers, whoever has read it for something else."""
     donor, file = tmp_path / "donor", tmp_path / "alignment"
