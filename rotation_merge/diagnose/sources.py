@@ -17,13 +17,12 @@ from pydantic import ValidationError
 
 from rotation_merge.config import FILE
 from rotation_merge.errors import RotationMergeError, nearest_path
-from rotation_merge.files import check_output
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.keys import BY_NAME
-from rotation_merge.mergekit_plugin.recipe import Recipe, read, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.recipe import Recipe, read
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Models, Session
 from rotation_merge.model.folder import absent_parts
@@ -150,11 +149,6 @@ class Sources:
         files_here = [self._check_file(path, name, base) for path, name in files(self.document.value)]
         if base is not None:
             self._compare(base, opened)
-        if self.recipe is not None:
-            inputs = recipe_inputs(self.recipe.config)
-            for output in recipe_outputs(self.recipe.config, None):
-                with self._collected(tuple(output.option.split("."))):
-                    check_output(output, inputs, cache=self.models.options.transformers_cache)
         return not absent and all(files_here)
 
     @contextmanager

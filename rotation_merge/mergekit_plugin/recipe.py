@@ -221,13 +221,10 @@ def inputs_in(path: str) -> list[Input]:
     return list(dict.fromkeys(read for config in configs for read in recipe_inputs(config)))
 
 
-def recipe_outputs(config: MergeConfiguration, out: str | None) -> list[Output]:
-    """All outputs of a recipe: the folder (None: it is not known yet), and files named by parameters."""
-    given = config.parameters or {}
-    if out is None:
-        return []
+def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:
+    """All outputs of a recipe: the folder, and files in it that parameters name."""
     outputs = [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
-    if (name := given.get("save_alignment")) not in (None, False, "none"):
+    if (name := (config.parameters or {}).get("save_alignment")) not in (None, False, "none"):
         donors = len({entry.model for entry in entries(config)} - {config.base_model})
         remedy = "name another file, or move it away"
         for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):

@@ -100,14 +100,13 @@ def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
         session.run.end()
 
 
-def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None = None, device: str = "cpu") -> None:
+def merge_recipe(text: str, out: str, tokenizer: bool = False, device: str = "cpu") -> None:
     """Merge by mergekit's own `run_merge`, quietly, as mergekit-yaml would.
 
     Args:
         text: the recipe, YAML.
         out: directory to write.
         tokenizer: copy the base's, as mergekit-yaml does.
-        seed: of methods that draw at random.
         device: to compute on.
 
     Raises:
@@ -115,7 +114,7 @@ def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None 
     """
     if switched_off():
         raise RotationMergeError(f"the plugin is switched off ({SWITCH}=0)", remedy="unset it")
-    options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed, device=device)
+    options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, device=device)
     try:
         merge.run_merge(MergeConfiguration.model_validate(yaml.safe_load(text)), out, options, config_source=text)
     finally:
