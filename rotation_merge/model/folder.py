@@ -79,9 +79,9 @@ def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> 
         raise CheckpointError(f"no such {kind[0]}", where=path, remedy=nearest_path(path, "check the path", kind[1]))
     if file and cached is not None:
         return cached
-    wanted = gguf.split_files(file) if file else list(patterns)
+    names = gguf.split_files(file) if file else list(patterns)
 
-    download = partial(snapshot_download, repo, revision=revision, cache_dir=cache, allow_patterns=wanted)
+    download = partial(snapshot_download, repo, revision=revision, cache_dir=cache, allow_patterns=names)
     folder = sent(path, cached, "file" if file else "folder", "check the name", download)
     place = os.path.join(folder, file) if file else folder
     if not os.path.exists(place) or (not file and not os.listdir(place)):  # nothing is in transformers' format

@@ -106,7 +106,7 @@ def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:
         named: the same block of a model of the same family.
     """
     cuts = _cuts(stored)
-    composed = {info.key: _made(info, cuts) for info in named.tensors if stored.tensor(info.key) is None}
+    composed = {info.key: _composed(info, cuts) for info in named.tensors if stored.tensor(info.key) is None}
     return {key: entry for key, entry in composed.items() if entry is not None}
 
 
@@ -137,7 +137,7 @@ def _cuts(block: Block) -> dict[Lives, TensorSlice]:
     return {living: cuts[0] for living, cuts in by_axes.items() if any(living) and len(cuts) == 1}
 
 
-def _made(info: TensorInfo, cuts: Mapping[Lives, TensorSlice]) -> ComposedTensor | None:
+def _composed(info: TensorInfo, cuts: Mapping[Lives, TensorSlice]) -> ComposedTensor | None:
     """The cuts that a tensor is composed of; None if they are not all there."""
     if (same := cuts.get(_lives(info))) is not None:
         return ComposedTensor(0, (same,))

@@ -39,9 +39,9 @@ def _names(anchor: Architecture, module: str, donor: Architecture) -> dict[str, 
     return None if blocks else names
 
 
-def _alike(block: Block, other: Block) -> bool:
+def _alike(block: Block, donor_block: Block) -> bool:
     """Whether a block has the tensors of another, along the same axes, but for optional ones."""
-    labels = {info.key: [axis.label for axis in info.axes] for info in other.tensors}
+    labels = {info.key: [axis.label for axis in info.axes] for info in donor_block.tensors}
     return all(
         labels[info.key] == [axis.label for axis in info.axes] if info.key in labels else info.optional
         for info in block.tensors

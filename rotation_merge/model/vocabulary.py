@@ -51,10 +51,12 @@ def shared_rows(models: Sequence[View]) -> tuple[Tensor, ...] | None:
     tokens = [tokens for tokens in known if tokens is not None]
     if len(tokens) < len(models):
         lacking = known.index(None)
-        other = next((number for number, size in enumerate(sizes) if size != sizes[lacking]), None)
-        if other is None:
+        unequal = next((number for number, size in enumerate(sizes) if size != sizes[lacking]), None)
+        if unequal is None:
             return None
-        problem = f"has {sizes[lacking]} tokens, {models[other].name} has {sizes[other]}, and no tokenizer says which"
+        problem = (
+            f"has {sizes[lacking]} tokens, {models[unequal].name} has {sizes[unequal]}, and no tokenizer says which"
+        )
         remedy = "put both models' tokenizers beside their weights"
         raise CheckpointError(f"{problem} tokens are the same", where=str(models[lacking].reference), remedy=remedy)
     if all(t == tokens[0] for t in tokens) and len(set(sizes)) == 1:
@@ -211,12 +213,12 @@ def on_shared_rows(known: Architecture, sources: Sequence[TensorSource], rows: S
 
 def padded_as(source: TensorSource, like: TensorSource, architecture: Architecture) -> Tensors:
     """A model's tensors with another one's number of vocabulary rows: cut, or extended by the other's rows."""
-    tensors, others, axes = as_tensors(source), as_tensors(like), vocabulary_axes(architecture.tensors())
-    known = {name: others.shapes[name] for name in axes if name in tensors and name in others}
+    tensors, padding, axes = as_tensors(source), as_tensors(like), vocabulary_axes(architecture.tensors())
+    known = {name: padding.shapes[name] for name in axes if name in tensors and name in padding}
 
     def pad(name: str, tensor: Tensor) -> Tensor:
         unequal = name in known and tensor.shape != known[name]
-        return with_rows_of(tensor, others[name], axes[name]) if unequal else tensor
+        return with_rows_of(tensor, padding[name], axes[name]) if unequal else tensor
 
     return tensors.map(pad, {**tensors.shapes, **known})
 

@@ -140,10 +140,10 @@ def is_of_a_model(name: str) -> bool:
     return name in CONFIGS or WEIGHTS.fullmatch(name) is not None
 
 
-def free_name(name: str, taken: Callable[[str], bool] = os.path.lexists) -> str:
+def free_name(name: str, exists: Callable[[str], bool] = os.path.lexists) -> str:
     """A name that is not taken (a path where nothing is): this one, or this one with a number."""
     names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    return next(name for name in names if not taken(name))
+    return next(name for name in names if not exists(name))
 
 
 def write_files(folder: str, files: Mapping[str, bytes]) -> None:

@@ -116,8 +116,8 @@ def test_wherever_it_is_interrupted_the_result_is_the_same(residual: str, tmp_pa
         results.append(match_model(model.architecture, model.state, donor, options, ledger=ledger))
 
     def resumed(out: Path) -> None:
-        with kept_beside(str(out), lambda: "mark") as kept:
-            match(kept)
+        with kept_beside(str(out), lambda: "mark") as progress:
+            match(progress)
 
     whole = blocks.of(match)
     first = tensors(results[0])
@@ -214,20 +214,20 @@ def test_what_waits_is_written_when_the_run_is_interrupted(
     clock, out = [0.0], str(tmp_path / "out")
     monkeypatch.setattr(ledger.time, "monotonic", lambda: clock[0])
 
-    def work(kept: Ledger, *moments: float) -> None:
+    def work(progress: Ledger, *moments: float) -> None:
         for name, clock[0] in zip("abc", moments, strict=False):
-            kept.keep(name, lambda name=name: {"name": name, "x": torch.ones(2, 3).mT})  # type: ignore[misc]
-        kept.keep("large", dict, large=True)
+            progress.keep(name, lambda name=name: {"name": name, "x": torch.ones(2, 3).mT})  # type: ignore[misc]
+        progress.keep("large", dict, large=True)
         assert len(list(tmp_path.glob("*/*.pt"))) == (2 if len(moments) == 3 else 0)
         raise KeyboardInterrupt
 
     for moments in ((0.0,), (0.0, 61.0, 62.0)):
-        with pytest.raises(KeyboardInterrupt), kept_beside(out, lambda: "mark") as kept:
-            work(kept, *moments)
+        with pytest.raises(KeyboardInterrupt), kept_beside(out, lambda: "mark") as progress:
+            work(progress, *moments)
         assert bool(list(tmp_path.iterdir())) == (len(moments) == 3)
     assert caplog.records[-1].message.endswith("run the same command to continue")
-    with kept_beside(out, lambda: "mark") as kept:
-        entries = [kept.get(name) for name in ("a", "b", "c", "large")]
+    with kept_beside(out, lambda: "mark") as progress:
+        entries = [progress.get(name) for name in ("a", "b", "c", "large")]
     assert [part["name"] for part in entries if part is not None] == ["a", "b", "c"]
     assert entries[0]["x"].stride() == torch.ones(2, 3).mT.stride()  # sums of it are added in the same order
     assert not list(tmp_path.iterdir())
@@ -282,8 +282,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Training, di
     hasten(monkeypatch)
     run = training()
     best = {"weight": run.model.weight.detach().mT.contiguous().mT}
-    with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as kept:
-        interrupted(lambda: kept.keep(STATE, lambda: run.state(2, best), large=True))
+    with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as progress:
+        interrupted(lambda: progress.keep(STATE, lambda: run.state(2, best), large=True))
     return run, best
 
 
@@ -296,8 +296,8 @@ def test_a_training_state_comes_back_bit_for_bit(
     fresh.optimiser.state.clear()
     fresh.generator.manual_seed(0)
     fresh.report.best = 0.0
-    with kept_in(tmp_path / "state", lambda: "key") as kept:
-        step, restored = fresh.restored(kept.get(STATE))
+    with kept_in(tmp_path / "state", lambda: "key") as progress:
+        step, restored = fresh.restored(progress.get(STATE))
     assert (step, fresh.report.best) == (2, 1 / 3)
     assert torch.equal(restored["weight"], best["weight"])
     assert torch.equal(fresh.model.weight, run.model.weight)
@@ -317,8 +317,10 @@ def test_a_torn_training_state_is_not_taken(tmp_path: Path, caplog: pytest.LogCa
     for length in (0, 7, 40, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         steps: list[int] = []
-        with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as kept:
-            interrupted(lambda kept=kept, steps=steps: steps.append(training().restored(kept.get(STATE))[0]))
+        with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as progress:
+            interrupted(
+                lambda progress=progress, steps=steps: steps.append(training().restored(progress.get(STATE))[0])
+            )
         assert steps == [0]
         assert "is damaged" in caplog.text
         caplog.clear()

@@ -42,20 +42,19 @@ def hidden(architecture: Architecture) -> Iterator[tuple[HiddenBias, Tensor]]:
 
 def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A model with other key biases and with value biases moved into output biases; and how many were changed."""
-    found, every = {name: tensor.clone() for name, tensor in tensors.items()}, list(hidden(architecture))
+    twin, biases = {name: tensor.clone() for name, tensor in tensors.items()}, list(hidden(architecture))
     generator = torch.Generator().manual_seed(4)
-    for one, rows in every:
-        name = one.info.name
-        shift = torch.randn(len(rows), generator=generator, dtype=torch.float64).to(found[name])
-        found[name][rows] += shift
-        if one.output is not None and one.bias is not None:
-            axes = enumerate(one.output.axes)
-            dim, axis = next((dim, axis) for dim, axis in axes if (Part(one.space, "o"),) in axis.pieces)
-            heads = shift.unflatten(0, one.space.factors("v"))[:, None].expand(one.space.factors("o")).flatten()
-            inputs = torch.zeros(axis.size or 0).to(shift).index_put((entries(axis, one.space, "o"),), heads)
-            output = torch.tensordot(found[one.output.name], inputs, dims=([dim], [0]))
-            found[one.bias.name] = found[one.bias.name] - output
-    return found, len(every)
+    for bias, rows in biases:
+        shift = torch.randn(len(rows), generator=generator, dtype=torch.float64).to(twin[bias.info.name])
+        twin[bias.info.name][rows] += shift
+        if bias.output is not None and bias.bias is not None:
+            axes = enumerate(bias.output.axes)
+            dim, axis = next((dim, axis) for dim, axis in axes if (Part(bias.space, "o"),) in axis.pieces)
+            heads = shift.unflatten(0, bias.space.factors("v"))[:, None].expand(bias.space.factors("o")).flatten()
+            inputs = torch.zeros(axis.size or 0).to(shift).index_put((entries(axis, bias.space, "o"),), heads)
+            output = torch.tensordot(twin[bias.output.name], inputs, dims=([dim], [0]))
+            twin[bias.bias.name] = twin[bias.bias.name] - output
+    return twin, len(biases)
 
 
 @pytest.mark.parametrize("case", [case for case in ONE if not case.images], ids=lambda case: case.family)
@@ -71,7 +70,7 @@ def test_a_twin_with_other_unseen_biases_is_the_anchor(case: Case) -> None:
     aligned = moved(donor, model.state, model.config, heads="permutation")
     assert model.differs(aligned) <= 1e-9
     assert all(float((aligned[n] - x).norm()) <= 1e-6 * float(x.norm()) for n, x in model.state.items())
-    _other_donors(case)
+    _check_other_donors(case)
 
 
 def moved(donor: dict[str, Tensor], anchor: dict[str, Tensor], config: Any, **options: Any) -> dict[str, Tensor]:
@@ -79,7 +78,7 @@ def moved(donor: dict[str, Tensor], anchor: dict[str, Tensor], config: Any, **op
     return rm.align((anchor, config), (donor, config), **options).apply((donor, config)).state_dict()
 
 
-def _other_donors(case: Case) -> None:
+def _check_other_donors(case: Case) -> None:
     """A donor that is no twin computes what it did, and has the anchor's unseen biases."""
     model = planted(case)
     draw = torch.Generator().manual_seed(5)
@@ -139,12 +138,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("delegate", ["linear", "regmean", "refit"])
 def test_recipes_merge_twins_exactly(delegate: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, twin = models
-    made = recipe_for("linear", anchor, twin)
-    made["parameters"]["delegate"] = delegate
+    plain = recipe_for("linear", anchor, twin)
+    plain["parameters"]["delegate"] = delegate
     if delegate == "refit":
-        made["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
-    found = merged(made, tmp_path / "out")
-    assert worst(found, state(anchor)) < TOLERANCE
+        plain["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
+    assert worst(merged(plain, tmp_path / "out"), state(anchor)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -155,11 +153,11 @@ def test_recipes_take_them_along_in_turned_streams(tmp_path: Path) -> None:
     moved = stream_twin(anchor, tmp_path / "moved", "rotation")
     twin = moved.write(shifted(moved.architecture, moved.state)[0], tmp_path / "twin")
     same = anchor.write(anchor.state, tmp_path / "same")
-    wanted, found = (
+    of_same, of_twin = (
         merged(recipe(anchor, donor, residual="rotation", untie=True), tmp_path / f"of-{donor.path.name}")
         for donor in (same, twin)
     )
-    assert worst(found, wanted) < TOLERANCE
+    assert worst(of_twin, of_same) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -170,10 +168,10 @@ def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Pa
     assert worst(state(tmp_path / "out"), state(anchor)) < TOLERANCE
     name = "bert.encoder.layer.0.attention.self.key.bias"
     assert torch.equal(state(tmp_path / "out")[name], state(anchor)[name])
-    made = recipe_for("linear", anchor, twin)
-    made["models"][1]["parameters"]["alignment"] = str(tmp_path / "maps")
-    made["parameters"] = {"delegate": "linear"}
-    assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
+    plain = recipe_for("linear", anchor, twin)
+    plain["models"][1]["parameters"]["alignment"] = str(tmp_path / "maps")
+    plain["parameters"] = {"delegate": "linear"}
+    assert worst(merged(plain, tmp_path / "replayed"), state(anchor)) < TOLERANCE
     same = run("align", anchor, twin, "--heads", "permutation").output
     assert "one model in two coordinate systems" in same
 
@@ -186,9 +184,9 @@ def test_a_gram_follows_the_bias_of_values(tmp_path: Path) -> None:
     data = data_for(anchor, tmp_path / "data.npz")
     for model in (anchor, donor, twin):
         measure(model, data)
-    found = []
+    merges = []
     for model in (donor, twin):
-        made = recipe_for("linear", anchor, model)
-        made["parameters"]["delegate"] = "regmean"
-        found.append(merged(made, tmp_path / f"of-{model.name}"))
-    assert worst(found[1], found[0]) < 2e-3
+        plain = recipe_for("linear", anchor, model)
+        plain["parameters"]["delegate"] = "regmean"
+        merges.append(merged(plain, tmp_path / f"of-{model.name}"))
+    assert worst(*merges) < 2e-3

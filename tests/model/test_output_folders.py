@@ -57,10 +57,10 @@ def in_another_process(out: Path) -> tuple[int, int]:
     os._exit(0)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, exists: bool) -> None:
     out = tmp_path / "deep" / "out"
-    before = files(write(out, MODEL)) if there else {}
+    before = files(write(out, MODEL)) if exists else {}
     child, go_on = in_another_process(out)
     (tmp_path / "link").symlink_to(out)
     for name in (out, tmp_path / "link"):
@@ -198,14 +198,14 @@ def killed(out: Path, new: dict[str, str], step: int) -> bool:
     os._exit(0)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_killed_at_every_step(there: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_killed_at_every_step(exists: bool, tmp_path: Path) -> None:
     """A folder has no config, or is one of the two models, whole; the next run writes the other one."""
     mine = {"notes.txt": "mine", "sub/mine.txt": "mine", "sub/both": "old"}
     head = {f"heads/a/{name}": text for name, text in MODEL.items()}
-    old = {**MODEL, **mine, **head, "heads/a/rotation_merge.json": "old"} if there else {}
+    old = {**MODEL, **mine, **head, "heads/a/rotation_merge.json": "old"} if exists else {}
     new = {**NEW, "sub/both": "new", "heads/b/config.json": "new", "heads/b/model.safetensors": "new"}
-    after = {**(mine if there else {}), **new}
+    after = {**(mine if exists else {}), **new}
     for step in range(1, 100):
         place = tmp_path / str(step)
         write(place / "out", old)
@@ -217,7 +217,7 @@ def test_killed_at_every_step(there: bool, tmp_path: Path) -> None:
         put(place / "out", new)
         assert files(place) == {f"out/{name}": text for name, text in after.items()}, step
         if lived:
-            assert step > (10 if there else 1)
+            assert step > (10 if exists else 1)
             return
     raise AssertionError("the writing never came to its end")
 

@@ -131,10 +131,10 @@ def test_averages_of_our_own_go_by_tokens_or_say_that_they_cannot(models: Models
     """Plans of the stream come from the tokens that both have; diagonals of rows, and activations, are refused."""
     anchor, donor, rows = models
     still = {"attention": "none", "heads": "none", "scaling": False}
-    other = reordered(twin(anchor, tmp_path / "moved", "permutation", ffn="permutation", **still), rows, tmp_path / "o")
+    moved = reordered(twin(anchor, tmp_path / "moved", "permutation", ffn="permutation", **still), rows, tmp_path / "o")
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (other.path / file).write_bytes((donor.path / file).read_bytes())
-    plain = recipe(anchor, other, residual="none") | BY_TOKENS
+        (moved.path / file).write_bytes((donor.path / file).read_bytes())
+    plain = recipe(anchor, moved, residual="none") | BY_TOKENS
     plain["parameters"] |= {**still, "ffn": "none", "delegate": "ot_fusion", "plan": "hard"}
     for name, tensor in merged(plain, tmp_path / "fused").items():
         torch.testing.assert_close(tensor, anchor.state[name].float(), rtol=1e-3, atol=1e-4)

@@ -57,10 +57,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_folder_written_again_is_read_again(name: str, models: list[Path], tmp_path: Path) -> None:
-    call, changing, others = CALLS[name], tmp_path / "changing", models[2:]
+    call, changing, fixed = CALLS[name], tmp_path / "changing", models[2:]
     shutil.copytree(models[0], changing)
-    before = call(changing, *others, tmp_path / "first")
+    before = call(changing, *fixed, tmp_path / "first")
     build("llama", 1).save_pretrained(changing)
-    after = call(changing, *others, tmp_path / "second")
-    torch.testing.assert_close(dict(after), dict(call(models[1], *others, tmp_path / "third")))
+    after = call(changing, *fixed, tmp_path / "second")
+    torch.testing.assert_close(dict(after), dict(call(models[1], *fixed, tmp_path / "third")))
     assert any(not torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
