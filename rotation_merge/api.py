@@ -19,7 +19,7 @@ from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.averaging.refit_models import refitted_later
-from rotation_merge.carrying.bases import Transfer, is_adapter_folder
+from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta as Delta
 from rotation_merge.carrying.transfer import carried
@@ -36,7 +36,7 @@ from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked
 from rotation_merge.model.adapter_base import on_base
-from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
 from rotation_merge.model.labels import in_class_order, with_classes_of
@@ -507,7 +507,7 @@ def transfer(
     chosen = _with_given_alignment(TransferConfig.of(config, options), old)
     chosen.check_use()
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
-    adapter = isinstance(tuned, str) and is_adapter_folder(tuned)
+    adapter = is_adapter(tuned)
     first, second = open_model(new, "new"), open_model(old, "old")
     work = tuned if adapter else open_model(tuned, "tuned")
     if isinstance(work, View) and None in (first.files, work.files):

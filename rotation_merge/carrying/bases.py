@@ -123,7 +123,7 @@ class Bases(Pair):
         Raises:
             RotationMergeError: it is damaged, or not of the old base, or added tokens.
         """
-        if not is_adapter_folder(work):
+        if not is_adapter(work):
             opened = open_model(work, "tuned", any_base=True)
             chat = chat_folder(self.donor, opened)
             return {"name": str(opened.reference), "rank": config.rank, "chat": chat, "tuned": self.tuned(opened)}
@@ -205,11 +205,6 @@ def _resized(config: Mapping[str, Any], before: int, after: int) -> dict[str, An
     return {**parts, "vocab_size": after} if config.get("vocab_size") == before else parts
 
 
-def is_adapter_folder(work: ModelLike) -> bool:
-    """Whether work is the folder of an adapter, not a model."""
-    return not isinstance(work, View) and is_adapter(str(work))
-
-
 @dataclass(frozen=True)
 class Transfer:
     """The change of a fine-tune or an adapter, between two aligned bases.
@@ -266,7 +261,7 @@ class Transfer:
             RotationMergeError: one is of no use, they do not fit together, or samples would be read by models of two
                 vocabularies.
         """
-        untie = untie or config.untie or bool(config.rank) or is_adapter_folder(work) or config.method != "weights"
+        untie = untie or config.untie or bool(config.rank) or is_adapter(work) or config.method != "weights"
         bases = Bases.of(new, old, device, untie, watched)
         facts = bases.tuned_or_adapter(work, config, force)
         if config.needs_samples and bases.shared is not None:

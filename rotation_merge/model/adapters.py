@@ -66,15 +66,16 @@ SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
 
-def is_adapter(path: str) -> bool:
-    """Whether a directory holds an adapter and no model.
+def is_adapter(work: object) -> bool:
+    """Whether work is the folder of an adapter, not a model.
 
     Raises:
-        CheckpointError: it holds both.
+        CheckpointError: the folder holds both.
     """
-    has_config = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
-    if has_config and Contents(path).opened:
-        tensor_files(path)
+    folder = str(work) if isinstance(work, str | os.PathLike) else ""
+    has_config = bool(folder) and os.path.isfile(os.path.join(folder, ADAPTER_CONFIG))
+    if has_config and Contents(folder).opened:
+        tensor_files(folder)
     return has_config
 
 
