@@ -1,0 +1,361 @@
+"""Merge methods of our own, and parts of them alone: groups of tensors, formulas, plans, heads fitted to probabilities,
+divergences, answers on disk, and how adapters that are trained begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import run
+from mergekit.merge_methods.base import TensorGroup
+from plugin_support import build, make
+from rounding import assert_equal_up_to_rounding
+from tiny_models import ALL
+from tiny_models import make as tiny
+from torch import Tensor
+
+import rotation_merge as rm
+from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.fisher import Fisher
+from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
+from rotation_merge.averaging.methods import MergedModels, OwnMethod, Source
+from rotation_merge.averaging.ot_fusion import Solver
+from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
+from rotation_merge.averaging.registry import METHODS
+from rotation_merge.averaging.regmean import RegMean
+from rotation_merge.averaging.softmax import softmax_change
+from rotation_merge.matching.objective import answer, divergence, read_answers, write_answers
+from rotation_merge.model.open import open_model
+from rotation_merge.run.fisher import LabelScores
+
+BY_NAME = {method.spec.name: method for method in METHODS if not method.whole_models}
+EACH_METHOD = pytest.mark.parametrize("name", list(BY_NAME))
+MAP, NORM, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
+
+
+def drawn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- groups of tensors ------------------------------------------------------------------------------------------------
+
+
+def views(count: int = 3, **changes: Any) -> list[rm.View]:
+    return [open_model(build("llama", seed=seed, **changes), "abc"[seed]) for seed in range(count)]
+
+
+def samples() -> list[dict[str, Tensor]]:
+    return [{"input_ids": torch.randint(40, (4, 10), generator=torch.Generator().manual_seed(3))}]
+
+
+def bound(name: str, models: list[rm.View], **facts: Any) -> OwnMethod:
+    return BY_NAME[name].on(MergedModels.of(models, **facts))
+
+
+def merged(
+    method: OwnMethod, models: list[rm.View], name: str, weight: Any = 1.0, label: str = "", **options: Any
+) -> Tensor:
+    """One tensor, by mergekit's own call."""
+    dtype = options.pop("dtype", torch.float32)
+    tensors = [model[name].to(dtype) for model in models]
+    group = TensorGroup.from_tensors(tensors, base_index=0, name=label or name)
+    (result,) = method((group,), parameters={"weight": weight}, **options)
+    return result
+
+
+@EACH_METHOD
+def test_a_group_is_merged_by_its_name(name: str) -> None:
+    """As the average of whole models has it; a method without models says so in one line."""
+    models, method, weights = views(), BY_NAME[name], [0.5, 1.0, 2.0]
+    config = rm.MeasureConfig(kinds=(method.statistics,)) if method.statistics else None
+    measured = {i: rm.measure(model, samples(), config) for i, model in enumerate(models)} if config else {}
+    method = bound(name, models, statistics=measured)
+    options = {"statistics": list(measured.values())} if measured else {}
+    average = rm.average(models, name, weights=weights, **options)
+    for tensor in (MAP, NORM, EMBEDDING):
+        assert torch.equal(merged(method, models, tensor, weights), average[tensor])
+    assert torch.equal(averaged(models, method, {"weight": weights})[MAP], average[MAP])
+    with pytest.raises(rm.RotationMergeError, match="use it in a recipe") as error:
+        merged(BY_NAME[name], models, MAP)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_tensor_gets_the_weighted_mean() -> None:
+    models = views(2)
+    result = merged(bound("wudi", models), models, NORM, [1.0, 3.0], label="unknown")
+    torch.testing.assert_close(result, (models[0][NORM] + 3 * models[1][NORM]) / 4)
+
+
+def test_the_result_is_rounded_once() -> None:
+    """To the dtype that the call names, that of the merge's storage, or the first tensor's."""
+    models = views(2)
+    plain, stored = bound("wudi", models), bound("wudi", models, storage=lambda _: torch.bfloat16)
+    exact = merged(plain, models, MAP, out_dtype=torch.float64).to(torch.bfloat16)
+    assert torch.equal(merged(plain, models, MAP, out_dtype=torch.bfloat16), exact)
+    assert torch.equal(merged(stored, models, MAP), exact)
+    assert merged(plain, models, MAP, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "words"),
+    [
+        ("wudi", [1.0, -0.5], "b: its weight is -0.5 .*delegate wudi takes none below 0"),
+        ("regmean", [0.0, 0.0], "all weights of tensor .* are zero"),
+        ("ot_fusion", [1.0, -1.0], "the weights of the models sum to zero"),
+    ],
+)
+def test_weights_that_mean_nothing_are_one_line(name: str, weights: list[float], words: str) -> None:
+    models = views(2)
+    with pytest.raises(rm.RotationMergeError, match=words) as error:
+        merged(bound(name, models), models, MAP, weights)
+    assert "\n" not in str(error.value)
+
+
+def test_an_embedding_that_is_the_head_is_a_map_of_changes() -> None:
+    """Where it has no head of its own."""
+    models = views(tie_word_embeddings=True)
+    tied, apart = (merged(bound("wudi", models, **facts), models, EMBEDDING) for facts in ({}, {"tied_head": None}))
+    assert not torch.equal(tied, apart)
+    assert torch.equal(tied, rm.average(models, "wudi")[EMBEDDING])
+
+
+def test_activations_are_those_of_the_moved_models() -> None:
+    """A model that was moved runs as it was moved, not as its files are."""
+    models = views(2)
+    alignment = rm.align(*models, residual="signed_permutation")
+    aligned = [alignment.apply_anchor(models[0]), alignment.apply(models[1])]
+    in_memory = [(view.state_dict(), view.config) for view in aligned]
+    result, expected = (rm.average(m, "ot_fusion", plan="hard", samples=samples()) for m in (aligned, in_memory))
+    torch.testing.assert_close(result.state_dict(), expected.state_dict(), atol=1e-6, rtol=1e-6)
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def test_plans_by_hand() -> None:
+    """Two points that change places; a soft plan between equidistant points shares them out."""
+    a = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert Solver(True, 0.06).plan(a, a.flip(0)).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    soft, even = Solver(False, 0.06).plan(a, a.flip(0)), Solver(False, 100.0).plan(a, a)
+    torch.testing.assert_close(soft.sum(1), torch.ones(2, dtype=torch.float64))
+    assert 0 < float(soft[0, 0]) < 0.1
+    torch.testing.assert_close(even, torch.full((2, 2), 0.5, dtype=torch.float64), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_averages_by_hand(count: int) -> None:
+    """Shares, ridges in both sums, shrinking, norms and floors: against the formulas, spelled out."""
+    parameters, sources = {"shrink": 0.8, "ridge": 0.05, "normalize": True, "floor": 0.4}, []
+    for number, share in enumerate((0.2, 0.3, 0.5)[:count]):
+        inputs = drawn(9, 4, seed=number)
+        known = {"gram": inputs.T @ inputs, "fisher": drawn(3, 4, seed=8 + number).square(), "norm": 3.0 - number}
+        sources.append(Source(drawn(3, 4, seed=4 + number), share, known))
+
+    def shrunk(matrix: Tensor) -> Tensor:
+        off = 0.8 * matrix + 0.2 * torch.diag(matrix.diagonal())
+        return off + 0.05 * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=torch.float64)
+
+    grams = [s.share * shrunk(s.inputs["gram"]) for s in sources]
+    best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(RegMean().average(sources, parameters), best)
+    floors = [0.4, 0.0, 0.0]
+    rows = [s.share / s.inputs["norm"] * s.inputs["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)]
+    best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
+    torch.testing.assert_close(Fisher().average(sources, parameters), best)
+
+
+@pytest.mark.parametrize("task", ["regression", "labels"])
+def test_scores_of_the_datas_own_numbers(task: str):
+    """Of a likelihood that grows where the data are: its gradient by the outputs is what they lack."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 1 if task == "regression" else 3, generator=draw, requires_grad=True)
+    labels = torch.rand(5, generator=draw) if task == "regression" else torch.tensor([[1.0, 0, 1]] * 5)
+    model = build("bert", num_labels=logits.shape[1])
+    (score,) = LabelScores(task, True).of(model, {"logits": logits}, {"labels": labels}, draw)
+    (found,) = torch.autograd.grad(score, logits)
+    given = logits if task == "regression" else logits.sigmoid()
+    torch.testing.assert_close(found, labels.reshape(logits.shape) - given)
+
+
+# --- a map fitted to probabilities ------------------------------------------------------------------------------------
+
+RIDGE = 1e-3
+Batches = list[Tensor]
+
+
+def problem(biased: bool) -> tuple[Tensor, Batches, Batches]:
+    """A map (5, 7), or (5, 8) with a bias, two batches of inputs, and target logits."""
+    shapes = (5, 7 + biased), (60, 7), (30, 7), (60, 5), (30, 5)
+    weight, *rest = (drawn(*shape, seed=i) for i, shape in enumerate(shapes))
+    return weight, rest[:2], rest[2:]
+
+
+def fitted(
+    weight: Tensor, inputs: Batches, targets: Batches, ridge: float = RIDGE, start: Tensor | None = None, *shares: float
+) -> Tensor:
+    start = torch.zeros_like(weight) if start is None else start
+    return softmax_change(weight, start, inputs, targets.__getitem__, shares or [1.0] * len(inputs), ridge)
+
+
+def widened(x: Tensor, weight: Tensor) -> Tensor:
+    return x if x.shape[1] == weight.shape[1] else torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+
+
+def loss(weight: Tensor, change: Tensor, inputs: Batches, targets: Batches, ridge: float = RIDGE) -> Tensor:
+    x, q = torch.cat(inputs), torch.cat(targets).softmax(-1)
+    log_p = (widened(x, weight) @ (weight + change).mT).log_softmax(-1)
+    penalty = 0.5 * ridge * x.square().mean() * change[:, : x.shape[1]].square().sum()
+    return (q * (q.log() - log_p)).sum(-1).mean() + penalty
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_least_loss(biased: bool) -> None:
+    """The gradient vanishes; planted probabilities are found."""
+    weight, inputs, targets = problem(biased)
+    gradients = []
+    for start in (torch.zeros_like(weight), fitted(weight, inputs, targets)):
+        change = start.clone().requires_grad_(True)
+        gradients.append(torch.autograd.grad(loss(weight, change, inputs, targets), change)[0].norm())
+    assert gradients[1] < 1e-2 * gradients[0]
+    planted = weight + 0.5 * drawn(*weight.shape, seed=9)
+    targets = [widened(x, weight) @ planted.mT for x in inputs]
+    changes = torch.zeros_like(weight), fitted(weight, inputs, targets, 1e-9)
+    before, after = (loss(weight, change, inputs, targets, 0.0) for change in changes)
+    assert after < 1e-3 * before
+
+
+def test_starts_and_shares() -> None:
+    """It is never worse than the start; a batch that counts twice is the batch two times."""
+    weight, inputs, targets = problem(False)
+    start = 30 * drawn(*weight.shape, seed=9)
+    change = fitted(weight, inputs, targets, RIDGE, start)
+    assert loss(weight, change, inputs, targets) <= loss(weight, start, inputs, targets)
+    double = fitted(weight, inputs, targets, RIDGE, None, 1.0, 2.0)
+    repeated = fitted(weight, [*inputs, inputs[1]], [*targets, targets[1]])
+    torch.testing.assert_close(double, repeated)
+
+
+def test_an_impossible_class_changes_nothing() -> None:
+    """A row of the vocabulary that neither the map nor the targets ever choose."""
+    weight, inputs, targets = problem(True)
+    weight[:, -1] = 0.0
+    never = torch.zeros(1, 8, dtype=torch.float64)
+    never[0, -1] = -100.0
+    more = [torch.cat([target, torch.full((len(target), 1), -100.0, dtype=target.dtype)], 1) for target in targets]
+    padded = fitted(torch.cat([weight, never]), inputs, more)
+    torch.testing.assert_close(padded[:-1], fitted(weight, inputs, targets))
+    assert float(padded[-1].norm()) < 1e-6
+
+
+# --- polish -----------------------------------------------------------------------------------------------------------
+
+
+class Outputs:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def test_divergence_is_that_of_all_classes() -> None:
+    """With few classes exactly KL; with many, the classes that were not kept count as one."""
+    for classes in (2, 5, 300):
+        a, b = (2 * drawn(3, 4, classes, seed=seed).float() for seed in range(2))
+        p, q = a.softmax(-1), b.softmax(-1)
+        order = p.topk(min(64, classes)).indices
+        kept = [x.gather(-1, order) for x in (p, q)]
+        if classes > 64:
+            kept = [torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in kept]
+        expected = float((kept[0] * (kept[0] / kept[1]).log()).sum(-1).mean())
+        assert float(divergence(Outputs(b), answer(Outputs(a)))) == pytest.approx(expected, abs=1e-4)
+        assert float(divergence(Outputs(a), answer(Outputs(a)))) == pytest.approx(0.0, abs=1e-5)
+    a, b = Outputs(torch.ones(3, 1)), Outputs(torch.full((3, 1), 3.0))  # one number: no distribution
+    assert float(divergence(b, answer(a))) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gained"),
+    [
+        *((3.0, 3.0 * (1 - share * LEAST_GAIN), share > 1) for share in (-2.0, -0.5, 0.5, 2.0)),
+        (-9e-9, -9e-9, False),
+        (9e-9, 0.0, False),
+        (0.1, 0.09, True),
+    ],
+)
+def test_a_gain_is_more_than_the_margin_and_rounding(before: float, after: float, gained: bool) -> None:
+    """Kernels that add in another order leave equal models some 1e-8 apart, of either sign."""
+    report = PolishReport(before, after)
+    assert report.gained is gained
+    assert ("gains nothing" in report.verdict()) is not gained
+
+
+def family_model(family: str) -> Any:
+    return tiny(next(case for case in ALL if case.family == family)).float()
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", True), ("qwen2", False), ("gpt2", False)])
+def test_a_new_lora_begins_along_the_gradient(family: str, head: bool) -> None:
+    """It changes nothing; A's rows are orthonormal, and hold all of a gradient that has no more rows than they are."""
+    model = family_model(family) if family == "gpt2" else build(family)
+    ids = torch.tensor([[3, 9, 4]])
+    model.requires_grad_(True)
+    (model(input_ids=ids).logits ** 2).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    before = model(input_ids=ids).logits.detach()
+    trained = with_lora(model, 4, 0)
+    initialise_along_gradient(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
+    assert_equal_up_to_rounding(trained(input_ids=ids).logits, before)
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_A", None)}
+    assert any("lm_head" in name for name in layers) is head
+    for name, layer in layers.items():
+        a, gradient = layer.lora_A["default"].weight.double(), gradients[f"{name}.weight"].double()
+        gradient = gradient if gradient.shape[1] == a.shape[1] and not layer.fan_in_fan_out else gradient.mT
+        torch.testing.assert_close(a @ a.mT, torch.eye(4, dtype=torch.float64), atol=1e-5, rtol=0)
+        assert (gradient - gradient @ a.mT @ a).norm() <= 1e-4 * gradient.norm(), name  # three tokens: three rows
+
+
+def test_a_lora_leaves_out_what_is_more_than_a_product() -> None:
+    """What kernels read past it, and routers."""
+    for family in ("falcon_h1", "granitemoehybrid"):
+        modules = with_lora(family_model(family), 2, 0).named_modules()
+        adapted = {name.rpartition(".")[2] for name, module in modules if getattr(module, "lora_A", None)}
+        assert {"in_proj", "q_proj"} <= adapted
+        assert not {"out_proj", "conv1d"} & adapted
+    model, ids = family_model("llama4"), torch.tensor([[3, 9, 4]])
+    before = model(input_ids=ids).logits
+    assert_equal_up_to_rounding(with_lora(model, 2, 0)(input_ids=ids).logits, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["answers", "state"])
+def test_a_full_disk_leaves_nothing(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without place for answers nothing can be learned; without place for states training goes on."""
+    models = [make("llama", tmp_path / "models" / name, seed=seed) for seed, name in enumerate("abc")]
+    save = torch.save
+
+    def full(tensors: object, path: str) -> None:
+        if isinstance(tensors, list) and what == "state":
+            return save(tensors, path)
+        Path(path).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.save", full)
+    monkeypatch.setattr("rotation_merge.run.ledger.SECONDS", 0.0)
+    teachers = ("--teachers", *models[:2], models[0], "--samples", 4, "--length", 8)
+    done = run("polish", models[2], tmp_path / "out", *teachers)
+    assert done.exit_code == (2 if what == "answers" else 0), done.output
+    assert "no space left" in (done.output if what == "answers" else caplog.text).lower()
+    assert {path.name for path in tmp_path.iterdir()} == {"models", *(["out"] if what == "state" else [])}
+
+
+def test_answers_come_back_with_their_samples(tmp_path: Path) -> None:
+    teacher = build("llama").eval()
+    ids = torch.randint(40, (24, 8), generator=torch.Generator().manual_seed(0))
+    write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.pt")
+    answered = read_answers(tmp_path / "a.pt")
+    assert torch.equal(torch.cat([batch["input_ids"] for batch, _ in answered]), ids)
+    for batch, known in answered:
+        assert all(torch.equal(known[name], x) for name, x in answer(teacher(**batch)).items())
