@@ -218,14 +218,11 @@ def is_ours(value: Any, misspelt: bool = True) -> bool:
     Args:
         misspelt: whether our method's name counts also misspelt, or under a misspelt key.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not isinstance(method := value.get("merge_method", ""), str):
         return False
-    if "merge_method" not in value:
-        return misspelt and METHOD in [word for word in value.values() if isinstance(word, str)]
-    method = value["merge_method"]
-    if not isinstance(method, str) or method == METHOD:
-        return bool(method == METHOD)
-    if misspelt and difflib.get_close_matches(method.lower(), [METHOD], cutoff=0.8):
+    if not method:
+        return misspelt and METHOD in value.values()
+    if method == METHOD or (misspelt and difflib.get_close_matches(method.lower(), [METHOD], cutoff=0.8)):
         return True
     from mergekit.merge_methods import registry
 

@@ -44,7 +44,6 @@ from rotation_merge.workers import Progress, in_threads, listener, listening, on
 
 LOG = logging.getLogger(__name__)
 
-
 ASKS = (*MATCHING, "carry", "carry_scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
 
@@ -53,7 +52,7 @@ WHOLE_ONLY = "whole models can only be aligned layer by layer; use 'residual: no
 
 @dataclass(frozen=True, eq=False)
 class Donor:
-    """One donor of a recipe: what it says of it, each looked up and checked with the models when it is first asked for.
+    """One donor of a recipe. Its base, pair and alignment are looked up and checked when they are first asked for.
 
     Attributes:
         reader: looks up its parameters.
@@ -280,9 +279,8 @@ def carried_on_samples(session: Session, donor: str, origin: ModelReference, con
     settings: dict[str, Any] = {"device": str(session.options.device or "cpu"), "dtype": "float32", "untie": True}
     with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
         watch = lambda *_: bar.update(1)  # noqa: E731
-        job = replace(
-            Transfer.of(*models, config, **settings, progress=watch), chat=""
-        )  # the tokenizer is the anchor's
+        job = Transfer.of(*models, config, **settings, progress=watch)
+        job = replace(job, chat="")  # the merge has the anchor's tokenizer
         view = transferred(job, progress=watch)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)

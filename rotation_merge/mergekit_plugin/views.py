@@ -218,8 +218,8 @@ class RecipeViews:
     def served(self, model: ModelReference) -> View:
         """The same for mergekit: what is copied, or does not come from it, is the anchor's."""
         view, anchor = self.view(model), self.tensors[self.recipe.base]
-        others = (name for name in anchor if self.recipe.excluded(name) or name not in view)
-        return replace(view, tensors=view.tensors.replaced(anchor.only(others)))
+        copied = (name for name in anchor if self.recipe.excluded(name) or name not in view)
+        return replace(view, tensors=view.tensors.replaced(anchor.only(copied)))
 
     def transforms_of(self, model: ModelReference) -> dict[str, Transform]:
         """The transforms of a donor, all found, by the anchor's names of its spaces."""
