@@ -180,15 +180,14 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
         problem = f"'{setting}' is a file of the merged model"
         raise RecipeError(problem, where="parameters.save_alignment", remedy="name another file")
     os.makedirs(os.path.dirname(first), exist_ok=True)
-    moved = {model: maps for model in views.donors if (maps := views.transforms_of(model))}
-    for path, (model, maps) in zip(numbered(first, len(moved)), moved.items(), strict=False):
-        pair, name = views.donors[model].pair, views.donors[model].name
+    moved = {donor: maps for model, donor in views.donors.items() if (maps := views.transforms_of(model))}
+    for path, (donor, maps) in zip(numbered(first, len(moved)), moved.items(), strict=False):
+        pair, name, known = donor.pair, donor.name, donor.from_file
         spaces, models = pair.architecture.spaces(), [pair.anchor.reference, pair.donor.reference]
         folded = tuple(s for s in run.folded if s in maps and (maps[s].turns_stream or spaces[s].kind == "latent"))
         options = yaml.safe_dump(asdict(pair.options), sort_keys=False)
         report = run.report(models[0], "none", options, models=origins(models))
-        whole = views.donors[model].whole
-        metadata = whole().metadata if whole and name in run.files else file_metadata(report, str(models[1]))
+        metadata = known.metadata if known is not None else file_metadata(report, str(models[1]))
         figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
         alignment = Alignment(maps, folded, *figures, basis=pair.basis(folded), metadata=metadata)
         alignment.save(path, {KEPT_BY: "save_alignment"})
@@ -241,15 +240,14 @@ def prove_files(views: RecipeViews, place: str) -> None:
 
     run = views.session.run
     for donor in views.donors.values():
-        if donor.name not in run.files or donor.whole is None:
+        if (alignment := donor.from_file) is None:
             continue
-        view, alignment = views.session.models[donor.matched].as_filed, donor.whole()
+        view, file = views.session.models[donor.matched].as_filed, donor.value("alignment")
         spaces = view.architecture.spaces()
         with TemporaryFolder(place) as folder:
             moved = os.path.join(folder, "moved")
             alignment.apply(view).save_pretrained(moved)
             proof = prove(view.name, moved, any(spaces[name].head for name in alignment.transforms if name in spaces))
-        file = run.files[donor.name]
         if proof.failed:
             problem, remedy = f"changes the outputs of {view.name} ({proof.words})", "write it again with"
             raise AlignmentError(problem, where=file, remedy=f"{remedy} 'rotation-merge align'")
