@@ -12,7 +12,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.carrying.delta import Change, Delta, is_bias
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.model.adapters import PREFIX, Adapter, factor_config, peft_tensors
+from rotation_merge.model.adapters import PREFIX, Adapter, factor_config, factor_tensors
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.fold import weight_key
 from rotation_merge.model.forms import names_in
@@ -64,7 +64,7 @@ class NewAdapter:
         low = {place: (info, change) for place, (info, change) in cuts.items() if isinstance(change, LowRank)}
         maps = {place.removesuffix(".weight"): change.to(torch.float32) for place, (_, change) in low.items()}
         norms = [place.rpartition(".")[0] for place in cuts if place not in low and not is_bias(place)]
-        tensors, biases = peft_tensors(maps), _biases(cuts)
+        tensors, biases = factor_tensors(maps), _biases(cuts)
         for module, factors in maps.items() if biases else ():
             tensors[f"{PREFIX}{module}.lora_B.bias"] = biases.get(module, torch.zeros(len(factors.b))).float()
         parts = {name: place for name, place in self.places.items() if place.rpartition(".")[0] in norms}

@@ -361,26 +361,24 @@ def with_factors(like: Adapter, maps: Mapping[str, LowRank], base_weights: Mappi
     """
     most = max(factors.rank for factors in maps.values())
     if like.form == PEFT:
-        return Adapter(factor_config(like.config, maps, most), {**base_weights, **peft_tensors(maps)})
-    down, up = ("lora_down", "lora_up") if like.form == KOHYA else ("lora_A", "lora_B")
-    tensors = {}
-    for module, stored in maps.items():
-        factors = stored.of_rank(most) if like.form == DIFFUSERS else stored  # whose loader assumes a single rank
-        tensors[f"{module}.{down}.weight"] = factors.a
-        tensors[f"{module}.{up}.weight"] = factors.scale * factors.b
-        if like.form == KOHYA:
-            tensors[f"{module}.alpha"] = torch.tensor(float(factors.rank))  # bfloat16 has no 257
+        return Adapter(factor_config(like.config, maps, most), {**base_weights, **factor_tensors(maps)})
+    if like.form == DIFFUSERS:  # whose loader assumes a single rank
+        maps = {module: factors.of_rank(most) for module, factors in maps.items()}
+    tensors = factor_tensors(maps, like.form)
+    if like.form == KOHYA:
+        alphas = {f"{module}.alpha": float(factors.rank) for module, factors in maps.items()}
+        tensors |= {name: torch.tensor(alpha) for name, alpha in alphas.items()}  # bfloat16 has no 257
     return Adapter({}, tensors, form=like.form)
 
 
-def peft_tensors(maps: Mapping[str, LowRank]) -> dict[str, Tensor]:
-    """Factors by peft's names; every change is B A, its scale 1."""
-    tensors = {}
+def factor_tensors(maps: Mapping[str, LowRank], form: str = PEFT) -> dict[str, Tensor]:
+    """Factors by the names of a form; every change is B A, its scale 1."""
+    names, tensors = ("lora_down", "lora_up") if form == KOHYA else ("lora_A", "lora_B"), dict[str, Tensor]()
     for module, factors in maps.items():
-        part = "lora_embedding_" if factors.embedding else "lora_"
-        leaf = "" if factors.embedding else ".weight"
-        tensors[f"{PREFIX}{module}.{part}A{leaf}"] = factors.a
-        tensors[f"{PREFIX}{module}.{part}B{leaf}"] = factors.scale * factors.b
+        stem = f"{PREFIX if form == PEFT else ''}{module}"
+        for name, factor in zip(names, (factors.a, factors.scale * factors.b), strict=True):
+            leaf = name.replace("lora_", "lora_embedding_") if factors.embedding else f"{name}.weight"
+            tensors[f"{stem}.{leaf}"] = factor
     return tensors
 
 

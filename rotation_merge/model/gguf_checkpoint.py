@@ -411,9 +411,8 @@ def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[
         template, layout = (place, "") if isinstance(place, str) else place
         stems[template] = stem, layout
     places: dict[str, tuple[str, str, int | None]] = {}
-    for stored in sorted(
-        model.tensors.keys() - {*ROPE_FACTORS, "output.weight" if config["tie_word_embeddings"] else ""}
-    ):
+    read_elsewhere = {*ROPE_FACTORS, "output.weight" if config["tie_word_embeddings"] else ""}
+    for stored in sorted(model.tensors.keys() - read_elsewhere):
         template, _, end = stored.rpartition(".")
         layer = re.match(r"blk\.(\d+)\.", stored)
         stem, layout = stems.get(template if layer is None else template.replace(layer[1], "{i}", 1), ("", ""))
