@@ -269,7 +269,7 @@ class ModelRefit:
         if self.config.start != "anchor":
             self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
         self.written = dict[str, StoredValue]()
-        self.exact = torch.promote_types(self._dtype_of(self.base.names[0]), torch.float32)
+        self.exact = torch.promote_types(self._dtype_of(next(iter(self.base))), torch.float32)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         stored = self.base.stored_dtypes

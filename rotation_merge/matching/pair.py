@@ -482,7 +482,7 @@ def open_pair(
         check_present(reference)
     first, second = (open_model(model, unsupported=unsupported, any_base=any_base) for model in models)
     second = _in_class_of(first, second)
-    architecture = resolve(dict(first.config), first.names, first.name, untie=True) if untie else first.architecture
+    architecture = resolve(dict(first.config), list(first), first.name, untie=True) if untie else first.architecture
     described = replace(first, architecture=architecture)
     pair = check_pair(described, second, options, untie=untie, excluded=excluded, averaged=averaged)
     if words and (moved := other_ids(first, second)):

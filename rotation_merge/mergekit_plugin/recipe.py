@@ -143,7 +143,7 @@ class Recipe:
     def settle(self, models: Sequence[View]) -> None:
         """Settle heads; refuse names of layers and tensors in the recipe that the models (the anchor first) lack."""
         self.settle_heads(models)
-        tensors = (name for model in models for name in model.names)
+        tensors = (name for model in models for name in model)
         self.document.collect(unknown_names(self.config, models[0].architecture, tensors))
         self.document.raise_first()
 

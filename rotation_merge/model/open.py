@@ -62,7 +62,7 @@ def open_model(
     if isinstance(model, View):
         if model.untie == untie:
             return model
-        architecture = resolve(dict(model.config), model.names, model.name, untie=untie)
+        architecture = resolve(dict(model.config), list(model), model.name, untie=untie)
         return replace(model, architecture=architecture, untie=untie)
     model = as_reference(model)
     if isinstance(model, ModelReference):
@@ -316,7 +316,7 @@ def check_names(first: View, second: View) -> None:
     spare = {*first.unread, *second.unread}
     if first.tied is not None and first.tied == second.tied:
         spare.add(first.tied[0])  # a second copy of the embedding
-    if odd := sorted((set(first.names) ^ set(second.names)) - spare):
+    if odd := sorted((set(first) ^ set(second)) - spare):
         problem = f"tensor '{odd[0]}' is only in one of {first.name} and {second.name}"
         remedy = "give models of one class, both as folders or both as modules"
         raise CheckpointError(problem, where=second.name, remedy=remedy)

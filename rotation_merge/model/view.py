@@ -134,11 +134,6 @@ class View(Tensors):
         return self.files is not None and self.tensors is self.files.tensors
 
     @property
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self.tensors)
-
-    @property
     def stored_dtypes(self) -> Mapping[str, torch.dtype]:
         """Dtypes of the tensors in its files, by name, before an adapter changes them."""
         return self.dtypes if self.files is None else self.files.dtypes
@@ -179,7 +174,7 @@ class View(Tensors):
     @cached_property
     def tied(self) -> tuple[str, str] | None:
         """A head that shares an embedding's tensor once the model is loaded, and the stream it reads."""
-        return tied_head(dict(self.config), self.names, self.name, None if self.untie else self.architecture)
+        return tied_head(dict(self.config), list(self), self.name, None if self.untie else self.architecture)
 
     @property
     def tied_head(self) -> str | None:
@@ -189,14 +184,14 @@ class View(Tensors):
     @cached_property
     def unread(self) -> list[str]:
         """Stored tensors that the model does not read: layers that predict tokens further ahead (MTP)."""
-        return unread(dict(self.config), self.names)
+        return unread(dict(self.config), list(self))
 
     @cached_property
     def ignored(self) -> list[str]:
         """Stored tensors that are neither loaded nor written: position ids, rotary tables, MTP layers."""
         known = self.architecture.named()
         tied = {name for info in self.architecture.tensors() for name in info.tied}
-        return [name for name in self.names if name not in known and name not in tied]
+        return [name for name in self if name not in known and name not in tied]
 
     @property
     def transformers_config(self) -> Any:

@@ -281,7 +281,7 @@ def _as_stored(measured: Statistics, model: nn.Module, view: View, metadata: Map
         metadata: of the result, what it holds of itself left out.
     """
     module, buffers = architecture_of(model), {name for name, _ in model.named_buffers()}
-    stored = resolve(dict(view.config), view.names, view.name, untie=True)
+    stored = resolve(dict(view.config), list(view), view.name, untie=True)
     readers, names = _maps(module, stored), names_in(module, stored)
     axes = {name: measured.axes[reader] for name, reader in readers.items() if reader in measured.axes}
     inputs = dict.fromkeys(axes.values())

@@ -47,9 +47,9 @@ def of_weights(case: Case, progress: Progress | None = None, norms: bool = True)
 
 def _values(case: Case, name: str, model: View, progress: Progress | None) -> Iterator[Cause]:
     """NaN, infinity, and numbers that float16 does not hold."""
-    for number, tensor_name in enumerate(model.names):
+    for number, tensor_name in enumerate(model):
         if progress is not None:
-            progress("reading", number, len(model.names))
+            progress("reading", number, len(model))
         tensor = model[tensor_name]
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -81,7 +81,7 @@ def _own_head(patient: View) -> Iterator[Cause]:
     if find(patient.config) is None:
         return
     head = patient.tied_head
-    if head is None or head not in patient.names:
+    if head is None or head not in patient:
         return
     info = next((info for info in patient.architecture.tensors() if info.name in _embeddings(patient, head)), None)
     if info is not None and not torch.equal(patient[info.name], patient[head]):
