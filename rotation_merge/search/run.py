@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -194,7 +192,7 @@ class Search:
         began = time.perf_counter()
         candidate = self.candidates.ready(candidate, max((self.deadline - began) / 2, 1.0))
         text = candidate.recipe(self.config.dtype)
-        key, place = self._key(text, self.samples_mark), self._place(candidate.name)
+        key, place = [text, self.samples_mark], self._place(candidate.name)
         if (record := self._record(f"{place.name}.{JUDGED}", key)) is not None:
             return Trial(**{**record, "figures": Figures(**record["figures"])})
         self._make(candidate.name, text)
@@ -217,11 +215,11 @@ class Search:
     def _make(self, name: str, text: str) -> None:
         """Merge a recipe into the candidate's folder, unless it is done."""
         place = self._place(name)
-        if place.is_dir() and self._record(f"{place.name}.{MERGED}", self._key(text)) is not None:
+        if place.is_dir() and self._record(f"{place.name}.{MERGED}", [text]) is not None:
             return
         shutil.rmtree(place, ignore_errors=True)
         merge_recipe(text, str(place), tokenizer=True, device=self.config.device)
-        self.work.put(f"{place.name}.{MERGED}", {"key": self._key(text)})
+        self.work.put(f"{place.name}.{MERGED}", {"key": [text]})
 
     def _measured(self, model: Any) -> Figures:
         """Measure the score and the forgetting of a merge."""
@@ -238,15 +236,14 @@ class Search:
         """The folder of a candidate merge."""
         return self.work.file("".join(c if c.isalnum() else "-" for c in name))
 
-    def _record(self, name: str, key: str) -> dict[str, Any] | None:
-        """The facts that a search with the same options stored; None if there are none, or those of another key."""
-        facts = self.work.get(name)
-        if facts is None or facts.pop("key", None) != key:
-            return None
-        return dict(facts)
+    def _record(self, name: str, key: list[str]) -> dict[str, Any] | None:
+        """The facts that this search stored before it was interrupted; None if there are none, or those of another key.
 
-    def _key(self, *of: str) -> str:
-        return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
+        Args:
+            key: the recipe, and the samples that judged it.
+        """
+        facts = self.work.get(name)
+        return None if facts is None or facts.pop("key", None) != key else facts
 
     # --- the end -----------------------------------------------------------------------------------------------
 
