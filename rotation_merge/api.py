@@ -48,9 +48,8 @@ from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
 from rotation_merge.run.functions import Batch, module_of, unlabelled
-from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.measure import MeasureConfig, measured
-from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
+from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.search.config import MergeConfig
 from rotation_merge.search.job import SearchConfig, usual_data

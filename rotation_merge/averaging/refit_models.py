@@ -39,9 +39,10 @@ from rotation_merge.run.data import (
 )
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, empty_model
-from rotation_merge.run.generated_samples import SELF, SYNTHETIC, writes_text
+from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
+from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress, listener
 

@@ -14,7 +14,8 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
 from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.generated_samples import SELF, writes_text
+from rotation_merge.run.generated_samples import writes_text
+from rotation_merge.run.sample_kinds import SELF
 
 AT_ONCE = 16
 HELD_OUT = 0.25

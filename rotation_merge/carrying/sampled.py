@@ -39,9 +39,9 @@ from rotation_merge.model.view import View
 from rotation_merge.run.data import Samples, data_hash, read_samples, unpadded
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, architecture_of, copy_parameters
-from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
+from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.workers import Progress
 
 CROSS_ENTROPY = ("next token", "masked token", "class")

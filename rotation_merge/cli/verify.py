@@ -56,7 +56,7 @@ def command(
     inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
         from rotation_merge.run.data import read_samples
-        from rotation_merge.run.generated_samples import SELF
+        from rotation_merge.run.sample_kinds import SELF
 
         if data == SELF and a.is_large:
             problem = "is too large to be held in memory, so it cannot write text"

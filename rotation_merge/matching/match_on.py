@@ -36,9 +36,9 @@ from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.data import SAMPLES, Data, read_samples, unpadded
 from rotation_merge.run.functions import Batch, load, unlabelled
-from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import Progress
 

@@ -17,8 +17,8 @@ from rotation_merge.run.arrays import by_rows, joined, word_mask
 from rotation_merge.run.data_checks import check_batches, check_inputs
 from rotation_merge.run.examples import read_examples, tokenizer_of
 from rotation_merge.run.functions import Batch, empty_model, load, module_of, predicts_next, unlabelled
-from rotation_merge.run.generated_samples import SELF, SYNTHETIC, self_written, synthetic_images
-from rotation_merge.run.sample_kinds import KINDS, SAMPLES
+from rotation_merge.run.generated_samples import self_written, synthetic_images
+from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SELF, SYNTHETIC
 from rotation_merge.run.sentence import is_sentence_model
 
 Samples = Any

@@ -8,14 +8,10 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
-from rotation_merge.run import sample_kinds
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import check_answers, device_of, fused_attention, outputs
 from rotation_merge.run.images import image_shape, normalisation
 from rotation_merge.workers import listener
-
-SOURCES = SELF, SYNTHETIC = sample_kinds.SOURCES
-"""Words that stand where a file may."""
 
 AT_ONCE = 64
 """Sequences that are written together."""

@@ -34,11 +34,10 @@ from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
 from rotation_merge.run.fisher import FISHER, LabelScores, fisher_diagonals
 from rotation_merge.run.functions import Batch, architecture_of, empty_model, load, streamed_model
-from rotation_merge.run.generated_samples import SELF
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.sample_kinds import SAMPLES, Statistic
+from rotation_merge.run.sample_kinds import SAMPLES, SELF, Statistic
 from rotation_merge.run.statistics import NAME, SPACE, Statistics, first_readers, write_error
 from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress, free_memory

@@ -15,8 +15,8 @@ from rotation_merge.matching.fit import fit
 from rotation_merge.matching.options import FitConfig
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import read_samples
-from rotation_merge.run.generated_samples import SELF, SOURCES
 from rotation_merge.run.measure import MeasureConfig, measured, model_for
+from rotation_merge.run.sample_kinds import SELF, SOURCES
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.preparation import FAR, SHARED, Parents
 from rotation_merge.workers import listener

@@ -15,7 +15,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.open import parse_reference
 from rotation_merge.run.functions import load, local_path, read_config
-from rotation_merge.run.generated_samples import SELF, SYNTHETIC
+from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.config import MergeConfig
 
 CHANGEABLE = ("budget", "device", "out")

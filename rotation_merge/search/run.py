@@ -25,7 +25,7 @@ from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash
 from rotation_merge.run.evaluate import keep_figures
-from rotation_merge.run.generated_samples import SELF, SYNTHETIC
+from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, Candidates
 from rotation_merge.search.job import SearchConfig
 from rotation_merge.search.judge import Figures
