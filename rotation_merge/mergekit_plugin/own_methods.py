@@ -135,7 +135,7 @@ def _opened(model: View, setting: str | None, method: OwnMethod) -> Statistics:
     places = [os.path.join(beside, NAME)] if setting is None else [setting, os.path.join(beside, setting)]
     path = next((place for place in places if os.path.isfile(place)), None)
     if setting is not None and HubFile.of(setting) is not None and not os.path.isfile(places[1]):
-        path = local_file(setting, model.options.transformers_cache)
+        path = local_file(setting, model.files.options.transformers_cache if model.files else None)
     kinds = "" if method.statistics == "gram" else f" --kinds {method.statistics}"
     out = f" --out {setting}" if setting and path is None else ""
     hint = ", and name the file that it writes under 'statistics'" if setting and path is not None else ""

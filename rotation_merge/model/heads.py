@@ -125,7 +125,7 @@ def heads_of_teachers(merged: View, teachers: Sequence[View]) -> list[View | Non
         RotationMergeError: teachers cannot be told apart by their names.
     """
     known: Mapping[str, ModelLike] = merged.heads
-    if merged.is_stored and merged.adapter is None:
+    if merged.files is not None and merged.is_stored and merged.files.adapter is None:
         folder = os.path.join(merged.folder, HEADS)
         names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
         known = {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}

@@ -225,11 +225,11 @@ def check_own_base(view: View, further_bases: Iterable[View] = (), remedy: str =
     Raises:
         CheckpointError: names its base and the model that it stands on.
     """
-    if view.files is None or view.adapter is None or view.files.options.allow_crimes:
+    if view.files is None or view.files.adapter is None or view.files.options.allow_crimes:
         return
     plain = view.files.reference.model_copy(update={"lora": None})
     base = open_model(plain, unsupported="merge", options=view.files.options)
-    check_base(view.adapter, [*further_bases, base], view.name, open_model, remedy)
+    check_base(view.files.adapter, [*further_bases, base], view.name, open_model, remedy)
 
 
 def several(models: Any, of: str = "models", single: tuple[type, ...] = ()) -> list[Any]:

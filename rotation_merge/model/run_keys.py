@@ -51,7 +51,8 @@ def unchanged(models: Iterable[View]) -> Iterator[None]:
 
 def stamps_of(model: View, endings: tuple[str, ...] = READ) -> Stamps:
     """Stamps of the files that a stored model is read from; of a model in memory there are none."""
-    folders = [] if model.files is None else [model.files.folder, *([model.adapter.path] if model.adapter else [])]
+    adapter = None if model.files is None else model.files.adapter
+    folders = [] if model.files is None else [model.files.folder, *([] if adapter is None else [adapter.path])]
     names = ((folder, name) for folder in folders for name in sorted(os.listdir(folder)) if name.endswith(endings))
     return _stamps(os.path.join(folder, name) for folder, name in names)
 

@@ -146,11 +146,6 @@ class View(Tensors):
         return ModelReference(model=ModelPath(path=self.name))
 
     @property
-    def options(self) -> MergeOptions:
-        """mergekit's options that it was opened with."""
-        return MergeOptions() if self.files is None else self.files.options
-
-    @property
     def folder(self) -> str:
         """The folder of its files.
 
@@ -160,11 +155,6 @@ class View(Tensors):
         if self.files is None:
             raise CheckpointError("is in memory", where=self.name, remedy="give its folder")
         return self.files.folder
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that is merged into its weights."""
-        return None if self.files is None else self.files.adapter
 
     @property
     def modules(self) -> list[dict[str, Any]]:

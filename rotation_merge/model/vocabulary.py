@@ -138,7 +138,8 @@ def vocabulary_size(model: View) -> int | None:
 
 def tokens_of(model: View) -> Mapping[str, int] | None:
     """Tokens and their ids; None if no tokenizer can be loaded."""
-    tokenizer = None if model.files is None else tokenizer_in(model.folder, model.options.trust_remote_code)
+    files = model.files
+    tokenizer = None if files is None else tokenizer_in(files.folder, files.options.trust_remote_code)
     return None if tokenizer is None else tokenizer.get_vocab()
 
 
