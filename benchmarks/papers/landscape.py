@@ -126,7 +126,7 @@ class Two:
 def moved(anchor: Any, donor: Any, options: AlignConfig) -> tuple[State, State, State]:
     """Weights of two modules as `Two.moved` has them."""
     alignment = rm.align(anchor, donor, options)
-    folded = replace(alignment, transforms={}).without_biases()
+    folded = replace(alignment, transforms={})
     views = alignment.apply_anchor(anchor), folded.apply(donor), alignment.apply(donor)
     return tuple(view.state_dict() for view in views)  # type: ignore[return-value]
 

@@ -124,8 +124,8 @@ class Delta:
         Raises:
             AlignmentError: it is of another base than the alignment's donor, or of the language half of a model.
         """
-        start, maps = self._settled(), alignment.without_biases()
-        return start.moved(maps, maps.apply(start.base, dtype, strict), strict)
+        start = self._settled()
+        return start.moved(alignment, alignment.apply(start.base, dtype, strict), strict)
 
     def _settled(self) -> Delta:
         """The change for its own base, after moving if it is moved."""

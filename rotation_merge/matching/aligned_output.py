@@ -46,7 +46,7 @@ def reported(pair: Pair, alignment: Alignment) -> Alignment:
         alignment = recorded(pair.architecture, *pair.sources, alignment)
     run.aligned(name, alignment)
     report = pair_report(pair, run, yaml.safe_dump(asdict(pair.options), sort_keys=False))
-    basis, metadata = pair.basis(alignment.folded), file_metadata(report, name)
+    basis, metadata = pair.basis(), file_metadata(report, name)
     return replace(alignment, report=report, metadata=metadata, basis=basis)
 
 

@@ -17,15 +17,13 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files import Output, check_output, replacing
-from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.basis import Basis, Identity, IdentityFacts
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
 from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.matching.stream import Transforms, random_gauge
-from rotation_merge.model.biases import holders
-from rotation_merge.model.forms import named_as, names_in
+from rotation_merge.model.forms import names_in
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import in_class_order
 from rotation_merge.model.language_half import within
@@ -36,9 +34,7 @@ from rotation_merge.record import MergeReport, SpaceRow, read_as
 from rotation_merge.run.statistics import Statistics, has_format
 from rotation_merge.symmetry.transform import packed, unpacked
 
-FORMAT = "rotation_merge.alignment.7"
-BIASES = "bias of the anchor|", "bias of the donor|"
-"""What the names of the two models' biases begin with in a file."""
+FORMAT = "rotation_merge.alignment.8"
 
 WRITE, AGAIN = "write it with 'rotation-merge align'", "write it again with 'rotation-merge align'"
 """Remedies for what is no alignment file, and for one that is of no use."""
@@ -116,7 +112,7 @@ class Alignment:
         opened = open_model(model, "model", untie=untie)
         pair = check_pair(opened, opened, AlignConfig.of(config, options), untie=untie)
         transforms = random_gauge(opened.architecture, pair.options, torch.Generator().manual_seed(seed))
-        return cls(transforms, pair.folded, notes=pair.notes, basis=pair.basis(pair.folded)).without_biases()
+        return cls(transforms, pair.folded, notes=pair.notes, basis=pair.basis())
 
     def moves_streams(self, architecture: Architecture) -> bool:
         """Whether a stream moves that is read by layers which are not moved.
@@ -187,12 +183,8 @@ class Alignment:
         Also moves the anchor's statistics. Arguments and errors as for `apply`.
         """
         basis = self.known_basis
-        still = replace(basis, donor=basis.anchor, biases={}, donor_biases={}, rows={})
+        still = replace(basis, donor=basis.anchor, rows={})
         return replace(self, transforms={}, basis=still)._moved(anchor, dtype, strict)
-
-    def without_biases(self) -> Alignment:
-        """The same alignment without the anchor's biases: a moved donor keeps its own."""
-        return replace(self, basis=replace(self.known_basis, biases={}, donor_biases={}))
 
     def _moved(self, donor: ModelLike, dtype: torch.dtype | None, strict: bool) -> Any:
         """A view of a model, or the statistics of one, moved; arguments and errors as for `apply`."""
@@ -210,8 +202,7 @@ class Alignment:
                 where=statistics.path,
                 remedy="measure that model, or apply(..., strict=False) to move those of a fine-tune by the same maps",
             )
-        maps, biases = (self.transforms, self.folded), (basis.biases, basis.donor_biases)
-        moved = moved_statistics(statistics, basis.with_head, *maps, biases, basis.rows, dtype)
+        moved = moved_statistics(statistics, basis.with_head, self.transforms, self.folded, basis.rows, dtype)
         mark = self._moved_fingerprint(str(fingerprint)) if strict else ""
         return replace(moved, metadata={**statistics.metadata, "fingerprint": mark})
 
@@ -222,16 +213,15 @@ class Alignment:
         """
         if not self.transforms and not self.folded:
             return fingerprint
-        tensors = {**packed(self.transforms)[0], **self.known_basis.biases}
+        tensors = packed(self.transforms)[0]
         mark = Fingerprint()
         mark.complete(tensors, tensors)
         return mark.hexdigest({"of": fingerprint, "folded": self.folded, "rows": self.known_basis.rows})
 
     def _view(self, donor: View, dtype: torch.dtype | None, strict: bool) -> View:
-        """A view of the opened donor: folded, transformed, with the anchor's biases, rounded once."""
+        """A view of the opened donor: folded, transformed, rounded once."""
         architecture, basis = donor.architecture, self.known_basis
-        biases = named_as(architecture, basis.biases, basis.architecture) if basis.biases else None
-        mover = Mover(architecture, donor.tensors, self.transforms, self.folded, biases)
+        mover = Mover(architecture, donor.tensors, self.transforms, self.folded)
         left_out = frozenset((donor.text or donor).unread if self.moves_streams(architecture) else ())
         notes = (not_written(sorted(left_out)),) if left_out else ()
         changes = {"left_out": left_out, "notes": notes, "report": self.report, "folded": self.folded}
@@ -253,22 +243,19 @@ class Alignment:
     def inverse(self) -> Alignment:
         """The alignment that moves the moved donor back, with unchanged outputs.
 
-        Folded gains and the anchor's biases remain: `irreversible_notes` names them. The result is for the output of
+        Folded gains remain: `irreversible_notes` names them. The result is for the output of
         `apply`, so its basis has no fingerprint of a donor.
         """
         basis = self.known_basis
         turned = {name: transform.inverse() for name, transform in self.transforms.items()}
         rows = {name: (dim, tuple(torch.tensor(row).argsort().tolist())) for name, (dim, row) in basis.rows.items()}
         unknown = Identity(basis.donor.name)
-        back = replace(basis, donor=unknown, anchor=unknown, biases={}, donor_biases={}, rows=rows)
+        back = replace(basis, donor=unknown, anchor=unknown, rows=rows)
         return Alignment(turned, self.folded, notes=tuple(self.irreversible_notes()), basis=back)
 
     def irreversible_notes(self) -> list[str]:
         """Lines on what `inverse` cannot restore; empty if it restores everything up to rounding."""
-        lines = [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
-        if self.basis is not None and self.basis.biases:
-            lines.append("Biases that have no effect under softmax are the anchor's.")
-        return lines
+        return [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
 
     @property
     def known_basis(self) -> Basis:
@@ -312,8 +299,6 @@ class Alignment:
         tensors, kinds = packed(self.transforms)
         dtype = torch.float16 if half else torch.float64
         tensors |= {key: x.to(dtype) for key, x in tensors.items() if x.is_floating_point() and x.ndim == 3}
-        for prefix, biases in zip(BIASES, (basis.biases, basis.donor_biases), strict=True):
-            tensors |= {f"{prefix}{name}": bias for name, bias in biases.items()}
         still = {name: "" for name in _asked(basis.architecture) if name not in kinds}
         head = Head(
             family=basis.architecture.family,
@@ -383,9 +368,9 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
     """
     with opened_file(str(path)) as (head, file):
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        basis = _basis(head, tensors)
+        basis = _basis(head)
         architecture = architecture or basis.architecture
-        _check_basis(basis, architecture)
+        _check_basis(basis)
         if head.family != architecture.family:
             problem = f"was made for {head.family} models, not for {architecture.family}"
             raise AlignmentError(problem, remedy="use another file")
@@ -445,29 +430,17 @@ def _head(meta: Mapping[str, str]) -> Head:
     return read_as(Head, json.loads(meta["head"]))
 
 
-def _basis(head: Head, tensors: dict[str, Tensor]) -> Basis:
-    """The file's facts on its models; their biases are taken out of the tensors."""
-    biases = [
-        {key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
-        for prefix in BIASES
-    ]
+def _basis(head: Head) -> Basis:
+    """The file's facts on its models."""
     anchor, donor = (Identity(*facts) for facts in head.models)
-    return Basis(head.config, head.shapes, head.untie, anchor, donor, biases[0], biases[1], head.rows)
+    return Basis(head.config, head.shapes, head.untie, anchor, donor, head.rows)
 
 
-def _check_basis(basis: Basis, architecture: Architecture) -> None:
-    """Check the class order (a permutation) and the biases (those of the architecture, finite)."""
+def _check_basis(basis: Basis) -> None:
+    """Check that the class order is a permutation."""
     for name, (_, order) in basis.rows.items():
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
-    infos = (info for block in architecture.blocks for info in holders(block))
-    known = {name for info in infos for name in info.names if name in basis.shapes}
-    odd = basis.donor_biases.keys() - basis.biases.keys()  # a language half has fewer than its anchor
-    if odd := odd | (known ^ basis.biases.keys() if basis.biases else set()):
-        raise AlignmentError(f"is damaged: the bias '{min(odd)}' is missing in its head or among its tensors")
-    for name, bias in (*basis.biases.items(), *basis.donor_biases.items()):
-        if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
-            raise AlignmentError(f"would change the models' outputs: the bias '{name}' is damaged")
 
 
 def _transforms(tensors: Mapping[str, Tensor], head: Head, architecture: Architecture) -> Transforms:

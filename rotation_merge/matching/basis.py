@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,12 +12,9 @@ from torch import Tensor
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import AlignmentError
-from rotation_merge.model.apply import read_tensor, unstack
-from rotation_merge.model.biases import holders
-from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.labels import LabelRows
 from rotation_merge.model.run_keys import stamps_of
-from rotation_merge.model.tensors import Tensors, TensorSource, checksum
+from rotation_merge.model.tensors import Tensors, checksum
 from rotation_merge.model.view import View, described
 
 IdentityFacts = tuple[str, str, dict[str, str]]
@@ -109,9 +106,6 @@ class Basis:
         shapes: of the anchor's tensors, by name.
         untie: whether heads that share an embedding's tensor are given one of their own.
         anchor, donor: which models they are.
-        biases: of the anchor by name, folded where the alignment folds: those that softmax cannot see, which a moved
-            donor is given (`model/biases.py`); empty: it keeps its own.
-        donor_biases: the donor's biases that `biases` replaces, by the same names; statistics are moved by both.
         rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
     """
 
@@ -120,8 +114,6 @@ class Basis:
     untie: bool
     anchor: Identity
     donor: Identity
-    biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    donor_biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     rows: LabelRows = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -137,13 +129,3 @@ class Basis:
     def described_anchor(self) -> View:
         """The anchor without its tensors."""
         return described(self.anchor.name, self.config, self.architecture, self.shapes)
-
-
-def hidden_biases(architecture: Architecture, source: TensorSource, streams: Sequence[str]) -> dict[str, Tensor]:
-    """A model's biases that softmax ignores, by name, with the gains of some streams folded."""
-    source = folded_tensors(architecture, source, streams)
-    biases: dict[str, Tensor] = {}
-    for info in (info for block in architecture.blocks for info in holders(block)):
-        if (bias := read_tensor(info, source)) is not None:
-            biases.update({name: piece.clone() for name, piece in unstack(info, bias).items()})
-    return biases

@@ -74,7 +74,7 @@ class Mixture:
         """
         anchor, *donors = self.parents
         pairs = zip(donors, transforms, strict=True)
-        self._moved = [anchor, *(moved_tensors(self.architecture, donor, maps, (), anchor) for donor, maps in pairs)]
+        self._moved = [anchor, *(moved_tensors(self.architecture, donor, maps) for donor, maps in pairs)]
         self._shares = coefficients.tolist()
         try:
             yield

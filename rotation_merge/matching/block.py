@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Space, TensorInfo
+from rotation_merge.architecture.model import Block, Part, Space, TensorInfo
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
@@ -19,8 +19,7 @@ from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.matrix_pairs import Side, SpaceMatch, Tensors, chunks, sides
 from rotation_merge.matching.neurons import match_experts, match_ffn
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import without_hidden_biases
+from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
 from rotation_merge.record import SpaceRow
 from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
@@ -140,8 +139,7 @@ def match_block(
         told: whether the report's rows are given, too; with them a move that rounding would undo is left out.
     """
     spaces = wanted_spaces(block, options)
-    names = {space.name for space in spaces}
-    anchor, donor = without_hidden_biases(block, anchor, names), without_hidden_biases(block, donor, names)
+    anchor, donor = compared(block, anchor), compared(block, donor)
     matching = _Matching(block, anchor, donor, options, streams or {})
     seconds = list[float]()
     for place, space in enumerate(spaces):
@@ -153,6 +151,25 @@ def match_block(
     return BlockMatch(
         matching.transforms, [row_of(block, space, matching.judged(space), took) for space, took in pairs]
     )
+
+
+def compared(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a block that matching looks at: with zeros for biases of keys that softmax does not see."""
+    result = dict(tensors)
+    for info in (info for info in block.tensors if len(info.axes) == 1 and info.key in tensors):
+        unseen = [bool(piece) and all(map(_unseen_key, piece)) for piece in info.axes[0].pieces]
+        if any(unseen):
+            pieces = zip(split_axis(tensors[info.key], 0, info.axes[0]), unseen, strict=True)
+            parts = [torch.zeros_like(piece) if hidden else piece for piece, hidden in pieces]
+            result[info.key] = join_axis(parts, 0, info.axes[0])
+    return result
+
+
+def _unseen_key(part: Part) -> bool:
+    """Whether a bias of this part adds the same to all logits of a query."""
+    space = part.space
+    free = not space.visible_bias and not space.rotary and space.norm is None
+    return space.kind == "attention" and part.role == "k" and free
 
 
 def linked(block: Block, spaces: list[Space]) -> list[Space]:

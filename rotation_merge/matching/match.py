@@ -21,13 +21,12 @@ import torch
 
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import BlockMatch, row_of, squared_distances
+from rotation_merge.matching.block import BlockMatch, compared, row_of, squared_distances
 from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import FLOOR, StreamSums, Transforms, residual_groups
 from rotation_merge.matching.visit import Step, Visits
 from rotation_merge.model.apply import read_block
-from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.record import SpaceRow
@@ -106,7 +105,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     transforms, model = alignment.transforms, BlockMatch({}, [])
     streams = {name: transform for name, transform in transforms.items() if name in architecture.streams}
     for block in architecture.blocks:
-        a, b = (without_hidden_biases(block, read_block(block, source), transforms) for source in (anchor, donor))
+        a, b = (compared(block, read_block(block, source)) for source in (anchor, donor))
         rows, before, after = [], (0.0, 0.0), (0.0, 0.0)
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}

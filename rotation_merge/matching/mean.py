@@ -14,14 +14,13 @@ import torch
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment, Transforms
-from rotation_merge.matching.block import named, wanted_spaces
+from rotation_merge.matching.block import named
 from rotation_merge.matching.match import match_model, recorded
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import without_biases
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.tensors import TensorSource, mean_of
+from rotation_merge.model.tensors import TensorSource, as_tensors, mean_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress, Spread, in_threads
 
@@ -57,10 +56,8 @@ def match_to_mean(
         with named(base, name):
             alignments[name] = matching(sources[base], sources[name], ledger=ledger.under(f"to the base/{name}"))
     folded = next((a.folded for a in alignments.values()), ())
-    matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     stored = {
-        name: without_biases(architecture, folded_tensors(architecture, source, folded), matched).cached()
-        for name, source in sources.items()
+        name: as_tensors(folded_tensors(architecture, source, folded)).cached() for name, source in sources.items()
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in alignments.items()}}
     spread = [_spread(architecture, stored, frames)]

@@ -1,4 +1,4 @@
-"""A model's tensors in other coordinates: folded, transformed, with the anchor's biases, rounded once."""
+"""A model's tensors in other coordinates: folded, transformed, rounded once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.model.apply import blockwise, moved_reader, read_tensor, reader
-from rotation_merge.model.biases import with_biases
 from rotation_merge.model.fold import Fold, required
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
@@ -24,11 +23,10 @@ def moved_tensors(
     source: TensorSource,
     transforms: Mapping[str, Transform],
     folded: Sequence[str] = (),
-    biases: TensorSource | None = None,
 ) -> Tensors:
     """A model in other coordinates, in float32 at least where it changes; arguments as the attributes of `Mover`."""
     tensors, fold = as_tensors(source), Fold(architecture, folded)
-    mover = Mover(architecture, tensors, transforms, folded, biases)
+    mover = Mover(architecture, tensors, transforms, folded)
     return blockwise(architecture, tensors, lambda block, info: mover.moved(block, info, tensors, fold))
 
 
@@ -39,8 +37,6 @@ class Mover:
     Attributes:
         architecture: by whose names the source's tensors are known.
         folded: streams whose norm gains are folded first.
-        biases: gives the anchor's biases that softmax cannot see, folded where the alignment folds; None: the model
-            keeps its own.
         least: the least precise type that results are rounded to in the end, which folding has to survive; None: that
             of each tensor.
     """
@@ -49,7 +45,6 @@ class Mover:
     source: TensorSource
     transforms: Mapping[str, Transform]
     folded: Sequence[str] = ()
-    biases: TensorSource | None = None
     least: torch.dtype | None = None
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -77,7 +72,4 @@ class Mover:
             known = block.tensor(key)
             return None if known is None or stored(key) is None else fold.tensor(block, known, stored)
 
-        moved = moved_reader(block, folded, self.transforms)
-        if self.biases is None:
-            return moved(info.key)
-        return with_biases(block, info, moved, reader(block, self.biases), self.transforms)
+        return moved_reader(block, folded, self.transforms)(info.key)

@@ -18,7 +18,7 @@ from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find, shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
-from rotation_merge.matching.basis import Basis, Identity, hidden_biases
+from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.stream import residual_groups
@@ -140,11 +140,10 @@ class Pair:
         anchor, donor = on_shared_rows(self.architecture, self.sources, self.shared)
         return anchor, donor
 
-    def basis(self, streams: Sequence[str]) -> Basis:
-        """Return the facts on both models that an alignment stores. Biases of folded streams are folded."""
-        anchor, donor = (hidden_biases(self.architecture, source, streams) for source in self.sources)
-        models = Identity.of(self.anchor), Identity.of(self.donor)
-        return Basis(self.anchor.config, self.anchor.shapes, self.untie, *models, anchor, donor, self.rows)
+    def basis(self) -> Basis:
+        """The facts on both models that an alignment stores."""
+        anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
+        return Basis(self.anchor.config, self.anchor.shapes, self.untie, anchor, donor, self.rows)
 
 
 def check_pair(

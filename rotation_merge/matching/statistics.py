@@ -1,8 +1,8 @@
 r"""Statistics of a donor, moved with the donor into the anchor's coordinates.
 
 If alignment moves a map's weight by ``W' = L_out W L_in``, the input moves by the inverse transpose of the transform on
-its axis, ``x' = M x + s``, where s is what the anchor's biases add. So the Gram of ``(x, 1)`` becomes ``A G A^T`` with
-``A = [[M, s], [0, 1]]``. A Fisher diagonal can only follow maps that do not mix coordinates.
+its axis, ``x' = M x``. So the Gram of ``(x, 1)`` becomes ``A G A^T`` with ``A = [[M, 0], [0, 1]]``. A Fisher diagonal
+can only follow maps that do not mix coordinates.
 
 What a norm gives to its readers is measured before gain and shift and moves as the stream does; gain and shift are
 those of the moved donor, ones and zeros where they are folded. So nothing is divided by a gain.
@@ -20,10 +20,9 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.stream import Transforms
-from rotation_merge.model.apply import moved_reader, reader, transform_axis, unstack
-from rotation_merge.model.biases import along, read_by, shifted
+from rotation_merge.model.apply import transform_axis, unstack
 from rotation_merge.model.labels import LabelRows, in_order
-from rotation_merge.model.tensors import Tensors, TensorSource, by_name
+from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, linear_maps
 from rotation_merge.run.statistics import Statistics, first_readers
 
@@ -33,7 +32,6 @@ def moved_statistics(
     architecture: Architecture,
     transforms: Transforms,
     folded: Collection[str] = (),
-    biases: tuple[TensorSource, TensorSource] = ({}, {}),
     rows: LabelRows | None = None,
     dtype: torch.dtype | None = None,
 ) -> Statistics:
@@ -43,8 +41,6 @@ def moved_statistics(
         architecture: by whose names the statistics go.
         transforms: by space name; each is looked up when a tensor that it moves is read.
         folded: the streams whose gains are folded.
-        biases: of the anchor and of the donor those that softmax cannot see, by name, folded; empty: the donor keeps
-            its own.
         rows: what puts the donor's classes into the anchor's order.
         dtype: of the moved numbers; None: as they are stored.
 
@@ -62,7 +58,7 @@ def moved_statistics(
         linear = readers[axis]
         if axis not in statistics.split:
             _check_gain(linear, folded)
-        return moved_gram(linear, statistics[f"{axis}.gram"], transforms, value_shift(linear, *biases, transforms))
+        return moved_gram(linear, statistics[f"{axis}.gram"], transforms)
 
     @lru_cache(1)
     def fisher(names: tuple[str, ...]) -> Tensor:
@@ -105,21 +101,16 @@ def _check_gain(linear: LinearMap, folded: Collection[str]) -> None:
         raise StatisticsError(problem, remedy=remedy)
 
 
-def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms, shift: Tensor | None = None) -> Tensor:
+def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms) -> Tensor:
     """The Gram of (x, 1) in the anchor's coordinates, (..., n + 1, n + 1), float64; experts in their new order.
 
     Args:
         linear: a map that reads x.
-        shift: what is added to x once it is moved, (n,).
     """
     moved, axis, dim = moved_experts(linear, gram.double(), transforms).clone(), linear.inputs, int(linear.stacked)
     if axis.parts:
         moved[..., :-1, :] = transform_axis(moved[..., :-1, :], dim, axis, transforms, dual=True)
         moved[..., :-1] = transform_axis(moved[..., :-1], dim + 1, axis, transforms, dual=True)
-    if shift is not None:
-        shift = shift.to(moved)
-        moved[..., :-1, :] += shift[:, None] * moved[..., -1:, :]
-        moved[..., :-1] += moved[..., -1:] * shift
     return moved
 
 
@@ -149,17 +140,3 @@ def moved_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms, fol
         if axis.parts:
             root = transform_axis(root, dim, axis, transforms, dual=True)
     return root.square()
-
-
-def value_shift(linear: LinearMap, anchor: TensorSource, donor: TensorSource, transforms: Transforms) -> Tensor | None:
-    """The shift, (in,), that the anchor's value bias adds to a map's inputs; None if nothing is added.
-
-    Args:
-        anchor, donor: biases of the models, by name, folded where the donor is moved.
-    """
-    hidden = read_by(linear.block, linear.info)
-    if hidden is None or hidden.space.name not in transforms:
-        return None
-    moved = moved_reader(linear.block, reader(linear.block, donor), transforms)
-    shift = shifted(hidden, moved, reader(linear.block, anchor))
-    return None if shift is None else along(hidden, linear.info, linear.reads, shift)

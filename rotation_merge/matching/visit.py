@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.block import (
+    BlockMatch,
+    check_finite,
+    match_block,
+    squared_distances,
+    wanted_spaces,
+)
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import StreamMeasurement, StreamSums, Transforms, measured
 from rotation_merge.model.apply import at_least_float32, read_block, transform_tensor
-from rotation_merge.model.biases import without_hidden_biases
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
@@ -131,7 +136,7 @@ class Visits:
     def _plain(self, step: Step, block: Block) -> StreamSums:
         """The sums of a plain block, which is measured once."""
         if block.name not in self.known:
-            parts = self._parts(block, set())
+            parts = self._parts(block)
             self.known[block.name] = [x for part, a, b in parts for x in measured(part, a, b, step.streams)]
         return StreamSums.of(self.known[block.name], step.streams, step.equal)
 
@@ -142,7 +147,7 @@ class Visits:
 
         Tensors have the roots of their weights as factors, in place; not those that are stored without an offset.
         """
-        ((_, anchor, donor),) = self._parts(block, matched)
+        ((_, anchor, donor),) = self._parts(block)
         factors = {i.key: weights[i.name] for i in block.tensors if matched and i.name in weights and not i.offset}
         for tensors in (anchor, donor):
             tensors |= {k: at_least_float32(tensors[k]) * w**0.5 for k, w in factors.items() if k in tensors}
@@ -155,7 +160,7 @@ class Visits:
     def _last(self, streams: Transforms, block: Block, options: AlignConfig, matched: set[str]) -> BlockMatch:
         """Match the local spaces without weights under the streams' transforms."""
         result = BlockMatch({}, [])
-        for part, anchor, donor in self._parts(block, matched) if streams or matched else ():
+        for part, anchor, donor in self._parts(block) if streams or matched else ():
             before, norm = squared_distances(part, anchor, donor, {}) if streams else (0.0, 0.0)
             for info in (info for info in part.tensors if info.key in donor):  # turned once, not for every look at it
                 donor[info.key] = transform_tensor(donor[info.key], info, streams)
@@ -164,7 +169,7 @@ class Visits:
             result = result.plus(replace(match, whole=(before, after, norm)))
         return result
 
-    def _parts(self, block: Block, matched: set[str]) -> Iterator[Part]:
+    def _parts(self, block: Block) -> Iterator[Part]:
         """A block with the tensors of both models; of a plain one, long vocabularies follow in slices."""
         slices = self._slices(block) if self.is_plain(block) else {}
         with self._reading:
@@ -173,7 +178,7 @@ class Visits:
             else:
                 anchor, donor = (read_block(block, source) for source in self._sources)
         if not slices:
-            yield _checked(block, anchor, donor, matched)
+            yield _checked(block, anchor, donor)
             return
         axes = vocabulary_axes(block.tensors)
         short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in slices))
@@ -182,7 +187,7 @@ class Visits:
             sources = stored if rows is None else [with_rows(source, axes, rows) for source in stored]
             folded = (folded_tensors(self.architecture, source, self.folded) for source in sources)
             anchor, donor = (read_block(part, source) for source in folded)
-            yield _checked(part, anchor, donor, matched)
+            yield _checked(part, anchor, donor)
 
     def _slices(self, block: Block) -> dict[str, list[slice]]:
         """The slices of long vocabularies, by the keys of their tensors."""
@@ -196,9 +201,8 @@ class Visits:
         return {key: slices for key, slices in result.items() if slices}
 
 
-def _checked(block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], matched: Collection[str]) -> Part:
-    """Tensors that are compared: finite ones, but for biases that softmax does not see."""
+def _checked(block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> Part:
+    """Tensors that are compared, all of them finite."""
     check_finite(block, anchor, "anchor")
     check_finite(block, donor, "donor")
-    first, second = (dict(without_hidden_biases(block, tensors, matched)) for tensors in (anchor, donor))
-    return block, first, second
+    return block, anchor, donor

@@ -19,7 +19,6 @@ from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin.donors import progress_bar
 from rotation_merge.mergekit_plugin.views import RecipeViews
-from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
@@ -154,14 +153,11 @@ def _moved(views: RecipeViews, model: ModelReference, stored: Statistics) -> Sta
     names = {new: old for out in views.blocks_of(model) for new, old in out.names_in(model).items()}
     rows = views.session.models[model].rows
     buffers = [new for new, old in names.items() if old in stored.metadata.get("buffers", ())]
-    sources = ({}, {}) if model in views.origins else (views.anchor, views.stored[model])
-    anchor, donor = (folded_tensors(views.architecture, source, views.folded) for source in sources)
     return moved_statistics(
         replace(stored.renamed(names), metadata={**stored.metadata, "buffers": buffers}),
         views.architecture,
         views.transforms.get(model, {}),
         views.folded,
-        (anchor, donor),
         {new: rows[old] for new, old in names.items() if old in rows},
         torch.float64,
     )

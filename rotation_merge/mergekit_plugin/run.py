@@ -189,7 +189,7 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
         report = run.report(models[0], "none", options, models=origins(models))
         metadata = known.metadata if known is not None else file_metadata(report, str(models[1]))
         figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
-        alignment = Alignment(maps, folded, *figures, basis=pair.basis(folded), metadata=metadata)
+        alignment = Alignment(maps, folded, *figures, basis=pair.basis(), metadata=metadata)
         alignment.save(path, {KEPT_BY: "save_alignment"})
 
 

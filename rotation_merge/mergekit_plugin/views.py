@@ -294,8 +294,7 @@ class RecipeViews:
         stored, alignment = self.stored[model], Alignment(self.transforms.get(model, {}), self.folded)
         least = self.recipe.least_dtype if self.folded else None
         if (origin := self.origins.get(model)) is None:
-            biases = folded_tensors(self.architecture, self.anchor, self.folded)
-            return Mover(self.architecture, stored, alignment.transforms, self.folded, biases, least).tensor
+            return Mover(self.architecture, stored, alignment.transforms, self.folded, least).tensor
         base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
         donor = self.donors[model]
         tuned = padded_as(stored, origin, self.architecture)

@@ -64,7 +64,7 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     if alignment.folded:
         anchor = folded_tensors(architecture, anchor, alignment.folded)
         donor = folded_tensors(architecture, donor, alignment.folded)
-    aligned = moved_tensors(architecture, donor, alignment.transforms, (), anchor)
+    aligned = moved_tensors(architecture, donor, alignment.transforms)
     whole = torch.zeros(5, dtype=torch.float64)
     for block in architecture.blocks:
         a, b = read_block(block, anchor), read_block(block, donor)

@@ -297,10 +297,6 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         rm.Alignment.load(path)
 
 
-def bias(tensors: Tensors) -> str:
-    return next(key for key in tensors if key.startswith("bias of the anchor|"))
-
-
 def of_stream(name: str) -> Callable[[Tensors, dict[str, Any]], object]:
     """A file that moves the stream by a tensor of this name."""
 
@@ -312,9 +308,6 @@ def of_stream(name: str) -> Callable[[Tensors, dict[str, Any]], object]:
 
 
 DAMAGED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
-    "no bias": (lambda x, _: x.pop(bias(x)), "is missing in its head"),
-    "bias of the donor alone": (lambda x, _: x.update({"bias of the donor|x": torch.ones(1)}), "is missing in its"),
-    "bias of NaN": (lambda x, _: x[bias(x)].fill_(torch.nan), "bias '.*' is damaged"),
     "class twice": (lambda _, head: head.update(rows={"classifier.weight": [0, [0, 0]]}), "loses classes"),
     "smaller stream": (of_stream("map.matrix"), "space 'residual' does not belong to the group"),
     "no element": (of_stream("odd:matrix"), "no group element"),
@@ -328,7 +321,7 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
 
 @pytest.fixture(scope="module")
 def berts(tmp_path_factory: pytest.TempPathFactory) -> tuple[rm.Alignment, Any]:
-    """The alignment of two models with biases that softmax ignores, and the anchor's architecture."""
+    """The alignment of two models, and the anchor's architecture."""
     folder = tmp_path_factory.mktemp("berts")
     anchor, donor = (checkpoint("bert", "classifier", folder / str(seed), seed=seed) for seed in range(2))
     return rm.align(anchor.path, donor.path, heads="permutation"), anchor.architecture

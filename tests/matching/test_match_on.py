@@ -75,7 +75,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
         for m in (model.state_dict(), other.state_dict())
     ]
     found = ActivationMatcher("activations", lambda: (rows[0], rows[1]))(architecture, *states, options)
-    blank = rm.align(model, other, attention="none", ffn="none", scaling=False).without_biases()
+    blank = rm.align(model, other, attention="none", ffn="none", scaling=False)
     close(model.state_dict(), replace(blank, transforms=found.transforms).apply(other).state_dict())
 
 

@@ -17,11 +17,10 @@ from rotation_merge.architecture.model import Architecture, Block, Space, Tensor
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale, cost
-from rotation_merge.matching.block import STILL, check_finite, match_block, squared_distances
+from rotation_merge.matching.block import STILL, check_finite, compared, match_block, squared_distances
 from rotation_merge.matching.neurons import Neurons, match_experts, match_ffn, proven_order
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import block_hidden_biases
 from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import admitted
 
@@ -264,8 +263,7 @@ def test_records_say_what_applying_gives(heads: str, attention: str, family: str
     assert [row.kind for row in match.rows] == ["attention"] * ((attention, heads) != ("none", "none")) + ["ffn"]
     for row in match.rows:
         space = next(s for s in block.spaces.values() if s.name == row.space)
-        hidden = {bias.info.key for bias in block_hidden_biases(block) if bias.space == space}
-        seen = [{key: x for key, x in model.items() if key not in hidden} for model in (anchor, donor)]
+        seen = [compared(block, model) for model in (anchor, donor)]
         for transforms, value in (({}, row.distance_before), (match.transforms, row.distance_after)):
             apart, norm = squared_distances(block, *seen, transforms, [space])
             assert (apart**0.5, norm**0.5) == pytest.approx((value, row.anchor_norm), rel=1e-6)
