@@ -35,6 +35,9 @@ BYTES_FOLDED = 20
 """As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
 layer of 8B shape takes 28 at its peak: workers then have 0.7 of what is free."""
 
+PROBED = 1 << 16
+"""Bytes of a model that are kept from the question on which device it lies."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -87,8 +90,8 @@ class Visits:
 
     @cached_property
     def _stored(self) -> list[TensorSource]:
-        sources = (self.anchor, self.donor)
-        return [source if self.device is None else as_tensors(source).on(self.device) for source in sources]
+        sources = [as_tensors(source) for source in (self.anchor, self.donor)]
+        return [(s if self.device is None else s.on(self.device)).cached(PROBED) for s in sources]
 
     @cached_property
     def _sources(self) -> list[TensorSource]:
