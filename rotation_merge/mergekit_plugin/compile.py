@@ -7,7 +7,7 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,8 +55,8 @@ class CompiledRecipe(MergeConfiguration):
         return list(dict.fromkeys([self.base_model, *models]))
 
 
-class FlatModule(ModuleArchitecture):
-    """One module of the output as a list of tensors: views have its names, whatever layers their tensors come from.
+class AlignedModule(ModuleArchitecture):
+    """One module of the output, in every model of a recipe: views have the output's names and layers.
 
     Attributes:
         apart: says of a tensor that it is written to a file of its own; for mergekit such a one is optional.
@@ -65,22 +65,29 @@ class FlatModule(ModuleArchitecture):
     def __init__(self, blocks: Sequence[Block], layers_key: str, apart: Callable[[str], bool]) -> None:
         self.blocks, self.layers_key, self.apart = blocks, layers_key, apart
 
-    def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+    def _weights(self, place: str, index: int | None = None) -> list[WeightInfo]:
         return [
             WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis, optional=self.apart(name))
             for block in self.blocks
+            if (block.place, block.index) == (place, index)
             for info in block.tensors
             for name in info.names
         ]
 
-    def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
-        return []
+    def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("before")
 
     def post_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
-        return []
+        return self._weights("after")
+
+    def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("layer", index)
 
     def num_layers_config_key(self) -> str:
         return self.layers_key
+
+    def num_layers(self, config: PretrainedConfig) -> int:
+        return len({block.index for block in self.blocks} - {None})
 
 
 def described(views: RecipeViews) -> ModelArchitecture:
@@ -92,7 +99,7 @@ def described(views: RecipeViews) -> ModelArchitecture:
         blocks = [block for block in architecture.blocks if block.module == name]
         # not where the config counts layers that share one stored layer
         counts = bool(key) and evaluate(key, config) == len(views.base.architecture.layers(name))
-        modules[name] = ModuleDefinition(architecture=FlatModule(blocks, key if counts else "", apart))
+        modules[name] = ModuleDefinition(architecture=AlignedModule(blocks, key if counts else "", apart))
     return ModelArchitecture(
         modules=modules,
         architectures=list(config.get("architectures") or []),
@@ -136,7 +143,6 @@ class Delegated(MergeMethod):
         inner: the delegate.
         plain: whether it is not told that the anchor is the base.
         parameters: of each tensor that is merged, by its name.
-        sources: of each tensor the models that go into it; from all others comes the anchor's.
         finish: takes every tensor of the result by its name, and gives the one to write, if any.
     """
 
@@ -146,11 +152,9 @@ class Delegated(MergeMethod):
         inner: MergeMethod,
         plain: bool,
         parameters: Parameters,
-        sources: Mapping[str, Collection[ModelReference]],
         finish: Callable[[str, Tensor], Tensor | None],
     ) -> None:
-        self.inner, self.plain, self.finish = inner, plain, finish
-        self.parameters, self.sources = parameters, sources
+        self.inner, self.plain, self.parameters, self.finish = inner, plain, parameters, finish
         contract = InputContract(base=BasePolicy.OPTIONAL, min_inputs=0)
         self.spec = replace(inner.spec, name=name, parameters=(), contract=contract)
 
@@ -163,12 +167,11 @@ class Delegated(MergeMethod):
         return tuple(self.finish(str(group.metadata.name), self._merged(group, options)) for group in groups)
 
     def _merged(self, group: TensorGroup, options: dict[str, Any]) -> Tensor:
-        name = str(group.metadata.name)
-        if (parameters := self.parameters.get(name)) is None:
+        if (parameters := self.parameters.get(str(group.metadata.name))) is None:
             return group.entries[0].tensor  # the anchor's, which every model gives
-        entries = (replace(entry, id=entry.id.original) for entry in group.entries)
-        merged = (entry for entry in entries if entry.id in self.sources[name])
-        entries = (replace(entry, is_base=entry.is_base and not self.plain) for entry in merged)
+        entries = (
+            replace(entry, id=entry.id.original, is_base=entry.is_base and not self.plain) for entry in group.entries
+        )
         return self.inner((replace(group, entries=tuple(entries)),), parameters=parameters, **options)[0]
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -199,10 +202,8 @@ def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         inner = told(recipe.own_method, views, parameters, dtype_from_name(stock.out_dtype))
     stock._architecture = described(views)
-    sources = {name: out.sources for out in views.blocks for info in out.block.tensors for name in info.names}
     finish = _finisher(session, stock.out_dtype)
-    method = Delegated(name, inner, recipe.plain, parameters, sources, finish)
-    _register(session, registry._METHODS, name, method)
+    _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain, parameters, finish))
     for model, reference in placed.items():
         _register(session, LoaderCache.loaders, reference, ViewLoader(served[model]))
     return stock, views
@@ -264,24 +265,26 @@ def _open_models(session: Session) -> View:
     return anchor
 
 
-def stock_recipe(views: RecipeViews, method: str, placed: Mapping[ModelReference, StandIn]) -> CompiledRecipe:
-    """The recipe with the models of this run under the method's name there; views have the output's layers already."""
+def stock_recipe(views: RecipeViews, name: str, placed: Mapping[ModelReference, StandIn]) -> CompiledRecipe:
+    """The recipe with the models of this run, layer by layer as in the output, under the delegate's name there."""
     recipe, config, cache = views.recipe, views.recipe.config, views.session.options.transformers_cache
     modules: dict[str, OutputModuleDefinition] = {}
-    for name in views.architecture.layers_key:
-        of_module = [out for out in views.blocks if out.block.module == name]
-        layers = 0, sum(out.block.index is not None for out in of_module)
-        models = [recipe.base] if recipe.on_whole_models else dict.fromkeys(m for out in of_module for m in out.sources)
-        sources = [InputSliceDefinition.model_construct(model=placed[model], layer_range=layers) for model in models]
-        piece = OutputSliceDefinition.model_construct(sources=sources)
-        modules |= {name: OutputModuleDefinition.model_construct(slices=[piece])} if of_module else {}
+    for out in views.blocks:
+        if (index := out.block.index) is None:
+            continue
+        sources = [
+            InputSliceDefinition.model_construct(model=placed[model], layer_range=(index, index + 1))
+            for model in ([recipe.base] if recipe.on_whole_models else out.sources)
+        ]
+        module = modules.setdefault(out.block.module, OutputModuleDefinition.model_construct(slices=[]))
+        module.slices.append(OutputSliceDefinition.model_construct(sources=sources))
 
     def stand_in(model: ModelReference) -> ModelReference:
         return placed[model] if model in placed else StandIn.of(model, fetched(model.model, cache))
 
     tokens = {key: with_models(getattr(config, key), stand_in) for key in ("tokenizer", "tokenizer_source")}
     values = {**dict(config), **tokens, "modules": modules, "models": None, "slices": None}
-    return CompiledRecipe.model_construct(**{**values, "merge_method": method, "base_model": placed[recipe.base]})
+    return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[recipe.base]})
 
 
 def _check_tokens(session: Session, blocks: Sequence[OutputBlock], carried: Sequence[ModelReference]) -> None:

@@ -216,10 +216,9 @@ class RecipeViews:
         return replace(opened, tensors=self.tensors[model], architecture=self.architecture, at=None)
 
     def served(self, model: ModelReference) -> View:
-        """The same for mergekit: what is copied, or does not come from it, is the anchor's."""
+        """The same for mergekit: what is copied is the anchor's."""
         view, anchor = self.view(model), self.tensors[self.recipe.base]
-        copied = (name for name in anchor if self.recipe.excluded(name) or name not in view)
-        return replace(view, tensors=view.tensors.replaced(anchor.only(copied)))
+        return replace(view, tensors=view.tensors.replaced(anchor.only(filter(self.recipe.excluded, anchor))))
 
     def transforms_of(self, model: ModelReference) -> dict[str, Transform]:
         """The transforms of a donor, all found, by the anchor's names of its spaces."""
