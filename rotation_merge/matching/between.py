@@ -140,7 +140,7 @@ def _parametrize(model: nn.Module, mixture: Mixture) -> set[nn.Module]:
         name: MixedWeight(mixture, info.names if info.stacked else name, piece)
         for info in mixture.architecture.tensors()
         for piece, name in enumerate(info.names)
-        if name in stored
+        if name in stored and all(name in parent for parent in mixture.parents)  # files hold what is shared once
     }
     tied = {id(stored[name]): weight for name, weight in weights.items()}
     modules = set()

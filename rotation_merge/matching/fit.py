@@ -411,9 +411,10 @@ class _Fit:
 
 def _check_names(architecture: Architecture, anchor: View, donor: View, odd: set[str]) -> None:
     """Refuse a donor if one of the tensors that only one of the two has is more than a second copy of another."""
-    known = {name for info in architecture.tensors() if not info.tied for name in info.names}
-    if odd & known:
-        problem = f"tensor '{min(odd & known)}' is only in one of {anchor.name} and {donor.name}"
+    infos = list(architecture.tensors())
+    known = {name for info in infos if not info.tied for name in info.names}
+    if odd := odd & known - {name for info in infos for name in info.tied}:
+        problem = f"tensor '{min(odd)}' is only in one of {anchor.name} and {donor.name}"
         raise CheckpointError(problem, where=donor.name, remedy="give models of one class")
 
 

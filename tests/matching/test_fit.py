@@ -19,7 +19,13 @@ from plugin_support import from_file, merged, recipe_for
 from safetensors.torch import load_file, save_file
 from test_measuring import tiny
 from torch import Tensor
-from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForImageClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from rotation_merge import AlignConfig, FitConfig, RotationMergeError, evaluate, fit
 from rotation_merge.matching.between import LearnedTransforms, Mixture
@@ -154,6 +160,20 @@ def test_three_models_are_learned_jointly(tied: bool):
     result = fit(models[0], models[1:], token_batches(), match, FitConfig(steps=8, objective="distill"))
     assert len(result.alignments) == 2
     assert result.report.after <= result.report.before
+
+
+def test_what_files_hold_once_is_learned_as_of_modules_that_share_it(tmp_path: Path):
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    modules, paths, histories = [], [tmp_path / "0", tmp_path / "1"], []
+    for seed, path in enumerate(paths):
+        torch.manual_seed(seed)
+        modules.append(T5ForConditionalGeneration(config).eval())
+        modules[seed].save_pretrained(path)
+    data = [{**batch, "decoder_input_ids": batch["input_ids"]} for batch in token_batches()]
+    for models in (paths, modules, (modules[0], paths[1])):
+        report = fit(*models, data, options=FitConfig(steps=1, objective="distill")).report
+        histories.append([row[2] for row in report.history])
+    assert histories[1:] == [pytest.approx(histories[0])] * 2
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
