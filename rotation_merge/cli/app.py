@@ -26,7 +26,7 @@ COMMANDS = {
     "polish": "Train a merge for a few steps towards its parents' outputs, with or without data.",
     "lora": "Merge LoRA adapters into one adapter.",
     "carry": "Move a LoRA or a fine-tune to a new base.",
-    "push": "Publish a merge on the hub, with recipe, alignment files, report and checksums; a dry run until --yes.",
+    "push": "Publish a merge on the hub, with recipe, alignment files, report and card; a dry run until --yes.",
     "demo": "Merge the checkpoints that come with the package, and show what alignment did.",
 }
 """Commands by name; each lives in a module of the same name, as `command`."""

@@ -55,17 +55,17 @@ def command(context: click.Context, target: str | None, config: str | None, unti
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
     """
-    questions = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
+    questions = {name: value for name in (*ABOUT, *ALONE) if (value := values.pop(name))}
     if len(questions) > 1:
         first, second, *_ = questions
         raise RotationMergeError(f"--{first} and --{second} cannot be combined", remedy="use one at a time")
     question = next(iter(questions), "")
     if config is not None and question != "prove":
         raise RotationMergeError("--config needs --prove", remedy="leave it out, or add --prove FILE")
-    if question == "prove" or question in ALONE:
+    if question in ALONE:
         if target is not None:
             raise RotationMergeError(f"--{question} takes no model", where=target, remedy="leave it out")
-        return ALONE[question]() if question in ALONE else _prove(questions["prove"], config)
+        return ALONE[question](questions[question], config)
     if target is None:
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
         raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
@@ -228,7 +228,7 @@ def _draft(target: str) -> Answer:
     return Answer(content, lambda: click.echo(json.dumps(content, indent=2)))
 
 
-def _methods() -> Answer:
+def _methods(*_: Any) -> Answer:
     """Merge methods that can be the delegate, and the parameters of recipes."""
 
     def show() -> None:
@@ -284,7 +284,7 @@ def options() -> list[dict[str, Any]]:
     return entries
 
 
-def _architectures() -> Answer:
+def _architectures(*_: Any) -> Answer:
     """Supported families, their classes, and limits of their groups."""
     from rotation_merge.architecture import families
 
@@ -315,5 +315,5 @@ def _prove(path: str, config: str | None) -> Answer:
 ABOUT: dict[str, Callable[[str], Answer]] = {"fingerprint": _fingerprint, "report": _report, "draft": _draft}
 """Questions about a model, a recipe, a file or a merged folder."""
 
-ALONE: dict[str, Callable[[], Answer]] = {"methods": _methods, "architectures": _architectures}
+ALONE: dict[str, Callable[..., Answer]] = {"methods": _methods, "architectures": _architectures, "prove": _prove}
 """Questions about none of these."""

@@ -52,7 +52,7 @@ NAMED = 4
 """So many names that have to be mapped are written out."""
 OPTIONS = ("samples", "seed", "length", "batch_size", "labels")
 """What the head of a file of statistics says of its measurement, by the options of `measure`."""
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 """Bytes of a file that are in memory at once."""
 
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cli_support import parsed, run
 from hub_support import Hub
 from huggingface_hub import ModelCard, snapshot_download
 from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import rotation_merge as rm
 from rotation_merge.model.naming import Renaming
@@ -337,6 +338,19 @@ def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
     assert [facts[0] for facts in json.loads(head["head"])["models"]] == ["org/a@1", "org/b@2"]
     assert not {"anchor", "donor"} & set(texts_of(json.loads(head["head"])))
     assert rm.Alignment.load(tmp_path / "copy.safetensors").transforms
+
+
+def test_large_statistics_are_copied_in_pieces(tmp_path: Path) -> None:
+    """Local names in the head are replaced without the tensors in memory."""
+    head = {"format": "rotation_merge.statistics/1", "made": json.dumps({"data": "/home/me/x.txt"})}
+    save_file({"x": torch.ones(1 << 24)}, tmp_path / "s.safetensors", head)
+    tracemalloc.start()
+    _stage(str(tmp_path / "s.safetensors"), str(tmp_path / "copy.safetensors"), Renaming({"/home/me/x.txt": "x.txt"}))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+    assert json.loads(load_head((tmp_path / "copy.safetensors").read_bytes())["made"]) == {"data": "x.txt"}
+    assert bool((load_file(tmp_path / "copy.safetensors")["x"] == 1).all())
 
 
 def test_names_are_replaced_whole() -> None:
