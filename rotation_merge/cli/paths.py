@@ -171,12 +171,9 @@ def hold_outputs(outputs: Sequence[Output], force: bool = False) -> Iterator[Non
 
 def _is_statistics(path: str) -> bool:
     """Whether a file holds statistics that `measure` wrote."""
-    from rotation_merge.report.files import described
+    from rotation_merge.run.statistics import FORMAT, has_format
 
-    try:
-        return described(path)["is"] == "Statistics"
-    except RotationMergeError:
-        return False
+    return has_format(path, FORMAT)
 
 
 def read_recipe(recipe: Path) -> str:
