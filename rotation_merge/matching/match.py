@@ -106,14 +106,15 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     streams = {name: transform for name, transform in transforms.items() if name in architecture.streams}
     for block in architecture.blocks:
         a, b = (compared(block, read_block(block, source)) for source in (anchor, donor))
-        rows, before, after = [], (0.0, 0.0), (0.0, 0.0)
+        rows, whole = [], (0.0, 0.0, 0.0)
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}
             before, after = (squared_distances(block, a, b, maps, [space]) for maps in (without, transforms))
             rows.append(row_of(block, space, SpaceMatch(transforms[space.name], (before[0], after[0], after[1]))))
         if streams:
             before, after = (squared_distances(block, a, b, maps) for maps in ({}, transforms))
-        model = model.plus(BlockMatch({}, rows, (before[0], after[0], after[1])))
+            whole = before[0], after[0], after[1]
+        model = model.plus(BlockMatch({}, rows, whole))
     return replace(alignment, rows=model.rows + stream_rows(architecture, streams, model))
 
 

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.matching.block import (
-    BlockMatch,
-    check_finite,
-    match_block,
-    squared_distances,
-    wanted_spaces,
-)
+from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import StreamMeasurement, StreamSums, Transforms, measured
 from rotation_merge.model.apply import at_least_float32, read_block, transform_tensor
@@ -153,7 +147,8 @@ class Visits:
         ((_, anchor, donor),) = self._parts(block)
         factors = {i.key: weights[i.name] for i in block.tensors if matched and i.name in weights and not i.offset}
         for tensors in (anchor, donor):
-            tensors |= {k: at_least_float32(tensors[k]) * w**0.5 for k, w in factors.items() if k in tensors}
+            for key in factors.keys() & tensors.keys():
+                tensors[key] = at_least_float32(tensors[key]) * factors[key] ** 0.5
         maps = step.streams | match_block(block, anchor, donor, options, step.streams, told=False).transforms
         sums = StreamSums.of(measured(block, anchor, donor, maps), maps, step.equal)
         applied = {info.name: factors.get(info.key, 1.0) for info in block.tensors}
@@ -185,8 +180,9 @@ class Visits:
             return
         axes = vocabulary_axes(block.tensors)
         short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in slices))
-        long = [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in slices.get(i.key, ())]
-        for part, rows in [(short, None), *long]:
+        parts: list[tuple[Block, slice | None]] = [(short, None)]
+        parts += [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in slices.get(i.key, ())]
+        for part, rows in parts:
             sources = stored if rows is None else [with_rows(source, axes, rows) for source in stored]
             folded = (folded_tensors(self.architecture, source, self.folded) for source in sources)
             anchor, donor = (read_block(part, source) for source in folded)
