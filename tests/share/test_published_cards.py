@@ -13,7 +13,7 @@ from cli_support import CHECKPOINTS, parsed, run
 from huggingface_hub import ModelCard
 from plugin_support import make, merged, recipe_for, twin
 
-from rotation_merge.model.card import BEGIN, END, front_matter, metadata, updated_card
+from rotation_merge.model.card import BEGIN, DISTANCES, END, front_matter, metadata, updated_card
 from rotation_merge.report.files import read_report
 
 REVISIONS = ("a" * 40, "b" * 40)
@@ -120,7 +120,8 @@ def test_licences_and_what_a_card_says_already(tmp_path: Path) -> None:
 def test_a_card_is_written_anew_in_place(made: tuple[Path, Path, Path]) -> None:
     text = (made[2] / "README.md").read_text()
     report = read_report(str(made[2] / "rotation_merge.json"))
-    again = updated_card(text, report, "out", LLAMA)
+    picture = DISTANCES if (made[2] / DISTANCES).exists() else None
+    again = updated_card(text, report, "out", LLAMA, picture=picture)
     assert again == text
     mine = text.replace("# out\n", "# out\n\nWords of mine.\n") + "\nAnd more.\n"
     other = updated_card(mine, replace(report, anchor="ELSE"), "org/name", LLAMA)
