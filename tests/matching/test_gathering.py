@@ -56,7 +56,7 @@ def test_long_vocabularies_are_looked_at_in_slices(
     assert len(seen) > 4
     whole, sliced = (next(row for row in alignment.rows if row.kind == "stream") for alignment in found)
     assert sliced.distance_before == pytest.approx(whole.distance_before, rel=1e-6)
-    assert sliced.distance_after == pytest.approx(whole.distance_after, rel=5e-3)
+    assert sliced.distance_after == pytest.approx(whole.distance_after, rel=1e-2)  # slices of 31 rows
     assert sliced.anchor_norm == pytest.approx(whole.anchor_norm, rel=1e-6)
     outputs = []
     for most in (1 << 25, 1000):
