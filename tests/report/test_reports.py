@@ -42,7 +42,8 @@ def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
     first, again = ((tmp_path / name / DISTANCES).read_bytes() for name in ("first", "again"))
     assert first == again
     assert first.startswith(b"\x89PNG")
-    assert save_distances(report(row(None, "stream", 2.0, 1.0)), str(tmp_path)) is None
+    for without in (row(None, "stream", 2.0, 1.0), row(0, "ffn", 2.0, 2.0)):
+        assert save_distances(report(without), str(tmp_path)) is None
     assert f"]({DISTANCES})" in updated_card("# x\n", report(*rows), "x", {}, picture=DISTANCES)
     assert DISTANCES not in updated_card("# x\n", report(*rows), "x", {})
 
