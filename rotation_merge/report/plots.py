@@ -68,15 +68,17 @@ def save_distances(report: MergeReport, folder: str) -> str | None:
     """Draw each donor's relative distance to the anchor by layer, before and after alignment, for the card of a merge.
 
     Returns:
-        The picture's name in the folder; None where no layer was matched, or matplotlib is not installed.
+        The picture's name in the folder; None where alignment brought no layer nearer, as among fine-tunes of one base,
+        or matplotlib is not installed.
     """
     distances = {donor: by_layer for donor in report.donors() if (by_layer := _layer_distances(report, donor))}
+    pairs = [pair for by_layer in distances.values() for pair in by_layer.values()]
+    if all(after > 0.999 * before for before, after in pairs):
+        return None
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        return None
-    if not distances:
         return None
     figure = Figure(figsize=(6, 3.2))
     axes = figure.add_subplot()
