@@ -86,14 +86,14 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
 
 
 def in_memory(view: View, dtype: torch.dtype = torch.float32) -> Any:
-    """A model in memory, in evaluation mode, whose parameters are its own; as `load` gives it.
+    """A model in memory, in evaluation mode, as `load` gives it; its tensors may stay mapped to its files.
 
     Raises:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
     """
-    stored = as_stored(view)
+    stored, copies = as_stored(view), view.files is not None and view.files.adapter is not None
     state = {
-        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=copies)
         for name, tensor in stored.blocks()
     }
     named = {"config": stored.transformers_config, "state_dict": state}
