@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from rotation_merge.averaging.low_rank import initialise_along_gradient
 from rotation_merge.config import Config, Count, Length, Rate, option
-from rotation_merge.errors import CheckpointError, DataError
+from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
 from rotation_merge.matching.objective import Answered, divergence
 from rotation_merge.matching.training import Training, kept_in, restore, trained
 from rotation_merge.model.tensors import Fingerprint
@@ -72,6 +71,9 @@ RATE = "rate"
 
 ROUNDING = 1e-6
 """Nats from the teachers that a model which is one of them may show, of either sign."""
+
+PAST = ("out_proj", "conv1d")
+"""Maps of a state-space mixer whose weights kernels read past a LoRA; peft refuses them in some models."""
 
 
 @config_dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Polish:
         model: in evaluation mode, its trainable parameters those that require gradients; `SharedBody`: the model that
             learns from each teacher.
         answered: each teacher's samples and answers.
-        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.initialise_along_gradient`).
+        new: the LoRA holds nothing yet and begins along the gradient (`initialise_along_gradient`).
         last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
         state: folder for the state of an unfinished run; found there, the run goes on from it.
@@ -337,3 +339,78 @@ def _check_number(loss: float) -> None:
     if not math.isfinite(loss):
         problem, remedy = "training gives NaN", "give a lower 'learning_rate', or look at the model's weights"
         raise CheckpointError(problem, remedy=remedy)
+
+
+def with_lora(model: Any, rank: int, seed: int) -> Any:
+    """Add a rank-stabilised LoRA to a model and freeze everything else.
+
+    It covers all linear maps, except those with which a state-space mixer writes the stream, and tied heads.
+
+    Raises:
+        RotationMergeError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise RotationMergeError("--lora needs peft", remedy="pip install peft") from error
+    from transformers.pytorch_utils import Conv1D
+
+    plain = nn.Linear.forward, Conv1D.forward  # a router may be a linear map that gives more than its product
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    maps = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and type(module).forward in plain
+        if module.weight not in tables and not _read_past(model, name)
+    ]
+    torch.manual_seed(seed)
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules=maps or "all-linear")
+    ).eval()
+
+
+def _read_past(model: Any, name: str) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    return leaf in PAST and all(hasattr(model.get_submodule(parent), key) for key in ("A_log", "D"))
+
+
+def initialise_along_gradient(model: nn.Module, gradients: Callable[[], object]) -> None:
+    """Initialise every LoRA of a model along the gradient G of its map, in place.
+
+    A gets orthonormal rows that span the dominant row space of G and B is 0, so the model's outputs stay the same.
+
+    Found by half a step of subspace iteration, for which the LoRA's own gradients do: that of B is G Aᵀ, that of A is
+    Bᵀ G. No gradient of a whole weight is ever held.
+
+    Args:
+        gradients: adds up those of the loss on some samples.
+
+    Source: the idea is LoRA-GA's (Wang, Yu and Li 2024), which takes singular vectors of G.
+    """
+    factors = [
+        (a.weight, module.get_parameter(f"lora_B.{name}.weight"))
+        for module in model.modules()
+        for name, a in getattr(module, "lora_A", {}).items()
+    ]
+    fresh = [a.detach().clone() for a, _ in factors]
+    gradients()
+    with torch.no_grad():
+        for a, b in factors:
+            if b.grad is not None:
+                basis = _orthonormal(b.grad.mT).mT
+                b.zero_()[:, : basis.shape[1]] = basis
+                a.zero_()
+    model.zero_grad()
+    gradients()
+    with torch.no_grad():
+        for (a, b), old in zip(factors, fresh, strict=True):
+            if a.grad is not None:
+                basis = _orthonormal(a.grad)
+                a.copy_(old)[: len(basis)] = basis
+                b.zero_()
+    model.zero_grad()
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """An orthonormal basis of rows (as many as fit in their length)."""
+    return torch.linalg.qr(rows.double().mT)[0].mT.to(rows)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rotation_merge.architecture.sentence import KEY
-from rotation_merge.averaging.low_rank import with_lora
-from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody
+from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody, with_lora
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import PART, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded

@@ -19,10 +19,9 @@ from torch import Tensor
 import rotation_merge as rm
 from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.fisher import Fisher
-from rotation_merge.averaging.low_rank import initialise_along_gradient, with_lora
 from rotation_merge.averaging.methods import MergedModels, OwnMethod, Source
 from rotation_merge.averaging.ot_fusion import Solver
-from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport
+from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport, initialise_along_gradient, with_lora
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.averaging.softmax import softmax_change
