@@ -363,17 +363,16 @@ def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`align --alignment` reads every matrix of both models once; the file, its report and a merge agree on them."""
+    """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
     anchor, donor = two(tmp_path)
     reads = reads_of_files(monkeypatch)
-    once = sorted((str(m.path), name) for m in (anchor, donor) for name in m.state if "norm" not in name)
+    once = sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
     align(anchor.path, donor.path, tmp_path / "map")
-    assert sorted(one for one in reads if "norm" not in one[1]) == once
+    assert sorted(reads) == once
     written = {name: mark for name, mark, _ in head_of(tmp_path / "map")["models"]}
     reads.clear()
     merged(recipe(anchor, donor, residual="none"), tmp_path / "out")
-    found = Counter(one for one in reads if "norm" not in one[1])
-    assert found == {one: 2 if "_proj" in one[1] else 1 for one in once}  # matched, and merged
+    assert Counter(reads) == {one: 2 if "_proj" in one[1] else 1 for one in once}  # matched, and merged
     assert report(tmp_path / "out")["fingerprints"] == written
     assert written[str(anchor.path)] in (tmp_path / "out" / "README.md").read_text()
     assert list(written.values()) == [fingerprint(model.state, model.config) for model in (anchor, donor)]
