@@ -221,7 +221,7 @@ class View(Tensors):
         return stored.mark.hexdigest(stored.config)
 
     def blockwise(self, compute: TensorOf, dtype: torch.dtype | None = None, **changes: Any) -> View:
-        """The same model with the tensors of its architecture computed, each when it is asked for.
+        """The same model with the tensors of its architecture computed, each when it is asked for, under its own head.
 
         Args:
             dtype: of the floating tensors; None: each has that of the model's tensor.
@@ -233,7 +233,7 @@ class View(Tensors):
             stored = stored_once(self.architecture, self._rounded(dtype), left_out)
             return blockwise(self.architecture, stored, lambda block, info: compute(block, info, dtype))
 
-        changes = {"rows": {}, "filed": None, "dtype": dtype, **changes, "left_out": left_out}
+        changes = {"rows": {}, "filed": None, "heads": {}, "dtype": dtype, **changes, "left_out": left_out}
         return replace(self, tensors=at(dtype), config=self._config_in(dtype), at=at, **changes)
 
     def to(self, dtype: torch.dtype) -> View:

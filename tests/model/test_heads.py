@@ -15,6 +15,8 @@ from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
 from tiny_models import inputs
 
+import rotation_merge as rm
+
 
 def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict[str, Any]:
     plain: dict[str, Any] = recipe_for("linear", anchor, *donors)
@@ -47,6 +49,16 @@ def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], t
         files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
         assert (len(files) > 2) == ("5K" in options)
         assert all(path.stat().st_nlink == 1 for path in files)
+
+
+def test_another_body_has_none_of_the_heads(tmp_path: Path) -> None:
+    """Averaged again, or moved, a model is no longer the body that stands under them; nor do heads have heads."""
+    anchor, donor = (str(make("roberta", tmp_path / str(n), seed=n, num_labels=2)) for n in (0, 1))
+    body = rm.average([anchor, donor], heads_of="each")
+    assert list(body.heads) == list(body.to(torch.float64).heads) == ["1"]
+    again = rm.average([anchor, body], heads_of="each")
+    moved = rm.align(anchor, body, heads="permutation").apply(body)
+    assert [view.heads for view in (rm.average([body, donor]), moved, *again.heads.values())] == [{}, {}, {}]
 
 
 @pytest.mark.slow
