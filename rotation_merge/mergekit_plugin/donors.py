@@ -255,8 +255,9 @@ def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[Mode
     for model, reader in readers.items():
         layers = layers_of(model, blocks) if means is None else None
         donors[model] = donor = Donor(session, model, reader, layers, means)
+        options = donor.pair.options  # which judges headers, before a file of an alignment has all weights read
         how = "as a whole" if donor.preparations() else "block by block"
-        LOG.info("%s is aligned %s: %s", donor.name, how, donor.pair.options)
+        LOG.info("%s is aligned %s: %s", donor.name, how, options)
     if means is not None:
         _check_same_options(donors)
         _sources_of_mean(session, donors)

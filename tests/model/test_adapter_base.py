@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, write_adapter, write_recipe
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, write_adapter, write_recipe
 
 import rotation_merge as rm
 
@@ -20,10 +20,11 @@ MODULE = "base_model.model.model.layers.1.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, `own` and `other`, a renamed copy of the first and its adapter."""
+    """Two models, `own` and `other`, how these are aligned, a renamed copy of the first and its adapter."""
     folder = tmp_path_factory.mktemp("bases")
     for seed, name in enumerate(("own", "other")):
         make("llama", folder / name, seed)
+    rm.align(folder / "own", folder / "other").save(folder / "maps.safetensors")
     shutil.copytree(folder / "own", folder / "renamed")
     factors = {f"{MODULE}.lora_A.weight": torch.randn(2, 32), f"{MODULE}.lora_B.weight": torch.randn(48, 2)}
     write_adapter(config_of(str(folder / "own")), factors, folder / "lora")
@@ -54,10 +55,11 @@ def recipes(models: Path, name: str, adapter: Path | None = None) -> dict[str, d
         "mean": {**recipe, "parameters": {**recipe["parameters"], "anchor": "mean"}},
         "slices": {**{key: value for key, value in recipe.items() if key != "models"}, "slices": slices},
         "finetuned_from": tuned,
+        "alignment": from_file(recipe_for("linear", own, adapted), models / "maps.safetensors"),
     }
 
 
-@pytest.mark.parametrize("place", ["models", "base_model", "mean", "slices", "finetuned_from"])
+@pytest.mark.parametrize("place", ["models", "base_model", "mean", "slices", "finetuned_from", "alignment"])
 def test_every_place_of_a_recipe(models: Path, place: str, tmp_path: Path) -> None:
     recipe = recipes(models, "other")[place]
     for code, done in ((2, mergekit_yaml(recipe, tmp_path / "out")), (1, run("check", tmp_path / "out.yml"))):
