@@ -300,11 +300,14 @@ def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> 
         tensor.copy_(stored(change.value))
     if change.shift:
         tensor += change.scale * stored(change.shift).to(tensor.dtype)
-    if change.a and not part.experts:
-        _multiply(_factors(adapter, part), part, tensor)
-    elif change.a:
-        for expert, matrix in {number: tensor}.items() if info.stacked else enumerate(tensor):
-            _multiply(_factors(adapter, part).of_expert(expert), part, matrix)
+    if not change.a:
+        return
+    low = _factors(adapter, part)
+    if not part.experts:
+        _multiply(low, part, tensor)
+        return
+    for expert, matrix in {number: tensor}.items() if info.stacked else enumerate(tensor):
+        _multiply(low.of_expert(expert), part, matrix)
 
 
 @lru_cache(maxsize=1)
