@@ -285,8 +285,8 @@ class Rotations:
         return Linear(maps[:, 0])
 
     def value(self, stats: Stats) -> Tensor:
-        """Of maps that nothing restricts, from the singular values at the balanced scale."""
-        if self.fixes_ones or type(self) is not Rotations:
+        """From the singular values at the balanced scale."""
+        if self.fixes_ones:
             return stats.gain(self.solve(stats))
         norms, scale = self._balance(stats, 1)
         best = nuclear_norm((scale * stats.primal[:, None] + stats.dual[:, None] / scale)[:, 0])
@@ -364,6 +364,9 @@ class Planar(Rotations):
         z = self._inside(matrix) / 2
         unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
         return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned))
+
+    def value(self, stats: Stats) -> Tensor:
+        return stats.gain(self.solve(stats))
 
 
 Group = Monomials | Rotations
