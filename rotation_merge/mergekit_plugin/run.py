@@ -215,10 +215,19 @@ def _write_card(config: MergeConfiguration, folder: str, source: str, report: Me
     with _CARD, mock.patch.multiple(card, **instead):
         text = card.generate_card(config=config, config_yaml=source, name=os.path.basename(folder))
     text = text.replace(f"```yaml\n{source}\n```", f"{fence}yaml\n{source}\n{fence}", 1)
-    picture, name = save_distances(report, folder), os.path.basename(folder)
-    text = updated_card(text, report, name, Contents(folder).config, picture=picture)
+    name, config = os.path.basename(folder), Contents(folder).config
+    text = updated_card(text, report, name, config, picture=_picture(report, folder))
     write_text(os.path.join(folder, "README.md"), text)
     write_text(os.path.join(folder, "mergekit_config.yml"), source)
+
+
+def _picture(report: MergeReport, folder: str) -> str | None:
+    """The file name of the distances' picture; None where there is none, or it cannot be drawn: no merge is lost."""
+    try:
+        return save_distances(report, folder)
+    except Exception as error:  # of matplotlib, of every kind
+        LOG.warning("the card has no picture (%s)", short(error))
+        return None
 
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:

@@ -85,7 +85,7 @@ def save_distances(report: MergeReport, folder: str) -> str | None:
     for (donor, by_layer), colour in zip(distances.items(), COLOURS, strict=False):
         for number, (style, words) in enumerate((("--", "before"), ("-", "after"))):
             values = [pair[number] for pair in by_layer.values()]
-            axes.plot([*by_layer], values, style, color=colour, marker=".", label=f"{_short(donor)}, {words}")
+            axes.plot([*by_layer], values, style, color=colour, marker=".", label=f"{words}: {_short(donor)}")
     axes.set_xlabel("layer")
     axes.set_ylabel("relative distance to the anchor")
     axes.set_ylim(bottom=0)
@@ -106,8 +106,8 @@ def _layer_distances(report: MergeReport, donor: str) -> Mapping[int, tuple[floa
 
 
 def _short(name: str) -> str:
-    """A model's name for an axis: the last piece of its path."""
-    return name if "(" in name else name.rstrip("/").rpartition("/")[2]
+    """A model's name for an axis: the last piece of its path; between two dollars matplotlib would read formulas."""
+    return (name if "(" in name else name.rstrip("/").rpartition("/")[2]).replace("$", r"\$")
 
 
 def text_plot(barrier: Barrier) -> str:

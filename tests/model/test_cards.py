@@ -133,6 +133,14 @@ def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: P
     assert "keep their outputs" in card(tmp_path / "moved")
 
 
+def test_a_picture_that_cannot_be_drawn_costs_no_merge(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rotation_merge.mergekit_plugin.run.save_distances", lambda *_: 1 / 0)
+    merged(recipe_for("linear", *models), tmp_path / "out")
+    assert ".png" not in card(tmp_path / "out")
+
+
 def test_a_card_of_an_alignment_file(models: tuple[Path, Path], tmp_path: Path) -> None:
     assert run("align", *models, "--alignment", tmp_path / "map").exit_code == 0
     merged(from_file(recipe_for("linear", *models), tmp_path / "map"), tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
     first, again = ((tmp_path / name / DISTANCES).read_bytes() for name in ("first", "again"))
     assert first == again
     assert first.startswith(b"\x89PNG")
+    odd = [replace(line, donor="models/a$^$b") for line in rows]  # no formula
+    assert save_distances(report(*odd), str(tmp_path)) == DISTANCES
     for without in (row(None, "stream", 2.0, 1.0), row(0, "ffn", 2.0, 2.0)):
         assert save_distances(report(without), str(tmp_path)) is None
     assert f"]({DISTANCES})" in updated_card("# x\n", report(*rows), "x", {}, picture=DISTANCES)
