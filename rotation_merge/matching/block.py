@@ -148,9 +148,8 @@ def match_block(
         seconds.append(time.perf_counter() - began)
     matching.settle(linked(block, spaces))
     pairs = zip(spaces, seconds, strict=True) if told else ()
-    return BlockMatch(
-        matching.transforms, [row_of(block, space, matching.judged(space), took) for space, took in pairs]
-    )
+    rows = [row_of(block, space, matching.judged(space), took) for space, took in pairs]  # which may end a move
+    return BlockMatch(matching.transforms, rows)
 
 
 def compared(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

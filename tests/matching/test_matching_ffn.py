@@ -293,9 +293,11 @@ def test_what_a_move_gains_is_more_than_what_storing_it_costs(dtype: torch.dtype
     _, block, anchor = llama_block(dtype)
     draw = gen(0)
     donor = {k: (x + noise * x.std() * torch.randn(x.shape, generator=draw)).to(dtype) for k, x in anchor.items()}
-    for row in match_block(block, anchor, donor, AlignConfig()).rows:
+    match = match_block(block, anchor, donor, AlignConfig())
+    for row in match.rows:
         assert (row.distance_after < row.distance_before) == moves
         assert (STILL in row.notes) == (not moves)
+        assert match.transforms[row.space].is_identity() == (not moves)
 
 
 def test_blocks_under_turned_streams_are_told_of_too() -> None:
