@@ -256,7 +256,7 @@ class ModelMatching:
         moved, label, before = False, f"residual, pass {len(passes.history) + 1}", 0
         count = sum(len(self.plain + part) for part in self.parts)
         for number, part in enumerate(self.parts):
-            step = Step(passes.transforms, passes.weights)
+            step = Step(passes.transforms, passes.weights, precise=passes.precise)
             visited = self.each(label, step, self.plain + part, before, count)
             passes.sums[-1] = StreamSums.total(islice(visited, len(self.plain)))
             passes.sums[number] = StreamSums.total(visited)
@@ -311,6 +311,11 @@ class Passes:
     @property
     def total(self) -> StreamSums:
         return StreamSums.total(self.sums.values())
+
+    @property
+    def precise(self) -> bool:
+        """Whether the models nearly agree."""
+        return bool(self.history) and self.history[-1] < 2 * FLOOR
 
     @property
     def weights(self) -> dict[str, float]:

@@ -186,7 +186,7 @@ def _start(
         recorded_block = replace(block, tensors=tuple(of_streams))
         check_finite(recorded_block, a, "anchor")
         check_finite(recorded_block, b, "donor")
-        sums.append(StreamSums.of(measured(recorded_block, a, b, still), still, equal=True))
+        sums.append(StreamSums.of(measured([(recorded_block, a, b)], still), still, equal=True))
     return StreamSums.total(sums).solve(architecture, streams, still)
 
 

@@ -10,7 +10,7 @@ matrices do not dominate. The weights w_k = n_k / (|A_k - R B_k|^2 + FLOOR |A_k|
 logarithm is concave), so it never rises.
 
 The rows of an output head over a vocabulary are centred first: softmax ignores a common part of all logits, and in
-trained models that one direction has most of the head's norm. Each slice of a long vocabulary counts as a tensor.
+trained models that one direction has most of the head's norm.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.matrix_pairs import Tensors, axis_views
+from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
@@ -39,6 +40,9 @@ CHUNK = 1 << 22
 
 Transforms = dict[str, Transform]
 """Transforms by the name of their space."""
+
+Piece = tuple[Block, dict[str, Tensor], dict[str, Tensor]]
+"""Tensors of a block, or a slice of one, and those of anchor and donor by key."""
 
 
 class Product(NamedTuple):
@@ -80,11 +84,14 @@ class StreamMeasurement:
     products: tuple[Product, ...]
 
     @classmethod
-    def of(cls, info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, Transform]) -> StreamMeasurement:
+    def of(
+        cls, info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, Transform], precise: bool
+    ) -> StreamMeasurement:
         """Measure a tensor of the anchor, a, and of the donor, b.
 
         Args:
             transforms: of local spaces, and of the streams that move; an axis in one of these is held still.
+            precise: sum products in float64, for models that nearly agree.
         """
         products, donor_norm = list[Product](), 0.0
         for dim, axis in enumerate(info.axes):
@@ -94,9 +101,21 @@ class StreamMeasurement:
             donor_norm = _square(moved)
             for part, start, x, y in axis_views(a, moved, dim, axis):
                 x, y = (t.movedim(start, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (x, y))
-                products.append(Product(dim, part.space.name, part.role == "gain", cross_product(x, y)))
+                products.append(Product(dim, part.space.name, part.role == "gain", cross_product(x, y, precise)))
         apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms))
         return cls(info.name, a.numel(), _square(a), donor_norm, apart, tuple(products))
+
+    def plus(self, piece: StreamMeasurement) -> StreamMeasurement:
+        """That of this slice of a tensor and of a further one."""
+        pairs = zip(self.products, piece.products, strict=True)
+        return replace(
+            self,
+            entries=self.entries + piece.entries,
+            norm=self.norm + piece.norm,
+            donor_norm=self.donor_norm + piece.donor_norm,
+            apart=self.apart + piece.apart,
+            products=tuple(a._replace(matrix=a.matrix + b.matrix) for a, b in pairs),
+        )
 
     def distance(self, transforms: Mapping[str, Transform]) -> float:
         """The squared distance under the streams' transforms; along each of its axes it is the same."""
@@ -107,20 +126,53 @@ class StreamMeasurement:
 
 
 def measured(
-    block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform]
+    pieces: Iterable[Piece], transforms: Mapping[str, Transform], precise: bool = False
 ) -> Iterator[StreamMeasurement]:
     """What each tensor that both models have in one shape says of the streams, rows of heads and routers centred.
 
     Args:
-        transforms: as of `StreamMeasurement.of`.
+        pieces: read when they are asked for; slices of one tensor follow each other.
+        transforms, precise: as of `StreamMeasurement.of`.
     """
-    for info in block.tensors:
-        a, b = anchor.get(info.key), donor.get(info.key)
-        if a is None or b is None or not a.is_floating_point() or a.shape != b.shape:
-            continue
-        if (axis := _logits_axis(info)) is not None:
-            a, b = (_centred(x, axis) for x in (a, b))
-        yield StreamMeasurement.of(info, a, b, transforms)
+    for _, slices in groupby(_compared(pieces), key=lambda piece: piece[0].key):
+        whole = None
+        for info, entries, a, b in _centred(slices):
+            part = replace(StreamMeasurement.of(info, a, b, transforms, precise), entries=entries)
+            whole = part if whole is None else whole.plus(part)
+        assert whole is not None
+        yield whole
+
+
+def _compared(pieces: Iterable[Piece]) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
+    for block, anchor, donor in pieces:
+        for info in block.tensors:
+            a, b = anchor.get(info.key), donor.get(info.key)
+            if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
+                yield info, a, b
+
+
+def _centred(
+    slices: Iterable[tuple[TensorInfo, Tensor, Tensor]],
+) -> Iterator[tuple[TensorInfo, int, Tensor, Tensor]]:
+    """Slices of a tensor, with their numbers of entries; of a head or router about the mean of all rows.
+
+    Each has its rows about their own mean, and one more: sqrt(m n / (m + n)) times how far that is from the mean of the
+    m rows before. Products of such slices add up to those about the common mean (Chan, Golub & LeVeque 1979).
+    """
+    before, means = 0, [torch.zeros(1), torch.zeros(1)]
+    for info, *pair in slices:
+        entries, axis = pair[0].numel(), _logits_axis(info)
+        if axis is not None:
+            rows, pair = pair[0].shape[axis], [at_least_float32(x) for x in pair]
+            added = [x.mean(axis, keepdim=True, dtype=torch.float64) for x in pair]
+            pair = [x - mean.to(x) for x, mean in zip(pair, added, strict=True)]
+            steps = [mean - known.to(mean) for mean, known in zip(added, means, strict=True)]
+            if before:
+                root = (before * rows / (before + rows)) ** 0.5
+                pair = [torch.cat([x, (root * step).to(x)], axis) for x, step in zip(pair, steps, strict=True)]
+            before += rows
+            means = [mean - step * (1 - rows / before) for mean, step in zip(added, steps, strict=True)]
+        yield info, entries, pair[0], pair[1]
 
 
 @dataclass
@@ -253,22 +305,17 @@ def _logits_axis(info: TensorInfo) -> int | None:
     return info.vocabulary_axis if reads else None
 
 
-def _centred(x: Tensor, axis: int) -> Tensor:
-    wide = at_least_float32(x)
-    return wide - wide.mean(axis, keepdim=True, dtype=torch.float64).to(wide)
-
-
 def _chunks(x: Tensor) -> Iterator[Tensor]:
     """The columns of a matrix in chunks of limited size, widened to float32 at least."""
     for piece in x.split(max(1, CHUNK // max(1, x.shape[0])), dim=1):
         yield at_least_float32(piece)
 
 
-def cross_product(a: Tensor, b: Tensor) -> Tensor:
-    """A B^T of matrices of as many columns, (d, d), float64, summed in their own precision inside a chunk."""
+def cross_product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
+    """A B^T of matrices of as many columns, (d, d), float64 (unless `precise`, summed in float32 inside a chunk)."""
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     for x, y in zip(_chunks(a), _chunks(b), strict=True):
-        dtype = torch.promote_types(x.dtype, y.dtype)
+        dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
         total += x.to(dtype) @ y.to(a.device, dtype).T
     return total
 

@@ -15,15 +15,12 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.stream import StreamMeasurement, StreamSums, Transforms, measured
+from rotation_merge.matching.stream import Piece, StreamMeasurement, StreamSums, Transforms, measured
 from rotation_merge.model.apply import at_least_float32, read_block, transform_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import stored_tensors, vocabulary_axes, vocabulary_slices, with_rows
 from rotation_merge.workers import BYTES_A_WEIGHT, workers_for
-
-Part = tuple[Block, dict[str, Tensor], dict[str, Tensor]]
-"""Tensors of a block, and those of anchor and donor by key."""
 
 BYTES_FOLDED = 20
 """As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
@@ -42,11 +39,13 @@ class Step:
         weights: of tensors by name, for the local spaces; one not named counts as it stands. None: the last match,
             without weights (`BlockMatch`), instead of the sums that the streams are solved from (`StreamSums`).
         equal: every tensor has the same say in the sums.
+        precise: products are summed in float64.
     """
 
     streams: Transforms
     weights: Mapping[str, float] | None = None
     equal: bool = False
+    precise: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +60,7 @@ class Visits:
         cached: whether what fits in memory is kept, as the models are read more than once.
         device: where blocks are brought; None: they stay where they are read.
         home: where results are brought.
-        known: what plain blocks say of the streams, by their names: the same in every pass.
+        known: what plain blocks say of the streams, by their names, and whether precisely: the same in every pass.
     """
 
     architecture: Architecture
@@ -72,7 +71,7 @@ class Visits:
     cached: bool = False
     device: str | None = None
     home: str | None = None
-    known: dict[str, list[StreamMeasurement]] = field(default_factory=dict)
+    known: dict[str, tuple[bool, list[StreamMeasurement]]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self.architecture, self.anchor, self.donor, self.options, self.folded, self.cached)
@@ -132,10 +131,11 @@ class Visits:
 
     def _plain(self, step: Step, block: Block) -> StreamSums:
         """The sums of a plain block, which is measured once."""
-        if block.name not in self.known:
-            parts = self._parts(block)
-            self.known[block.name] = [x for part, a, b in parts for x in measured(part, a, b, step.streams)]
-        return StreamSums.of(self.known[block.name], step.streams, step.equal)
+        precise, measurements = self.known.get(block.name, (None, []))
+        if precise != step.precise:
+            measurements = list(measured(self._pieces(block), step.streams, step.precise))
+            self.known[block.name] = step.precise, measurements
+        return StreamSums.of(measurements, step.streams, step.equal)
 
     def _passed(
         self, step: Step, weights: Mapping[str, float], block: Block, options: AlignConfig, matched: set[str]
@@ -144,13 +144,13 @@ class Visits:
 
         Tensors have the roots of their weights as factors, in place; not those that are stored without an offset.
         """
-        ((_, anchor, donor),) = self._parts(block)
+        ((_, anchor, donor),) = self._pieces(block)
         factors = {i.key: weights[i.name] for i in block.tensors if matched and i.name in weights and not i.offset}
         for tensors in (anchor, donor):
             for key in factors.keys() & tensors.keys():
                 tensors[key] = at_least_float32(tensors[key]) * factors[key] ** 0.5
         maps = step.streams | match_block(block, anchor, donor, options, step.streams, told=False).transforms
-        sums = StreamSums.of(measured(block, anchor, donor, maps), maps, step.equal)
+        sums = StreamSums.of(measured([(block, anchor, donor)], maps, step.precise), maps, step.equal)
         applied = {info.name: factors.get(info.key, 1.0) for info in block.tensors}
         sums.weights = {name: weight * applied[name] for name, weight in sums.weights.items()}
         return sums
@@ -158,7 +158,7 @@ class Visits:
     def _last(self, streams: Transforms, block: Block, options: AlignConfig, matched: set[str]) -> BlockMatch:
         """Match the local spaces without weights under the streams' transforms."""
         result = BlockMatch({}, [])
-        for part, anchor, donor in self._parts(block) if streams or matched else ():
+        for part, anchor, donor in self._pieces(block) if streams or matched else ():
             before, norm = squared_distances(part, anchor, donor, {}) if streams else (0.0, 0.0)
             for info in (info for info in part.tensors if info.key in donor):  # turned once, not for every look at it
                 donor[info.key] = transform_tensor(donor[info.key], info, streams)
@@ -167,7 +167,7 @@ class Visits:
             result = result.plus(replace(match, whole=(before, after, norm)))
         return result
 
-    def _parts(self, block: Block) -> Iterator[Part]:
+    def _pieces(self, block: Block) -> Iterator[Piece]:
         """A block with the tensors of both models; of a plain one, long vocabularies follow in slices."""
         slices = self._slices(block) if self.is_plain(block) else {}
         with self._reading:
@@ -200,7 +200,7 @@ class Visits:
         return {key: slices for key, slices in result.items() if slices}
 
 
-def _checked(block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> Part:
+def _checked(block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> Piece:
     """Tensors that are compared, all of them finite."""
     check_finite(block, anchor, "anchor")
     check_finite(block, donor, "donor")
