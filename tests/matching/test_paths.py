@@ -47,7 +47,7 @@ def test_what_a_donor_computes_survives(case: Case, tmp_path: Path, monkeypatch:
     other = {n: x + 0.3 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
     anchor, donor = written(model, other, tmp_path / "anchor"), written(model, model.state, tmp_path / "donor")
     drew = drawn_for(model)
-    monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drew)
+    monkeypatch.setattr("rotation_merge.matching.match.match_model", drew)
     options = ("--heads", "permutation", "--residual", "largest", "--no-verify", "--alignment", tmp_path / "map")
     done = run("align", anchor, donor, tmp_path / "out", *options)
     assert done.exit_code == 0, done.output
@@ -86,7 +86,7 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     model = planted(next(case for case in ONE if case.family == "qwen3_5"))
     further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
     anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
-    monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drawn_for(model))
+    monkeypatch.setattr("rotation_merge.matching.match.match_model", drawn_for(model))
     done = run("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
     assert done.exit_code == 0, done.output
     after, moves = state(tmp_path / "out"), residual != "none"
