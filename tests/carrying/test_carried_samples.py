@@ -17,7 +17,7 @@ from click.testing import Result
 from plugin_support import load, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 from recipe_models import stand_in
 from safetensors.torch import load_file
-from test_adapters import carry
+from test_carried_adapters import carry
 from torch import Tensor
 
 import rotation_merge as rm

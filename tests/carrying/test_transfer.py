@@ -24,8 +24,8 @@ from plugin_support import (
 )
 from residual_support import checkpoint
 from safetensors.torch import load_file
-from test_adapters import carry
-from test_samples import lift_of, noisy, texts
+from test_carried_adapters import carry
+from test_carried_samples import lift_of, noisy, texts
 from tiny_models import ALL, difference, outputs, planted
 from torch import Tensor
 
