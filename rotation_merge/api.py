@@ -206,8 +206,8 @@ def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, see
     Raises:
         RecipeError: models have samples of their own.
     """
-    first, *others = for_each(samples, len(models))
-    if any(source is not first for source in others):
+    first, *further_samples = for_each(samples, len(models))
+    if any(source is not first for source in further_samples):
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
     for view in models[1:]:

@@ -207,8 +207,8 @@ class OwnMethod(MergeMethod):
         weighted = [model for model, weight in weights.items() if weight != 0]
         if not weighted:
             raise StatisticsError(f"all weights of tensor '{name}' are zero", remedy="give one model a weight")
-        others = [model for model in weighted if model != base]
-        return [base, *others] if self.needs_base or base in weighted else others
+        donors = [model for model in weighted if model != base]
+        return [base, *donors] if self.needs_base or base in weighted else donors
 
     def linear(self, name: str) -> LinearMap | None:
         """The linear map that an output tensor is, where the rule is for maps alone."""
@@ -281,9 +281,9 @@ class StatisticsMethod(OwnMethod):
     def on(self, models: MergedModels) -> Self:
         if self.maps_only:
             tied = ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
-            others = "embeddings, biases, norms and other tensors that are not linear maps"
+            unmapped = "embeddings, biases, norms and other tensors that are not linear maps"
             head = "" if models.tied_head is None else tied
-            models.log.line(f"Delegate {self.spec.name}: {others}{head} keep the average.")
+            models.log.line(f"Delegate {self.spec.name}: {unmapped}{head} keep the average.")
         return super().on(models)
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:

@@ -182,8 +182,8 @@ class Polish:
         self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
         sizes = ([batch["input_ids"].numel() for batch, _ in each if "input_ids" in batch] for each in self.answered)
         tokens = sum(fmean(texts) for texts in sizes if texts)
-        wanted = round(STEP_TOKENS / tokens) if tokens else 1
-        self.batches = self.batches or max(1, min(wanted, *map(len, self.training)))
+        batch_size = round(STEP_TOKENS / tokens) if tokens else 1
+        self.batches = self.batches or max(1, min(batch_size, *map(len, self.training)))
 
     def _parts(self, teacher: int, draw: torch.Generator) -> tuple[list[int], list[int]]:
         """The batches of a teacher that are held out, and those that are trained on."""
@@ -221,9 +221,9 @@ class Polish:
     def chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
         """The learning rate that trials choose, from `start`, which the model then is again; and the trials."""
         kind = "weights" if not self.config.lora else "new lora" if self.new else "lora"
-        given = self.config.learning_rate
-        rates = list(RATES[kind]) if given is None else [given]
-        lower = [rate for rate in LOWER if given is None and rate < min(rates)]
+        learning_rate = self.config.learning_rate
+        rates = list(RATES[kind]) if learning_rate is None else [learning_rate]
+        lower = [rate for rate in LOWER if learning_rate is None and rate < min(rates)]
         trials = {f"{rate:g}": self.trial(rate, start) for rate in rates if len(rates) > 1}
         while (best := best_rate(rates, trials, before)) == min(rates) and lower:
             rates.append(lower.pop(0))

@@ -198,10 +198,12 @@ class _Sampling:
             choices = {each.method: self.losses("choice", each) for each in usable}
             best = best_of(usable, choices, judged)
         old, tuned = (score(self.load(self.views[name]), self.parts.judge.tuned).loss for name in ("old", "tuned"))
-        others = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
+        alternatives = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
         writes = self.parts.judge.own is not None
-        return best, RecoveredLift(old, tuned, judged[NONE], judged[best.method], best.method, scale, others, writes)
+        return best, RecoveredLift(
+            old, tuned, judged[NONE], judged[best.method], best.method, scale, alternatives, writes
+        )
 
     # --- refit and distil
 

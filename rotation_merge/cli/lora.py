@@ -56,12 +56,12 @@ def command(
         rows = []
         for index, (source, share) in enumerate(zip(sources, shares, strict=True)):
             present = ((each.shares[index], module) for module, each in merged.maps.items())
-            least, module = min((kept, module) for kept, module in present if kept is not None)
+            least, module = min((energy, module) for energy, module in present if energy is not None)
             rows.append((source, f"{share:.1%}", f"{least:.1%}", module))
         table("How much of each adapter the merge keeps", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
         span = str(min(ranks)) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
-        kept = f"the rank keeps at least {merged.energy:.1%} of each map"
-        say(f"{len(ranks)} maps merged by {method}, rank {span}; {kept}.")
+        sentence = f"the rank keeps at least {merged.energy:.1%} of each map"
+        say(f"{len(ranks)} maps merged by {method}, rank {span}; {sentence}.")
         say(f"Written to {out}.")
 
     return Answer(data, show)

@@ -68,8 +68,8 @@ def _show(result: Publication) -> None:
     statistics = list(filter(is_statistics, plan.left_out))
     if statistics:
         say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
-    if others := [place for place in plan.left_out if place not in statistics]:
-        say(f"Left out, because they are not part of a merge: {named(others)}. --include PATTERN publishes them, too.")
+    if extra := [place for place in plan.left_out if place not in statistics]:
+        say(f"Left out, because they are not part of a merge: {named(extra)}. --include PATTERN publishes them, too.")
     if plan.unpublished:
         say("The recipe reads statistics that are not published. --with-data publishes them.")
         say("Otherwise others measure them first, by the commands in the card.")

@@ -233,8 +233,8 @@ class Paths:
     def _curve(self, ends: tuple[Any, Any], data: Data, number: int, name: str, ledger: Ledger) -> Curve:
         """The curve of one matching on one of the data, under the head of the model whose data they are."""
         head: Any = ends[min(number, 1)] if self.own_heads else None
-        kept = head_names(architecture_of(head)) if self.own_heads else set()
-        return path(*ends, data, self.config.points, name, self.tick, ledger, head, kept)
+        own_names = head_names(architecture_of(head)) if self.own_heads else set()
+        return path(*ends, data, self.config.points, name, self.tick, ledger, head, own_names)
 
     def _barrier(self, donor: int, number: int, data: Data, curves: list[Curve]) -> Barrier:
         names = [self.anchor, *(donor.title for donor in self.donors)]

@@ -64,11 +64,11 @@ def match_to_mean(
     for turn in range(MOST_ROUNDS if len(sources) > 2 else 0):
         proposed = dict(frames)
         for name, source in stored.items():
-            others = [moved_tensors(architecture, stored[n], proposed[n]) for n in stored if n != name]
+            other_models = [moved_tensors(architecture, stored[n], proposed[n]) for n in stored if n != name]
             streams = {stream: t for stream, t in proposed[name].items() if stream in architecture.streams}
             starts = {"where it stands": streams} if streams else None
             within = ledger.under(f"round {turn}/{name}")
-            match = matching(mean_of(others), source, starts=starts, fold=False, ledger=within)
+            match = matching(mean_of(other_models), source, starts=starts, fold=False, ledger=within)
             proposed[name] = match.transforms
         now = _spread(architecture, stored, proposed)
         if now < spread[-1]:

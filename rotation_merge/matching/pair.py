@@ -267,9 +267,9 @@ def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str,
     choices = by_stream(residual) or dict.fromkeys(groups, residual)
     for name, group in groups.items():
         if choices.get(name) == "largest":
-            ours, theirs = (member.architecture.stream_groups[name] for member in members)
+            admitted, by_donor = (member.architecture.stream_groups[name] for member in members)
             tied = not untie and any(member.tied and member.tied[1] == name for member in members)
-            groups[name] = [g for g in ours if g in theirs and not (tied and g == "rotation")][-1]
+            groups[name] = [g for g in admitted if g in by_donor and not (tied and g == "rotation")][-1]
         elif donor_groups.get(name) != group:
             raise RecipeError(f"'residual: {residual}': there is no stream '{name}'", where=donor.name)
     return {name: group for name, group in groups.items() if group != "none"}

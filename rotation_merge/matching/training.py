@@ -86,9 +86,9 @@ class Training:
                 break
             loss = self.step()
             self.schedule.step()
-            taken = time.perf_counter() - began
-            late = taken > seconds
-            if (step % every == 0 or step == steps or late) and self.look(step, taken):
+            elapsed = time.perf_counter() - began
+            late = elapsed > seconds
+            if (step % every == 0 or step == steps or late) and self.look(step, elapsed):
                 best = copy.deepcopy(trained(self.model))
             ledger.keep(STATE, partial(self.state, step, best), large=True)
             watch(step, loss)

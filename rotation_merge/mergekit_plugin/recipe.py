@@ -124,8 +124,8 @@ class Recipe:
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
         """The options for one donor in one block; filters see the block's module path."""
         relation = UNMOVED if self.alone else self.relations.get(donor, "")
-        given = {name: self.given(name, reader, donor, block) for name in OPTIONS}
-        values = {name: value for name, value in given.items() if value is not None}
+        read = {name: self.given(name, reader, donor, block) for name in OPTIONS}
+        values = {name: value for name, value in read.items() if value is not None}
         return AlignConfig.from_values({**RELATIONS.get(relation, {}), **values})
 
     def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
@@ -170,9 +170,9 @@ def check_file(path: str, text: str) -> None:
     first = next((document.first for document in ours if document.first), None)
     if first is not None:
         more = sum(fault.error for document in ours for fault in document.faults) - 1
-        others = f" ({more} more: rotation-merge check {path})" if more else ""
+        more_faults = f" ({more} more: rotation-merge check {path})" if more else ""
         place = ", ".join(part for part in (path, f"line {first.line}, column {first.column}", first.where) if part)
-        raise RecipeError(first.what, where=place, remedy=f"{first.remedy}{others}")
+        raise RecipeError(first.what, where=place, remedy=f"{first.remedy}{more_faults}")
 
 
 def title(model: object, origin: object | None) -> str:

@@ -187,7 +187,7 @@ def _structural(error: ValidationError, content: Any) -> Iterator[Finding]:
 
 def explain(error: Mapping[str, Any]) -> tuple[str, str]:
     """One of pydantic's errors: problem and remedy."""
-    place, given = error["loc"], error.get("input")
+    place, value = error["loc"], error.get("input")
     if error["type"] == "extra_forbidden":
         placed = "it belongs under 'parameters'" if len(place) == 1 and place[0] in keys.BY_NAME else ""
         return f"there is no key '{place[-1]}' here", placed or nearest(str(place[-1]), KEYS)
@@ -198,8 +198,8 @@ def explain(error: Mapping[str, Any]) -> tuple[str, str]:
     problem = error["msg"].partition(" or instance of")[0]
     if place[-1:] in (("model",), ("base_model",)):
         problem = "a directory or org/name is expected here"
-    listed = isinstance(given, str) and place[-2:-1] == ("models",)
-    remedy = f"write '- model: {given}'" if listed else f"it is {short(repr(given))}"
+    listed = isinstance(value, str) and place[-2:-1] == ("models",)
+    remedy = f"write '- model: {value}'" if listed else f"it is {short(repr(value))}"
     return f"{problem[:1].lower()}{problem[1:]}", remedy
 
 

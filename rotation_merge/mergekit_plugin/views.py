@@ -264,12 +264,12 @@ class RecipeViews:
         for out in self.blocks_of(model):
             options = self.recipe.options(out.reader, out.anchor.name, model)
             straight = whole is not None and out.sources[model].index == out.anchor.index
-            if straight or not (wanted := [space.name for space in wanted_spaces(out.anchor, options)]):
+            if straight or not (matched_names := [space.name for space in wanted_spaces(out.anchor, options)]):
                 continue
             job = BlockMatching(out, anchor, matched, names, options, whole)
             self.matches.jobs.append(job)
             find = partial(self.matches.of, job)
-            finders |= {name: (find, known) for name, known in out.spaces.items() if known in wanted}
+            finders |= {name: (find, known) for name, known in out.spaces.items() if known in matched_names}
         return LazyTransforms(finders)
 
     def _moved(self, model: ModelReference) -> Tensors:

@@ -81,11 +81,11 @@ def _tensors(path: str) -> dict[str, Any]:
 
 def _alignment(path: str, kind: str) -> dict[str, Any]:
     with opened_file(path) as (head, _):
-        made, (rows, _summary) = head.made, head.figures
-    marks = {made.get(role, role): x[1] for role, x in zip(("anchor", "donor"), head.models, strict=True)}
+        metadata, (rows, _summary) = head.made, head.figures
+    marks = {metadata.get(role, role): x[1] for role, x in zip(("anchor", "donor"), head.models, strict=True)}
     spaces = dict(Counter(filter(None, head.kinds.values())))
     holds = {"architecture": head.family, "folded": list(head.folded), "spaces": spaces}
-    facts = {name: value for name, value in made.items() if name not in ("anchor", "donor")}
+    facts = {name: value for name, value in metadata.items() if name not in ("anchor", "donor")}
     distances = relative_distance(rows) if rows else ()
     figures = dict(zip(("relative_before", "relative_after"), distances, strict=False))
     return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": facts,

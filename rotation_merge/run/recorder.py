@@ -195,16 +195,16 @@ class WatchedBlocks:
             if name in inputs.seen and name not in self.axes:
                 read = linear.block.name, tuple(map(id, inputs.seen[name])), linear.norm, linear.stacked
                 if read not in by_input:
-                    taken = {*self.axes.values(), *by_input.values()}
-                    by_input[read] = _unused(f"{linear.block.name}/{linear.inputs.label}", taken)
+                    known_axes = {*self.axes.values(), *by_input.values()}
+                    by_input[read] = _unused(f"{linear.block.name}/{linear.inputs.label}", known_axes)
                 axes[name] = by_input[read]
         return axes
 
 
-def _unused(axis: str, taken: Collection[str]) -> str:
+def _unused(axis: str, known: Collection[str]) -> str:
     """A name for an input along an axis of a block; further ones are numbered."""
     names = chain([axis], (f"{axis}/{number}" for number in count(2)))
-    return next(name for name in names if name not in taken)
+    return next(name for name in names if name not in known)
 
 
 def _difference(plain: Sequence[Tensor], watched: Sequence[Tensor]) -> float:

@@ -184,9 +184,9 @@ class Runner:
         self._fill(block)
         if (layer := self.module_of(block)) is not None:
             inside = set(layer.modules())
-            for other in self.architecture.blocks:  # T5's first layers hold the table of positions of all
-                if other.index is None and not inside.isdisjoint(self._places[other.name]):
-                    self._fill(other)
+            for candidate in self.architecture.blocks:  # T5's first layers hold the table of positions of all
+                if candidate.index is None and not inside.isdisjoint(self._places[candidate.name]):
+                    self._fill(candidate)
             layer.register_forward_hook(partial(self._keep, block), with_kwargs=True)
         elif any(b.name not in self.opened for b in self.architecture.layers(block.module)):
             self._needed.add(self._latest.get(block.module, ""))  # which the block between two layers reads

@@ -139,8 +139,8 @@ class Preparation:
         Raises:
             RotationMergeError: models of different token ids, or that do not fit together.
         """
-        first, *others = self.config.models
-        pairs = {model: open_pair(first, model, NOTHING, averaged=True) for model in others}
+        first, *further_models = self.config.models
+        pairs = {model: open_pair(first, model, NOTHING, averaged=True) for model in further_models}
         for pair in pairs.values():
             if problem := other_ids(anchor, pair.donor):  # no sample would be the same for both
                 remedy = "merge them by a recipe with 'tokenizer: {source: base}'"

@@ -180,8 +180,8 @@ class Draft:
                 raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data")
             model = renaming.value(models.get(str(head.get("fingerprint")), str(head.get("model"))))
             words = ["rotation-merge", "measure", model, "--data", renaming.value(str(head.get("data")))]
-            given = {name: head[name] for name in OPTIONS if head.get(name) is not None}
-            options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+            measured = {name: head[name] for name in OPTIONS if head.get(name) is not None}
+            options = [word for name, value in measured.items() for word in (f"--{name.replace('_', '-')}", str(value))]
             yield shlex.join([*words, "--kinds", ",".join(head["kinds"]), *options, "--out", self.unpublished[path]])
 
 
@@ -384,8 +384,8 @@ def _unknown(folder: str, missing: Sequence[str], samples: Sequence[str]) -> Rot
     words = " ".join(f"--as {name}=org/name@revision" for name in missing[:NAMED])
     upload = f"{words} (not on the hub yet: 'hf upload org/name {missing[-1]}')" if missing else ""
     data = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if samples else ""
-    others = [*missing[NAMED:], *samples]
-    problem = "local paths need a name on the hub" + (f": {named(others)}" if others else "")
+    further_names = [*missing[NAMED:], *samples]
+    problem = "local paths need a name on the hub" + (f": {named(further_names)}" if further_names else "")
     return RotationMergeError(problem, where=folder, remedy=f"add {' and '.join(filter(None, (upload, data)))}")
 
 

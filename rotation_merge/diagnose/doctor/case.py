@@ -165,8 +165,8 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
             return _of_recipe(path, name, parents)
     report = os.path.join(name, REPORT_FILE)
     anchors = [read_report(report).anchor] if os.path.isfile(report) else []
-    here, absent = _sorted([*parents, *anchors])
-    return Case(name, name, here, absent)
+    present, absent = _sorted([*parents, *anchors])
+    return Case(name, name, present, absent)
 
 
 def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
@@ -187,7 +187,7 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     base = [config.base_model] if config.base_model is not None else []
     text = str(value)  # mergekit names them in no order
     named = sorted(config.referenced_models(), key=lambda model: text.find(model.model.path))
-    here, absent = _sorted([*parents, *map(str, dict.fromkeys([*base, *named]))])
+    present, absent = _sorted([*parents, *map(str, dict.fromkeys([*base, *named]))])
     donors = {}
     if value["merge_method"] == METHOD and config.models and not absent:
         try:
@@ -195,7 +195,7 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
         except RotationMergeError:
             if merged is None:
                 raise
-    return Case(merged or path, merged, here, absent, value, donors)
+    return Case(merged or path, merged, present, absent, value, donors)
 
 
 def _sorted(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

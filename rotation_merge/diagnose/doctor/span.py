@@ -140,15 +140,15 @@ def _pairs(block: Block, merged: TensorSource, parents: ParentSpan) -> Iterator[
         tensor = read_tensor(info, merged)
         if tensor is None or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             continue
-        if others := parents.tensors(block, info, tuple(tensor.shape)):
-            yield info.key, (tensor.float(), others)
+        if parent_tensors := parents.tensors(block, info, tuple(tensor.shape)):
+            yield info.key, (tensor.float(), parent_tensors)
 
 
 def _in_order(block: Block, pairs: dict[str, Pair]) -> dict[str, Pair]:
     """The tensors of the merge, their heads, neurons and experts in the parents' order as far as all agree in one."""
-    theirs = {key: torch.stack(others).mean(0) for key, (_, others) in pairs.items()}
+    parent_means = {key: torch.stack(stored).mean(0) for key, (_, stored) in pairs.items()}
     ours = {key: tensor for key, (tensor, _) in pairs.items()}
-    transforms = match_block(block, theirs, ours, ORDERS, told=False).transforms
+    transforms = match_block(block, parent_means, ours, ORDERS, told=False).transforms
     infos = {info.key: info for info in block.tensors}
     return {key: (transform_tensor(ours[key], infos[key], transforms), pairs[key][1]) for key in pairs}
 
@@ -157,10 +157,10 @@ def _of_block(block: Block, pairs: dict[str, Pair]) -> list[TensorComparison]:
     """The matrices of a block beside the parents'; zeros say nothing."""
     compared = []
     for info in block.tensors:
-        tensor, others = pairs.get(info.key, (None, []))
-        others = [other for other in others if bool(other.any())]
-        if tensor is not None and len(info.axes) > 1 and bool(tensor.any()) and others:
-            compared.append(_beside(info, tensor, others))
+        tensor, parent_tensors = pairs.get(info.key, (None, []))
+        parent_tensors = [tensor for tensor in parent_tensors if bool(tensor.any())]
+        if tensor is not None and len(info.axes) > 1 and bool(tensor.any()) and parent_tensors:
+            compared.append(_beside(info, tensor, parent_tensors))
     return compared
 
 
