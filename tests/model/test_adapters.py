@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,19 @@ import torch
 import transformers
 from cli_support import parsed, run
 from mergekit.io.tasks import LoaderCache
-from plugin_support import files_of, load, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_recipe
+from plugin_support import (
+    files_of,
+    load,
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    state,
+    twin,
+    write_adapter,
+    write_recipe,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -102,6 +115,37 @@ def test_as_peft_merges_it(way: str, tmp_path: Path) -> None:
     assert_near(adapted, load_file(tmp_path / "whole" / "model.safetensors"))
     changed = [name for name in plain if not torch.equal(plain[name], adapted[name])]
     assert len(changed) >= len(options.get("target_parameters", ["any"])) > 0
+
+
+EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d)\.(w\d)\.weight")
+
+
+def in_one(apart: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A Mixtral's tensors with all experts of a layer in one, gates before values."""
+    experts = [match for name in apart if (match := EXPERT.fullmatch(name))]
+    named = {name.replace("block_sparse_moe.", "mlp."): x for name, x in apart.items() if not EXPERT.fullmatch(name)}
+    for layer in sorted({match[1] for match in experts}):
+        of_layer = [match for match in experts if match[1] == layer]
+        gate, down, up = (torch.stack([apart[m[0]] for m in of_layer if m[3] == map_]) for map_ in ("w1", "w2", "w3"))
+        named |= {f"{layer}.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.mlp.experts.down_proj": down}
+    return named
+
+
+def test_dora_of_one_expert_has_the_norms_of_its_own_rows(tmp_path: Path) -> None:
+    """Also where the file has the experts, their gates and their values in one tensor."""
+    _, apart = tiny.save(tiny.make(SPARSE["mixtral"]), tmp_path / "apart")
+    shutil.copytree(tmp_path / "apart", tmp_path / "fused")
+    save_file(in_one(apart), tmp_path / "fused" / "model.safetensors", {"format": "pt"})
+    name = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
+    outputs, inputs = apart[name].shape
+    a, b, magnitude = torch.randn(2, inputs), torch.randn(outputs, 2), torch.rand(outputs) + 0.5
+    parts = {"lora_A.weight": a, "lora_B.weight": b, "lora_magnitude_vector": magnitude}
+    stem, config = f"base_model.model.{name.removesuffix('weight')}", {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
+    adapter = write_adapter(config, {stem + part: x for part, x in parts.items()}, tmp_path / "lora")
+    changed = apart[name] + 3 * b @ a
+    expected = {**apart, name: magnitude[:, None] * changed / changed.norm(dim=1, keepdim=True)}
+    assert_near(tensors(tmp_path / "apart", adapter), expected)
+    assert_near(tensors(tmp_path / "fused", adapter), in_one(expected))
 
 
 SQUARE = "model.layers.0.mlp.experts.gate_up_proj"
