@@ -148,6 +148,7 @@ def matcher(
             share = -((number - count) // len(writers))
             samples = read_samples(view, data, share, AT_ONCE, length, seed + number, module)
             batches += unpadded((samples if data == SELF else part(samples)).batches, data)
+            del module  # before the next one is loaded
         first, second = (Activations.of(load(name).to(device), batches, ROWS) for name in (anchor, donor))
         return first, second
 
