@@ -67,15 +67,7 @@ def polished(
     if config.lora and any(heads):
         problem = "has a separate head for each teacher, but one LoRA cannot hold them"
         raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
-    if merged.config.get(KEY):
-        problem = "is a sentence-transformers folder, whose modules cannot be trained"
-        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
-        raise RotationMergeError(problem, where=merged.name, remedy=remedy)
-    for teacher in teachers if merged.files is not None else ():
-        if teacher.files is not None and not same_tokens(merged, teacher):
-            problem = f"its tokens are not those of {merged.reference}"
-            remedy = "give teachers with the merge's tokenizer"
-            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
+    _check_models(merged, teachers)
     with seeded(config.seed):
         answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
         modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}
@@ -96,6 +88,19 @@ def polished(
     )
     named = {os.path.basename(view.name): view for view in headed}
     return replace(result, heads=named, notes=(report.verdict(),), report=None), report
+
+
+def _check_models(merged: View, teachers: Sequence[View]) -> None:
+    """Refuse modules that cannot be trained, and teachers with other tokens."""
+    if merged.config.get(KEY):
+        problem = "is a sentence-transformers folder, whose modules cannot be trained"
+        remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
+        raise RotationMergeError(problem, where=merged.name, remedy=remedy)
+    for teacher in teachers if merged.files is not None else ():
+        if teacher.files is not None and not same_tokens(merged, teacher):
+            problem = f"its tokens are not those of {merged.reference}"
+            remedy = "give teachers with the merge's tokenizer"
+            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
 
 
 def _with_weights(view: View, module: Any) -> View:
