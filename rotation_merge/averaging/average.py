@@ -20,7 +20,7 @@ from rotation_merge.model.view import View
 
 Parameters = Callable[[str], Mapping[str, Any]]
 """Gives the parameters of a method for an output tensor; of those with a value for each model a list, or a mapping by
-the models' numbers."""
+the models' `ids`."""
 
 
 def averaged(
@@ -37,7 +37,7 @@ def averaged(
 
     Args:
         views: of one architecture, the anchor first; the result has its names.
-        method: one of ours was told about these models, by their numbers.
+        method: one of ours knows these models, by `ids`.
         parameters: for each output tensor, or for all; those that are not given have their defaults.
         seed: of what the method draws; each tensor draws its own numbers, in whatever order tensors are asked for.
         excluded: says of a tensor that it is the anchor's, as are those outside the architecture.

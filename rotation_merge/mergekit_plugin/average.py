@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
-from rotation_merge.mergekit_plugin.own_methods import told
+from rotation_merge.mergekit_plugin.own_methods import bound_method
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import read_tensor
@@ -137,7 +137,7 @@ def average_views(
     if isinstance(method, OwnMethod):
         pool = (lambda: unpadded(samples, "samples")) if samples else None
         measured = dict(zip(references, statistics, strict=False))
-        method = told(method, in_output, parameters, statistics=measured, samples=pool)
+        method = bound_method(method, in_output, parameters, statistics=measured, samples=pool)
     merged = averaged(
         [in_output.view(model) for model in references],
         method,

@@ -33,7 +33,7 @@ from rotation_merge.mergekit_plugin.document import with_models
 from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
 from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
 from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
-from rotation_merge.mergekit_plugin.own_methods import Parameters, refitted_view, told
+from rotation_merge.mergekit_plugin.own_methods import Parameters, bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe, tuned_from
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
@@ -200,7 +200,7 @@ def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
     inner = recipe.delegate
     if recipe.own_method is not None and not whole:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
-        inner = told(recipe.own_method, views, parameters, dtype_from_name(stock.out_dtype))
+        inner = bound_method(recipe.own_method, views, parameters, dtype_from_name(stock.out_dtype))
     stock._architecture = described(views)
     finish = _finisher(session, stock.out_dtype)
     _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain, parameters, finish))

@@ -32,7 +32,7 @@ Parameters = Mapping[str, Mapping[str, Any]]
 """Parameters of a method by name of an output tensor."""
 
 
-def told(
+def bound_method(
     method: OwnMethod,
     views: RecipeViews,
     parameters: Parameters,
