@@ -16,7 +16,8 @@ from rotation_merge import __version__
 T = TypeVar("T")
 
 FORMAT = 1
-REPORT_FILE = "rotation_merge.json"
+REPORT_FILE, DISTANCES = "rotation_merge.json", "distances.png"
+"""The report beside a merge, and the picture of its distances by layer."""
 SMALL_GAIN = 0.01
 """A fall of the relative distance by less than this fraction counts as nothing gained."""
 

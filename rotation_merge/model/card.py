@@ -34,9 +34,6 @@ TAGS = {
 MEASURED = "evaluation.json"
 """File that `rotation-merge evaluate --keep` writes beside a model."""
 
-DISTANCES = "distances.png"
-"""Picture of the models' distances by layer, beside a merge."""
-
 _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
 
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")

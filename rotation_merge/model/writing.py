@@ -15,7 +15,7 @@ from mergekit.common import parse_kmb
 
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.files import PARTIAL, companion, locked, sync, sync_tree
-from rotation_merge.record import REPORT_FILE
+from rotation_merge.record import DISTANCES, REPORT_FILE
 
 WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
@@ -128,6 +128,8 @@ def _outgoing(target: Path, incoming: Sequence[Path]) -> Iterator[Path]:
     if Path(HEADS) in folders and _is_folder(target / HEADS):  # heads of an earlier merge, which this one has not
         heads = {Path(HEADS, name) for name in os.listdir(target / HEADS)} - folders
         yield from (head for head in heads if (target / head / REPORT_FILE).is_file())
+    if Path(REPORT_FILE) in incoming and all((target / name).is_file() for name in (REPORT_FILE, DISTANCES)):
+        yield Path(DISTANCES)  # which shows what the earlier report says
 
 
 def _is_folder(path: Path) -> bool:

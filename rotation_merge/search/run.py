@@ -18,10 +18,10 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
-from rotation_merge.model.card import DISTANCES, updated_card
+from rotation_merge.model.card import updated_card
 from rotation_merge.model.contents import Contents, reason
 from rotation_merge.model.writing import staged
-from rotation_merge.record import REPORT_FILE
+from rotation_merge.record import DISTANCES, REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.run.data import data_hash
 from rotation_merge.run.evaluate import keep_figures

@@ -15,7 +15,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.card import DISTANCES, kept_figures, licence, shown_names, updated_card
+from rotation_merge.model.card import kept_figures, licence, shown_names, updated_card
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.gguf import is_gguf
@@ -23,7 +23,7 @@ from rotation_merge.model.hub import HubFile, no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.naming import Renaming
 from rotation_merge.model.open import open_model, parse_reference
-from rotation_merge.record import REPORT_FILE, MergeReport
+from rotation_merge.record import DISTANCES, REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import check_folder
 from rotation_merge.run.sample_kinds import SOURCES

@@ -17,6 +17,7 @@ from plugin_support import mergekit_yaml, one_error, recipe_for
 from rotation_merge import RotationMergeError
 from rotation_merge.files import locked
 from rotation_merge.model.writing import is_of_a_model, staged
+from rotation_merge.record import REPORT_FILE
 
 MODEL = {"config.json": "{}", "model-00001-of-00002.safetensors": "a", "model-00002-of-00002.safetensors": "b"}
 NEW = {"config.json": "new", "model.safetensors": "new"}
@@ -127,6 +128,9 @@ MOVED: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
     "old shards go": (HEAD, {f"{at}{name}": "new" for at in ("", "heads/a/") for name in PICKLED}, {}),
     "heads of an earlier merge go": ({**HEAD, "heads/a/rotation_merge.json": "old", "heads/mine/notes.txt": "mine"},
                                      {**NEW, "heads/b/config.json": "new"}, {"heads/mine/notes.txt": "mine"}),
+    "the picture of an earlier merge goes": ({REPORT_FILE: "old", "distances.png": "old"},
+                                             {**NEW, REPORT_FILE: "new"}, {}),
+    "a picture of others stays": ({"distances.png": "mine"}, NEW, {"distances.png": "mine"}),
     "an adapter is no model": ({}, ADAPTER, {}),
 }  # fmt: skip
 """Beside a model, what is in a folder, what is written into it, and what of the first stays."""
@@ -141,7 +145,8 @@ def test_what_stays_beside_a_new_model(law: str, tmp_path: Path) -> None:
         write(out, {"log.txt": "written meanwhile"})
     assert files(out) == {**stays, **new, "log.txt": "written meanwhile"}
     put(out, MODEL)
-    assert set(files(out)) == {*stays, *MODEL, "log.txt", *(name for name in new if "/" in name)} - ADAPTER.keys()
+    further = {name for name in new if "/" in name or name == REPORT_FILE}
+    assert set(files(out)) == {*stays, *MODEL, "log.txt", *further} - ADAPTER.keys()
 
 
 def test_a_link_gives_way_and_what_it_stands_for_stays(tmp_path: Path) -> None:

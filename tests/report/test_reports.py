@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rotation_merge import RotationMergeError
-from rotation_merge.model.card import DISTANCES, updated_card
-from rotation_merge.record import MergeReport, SpaceRow, gained
+from rotation_merge.model.card import updated_card
+from rotation_merge.record import DISTANCES, MergeReport, SpaceRow, gained
 from rotation_merge.report.files import read_report
 from rotation_merge.report.plots import save_distances
 

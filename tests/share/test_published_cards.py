@@ -13,7 +13,8 @@ from cli_support import CHECKPOINTS, parsed, run
 from huggingface_hub import ModelCard
 from plugin_support import make, merged, recipe_for, twin
 
-from rotation_merge.model.card import BEGIN, DISTANCES, END, front_matter, metadata, updated_card
+from rotation_merge.model.card import BEGIN, END, front_matter, metadata, updated_card
+from rotation_merge.record import DISTANCES
 from rotation_merge.report.files import read_report
 
 REVISIONS = ("a" * 40, "b" * 40)
