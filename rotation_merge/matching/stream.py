@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo
 from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.matching.block import NotFiniteError
 from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import at_least_float32, transform_tensor
@@ -201,6 +202,9 @@ class StreamSums:
         Args:
             equal: give every tensor the same say, 1 / |A| |B|, in the products: for a start, when nothing is known of
                 how well each of them agrees.
+
+        Raises:
+            NotFiniteError: the squares of a tensor's numbers are infinite.
         """
         sums = cls()
         for measurement in measurements:
@@ -212,6 +216,10 @@ class StreamSums:
         if tensor.norm == 0 or (tensor.products and folded):
             return
         distance = tensor.distance(transforms)
+        if not math.isfinite(distance):
+            model = "donor" if math.isfinite(tensor.norm) else "anchor"
+            problem = f"tensor '{tensor.name}' of the {model} holds numbers whose squares are infinite"
+            raise NotFiniteError(problem, remedy="repair or replace the checkpoint")
         lifted = distance + FLOOR * tensor.norm
         weight = (tensor.norm * tensor.donor_norm or math.inf) ** -0.5 if equal else tensor.entries / lifted
         self.weights[tensor.name] = weight

@@ -11,6 +11,7 @@ from residual_support import Checkpoint, case, checkpoint, twin
 from tiny_models import make, save
 
 from rotation_merge import AlignConfig
+from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.match import PARTS, match_model
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.stream import StreamMeasurement, StreamSums
@@ -65,6 +66,16 @@ def test_long_vocabularies_are_looked_at_in_slices(
         outputs.append(dict(moved_tensors(anchor.architecture, donor.state, found[0].transforms, found[0].folded)))
     assert outputs[0].keys() == outputs[1].keys()
     assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())
+
+
+@pytest.mark.parametrize("whose", ["anchor", "donor"])
+def test_numbers_whose_squares_are_infinite_are_named(whose: str, tmp_path: Path) -> None:
+    model = checkpoint("llama", "llama", tmp_path)
+    name = "model.embed_tokens.weight"
+    states = {"anchor": model.state, "donor": model.state}
+    states[whose] = {**model.state, name: model.state[name].float().index_fill(0, torch.tensor([3]), 1e30)}
+    with pytest.raises(AlignmentError, match=f"'{name}' of the {whose} holds numbers whose squares are infinite"):
+        match_model(model.architecture, *states.values(), AlignConfig(residual="permutation"))
 
 
 @pytest.mark.slow
