@@ -92,19 +92,19 @@ class StreamMeasurement:
 
         Args:
             transforms: of local spaces, and of the streams that move; an axis in one of these is held still.
-            precise: sum products in float64, for models that nearly agree.
+            precise: multiply in float64, for models that nearly agree.
         """
         products, donor_norm = list[Product](), 0.0
         for dim, axis in enumerate(info.axes):
             if not axis.parts or any(p.space.kind != "stream" or p.space.name not in transforms for p in axis.parts):
                 continue
             moved = transform_tensor(b, _without(info, dim), transforms)
-            donor_norm = _square(moved)
+            donor_norm = _square(moved, precise)
             for part, start, x, y in axis_views(a, moved, dim, axis):
                 x, y = (t.movedim(start, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (x, y))
                 products.append(Product(dim, part.space.name, part.role == "gain", cross_product(x, y, precise)))
-        apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms))
-        return cls(info.name, a.numel(), _square(a), donor_norm, apart, tuple(products))
+        apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms), precise)
+        return cls(info.name, a.numel(), _square(a, precise), donor_norm, apart, tuple(products))
 
     def plus(self, piece: StreamMeasurement) -> StreamMeasurement:
         """That of this slice of a tensor and of a further one."""
@@ -313,25 +313,25 @@ def _logits_axis(info: TensorInfo) -> int | None:
     return info.vocabulary_axis if reads else None
 
 
-def _chunks(x: Tensor) -> Iterator[Tensor]:
-    """The columns of a matrix in chunks of limited size, widened to float32 at least."""
+def _chunks(x: Tensor, precise: bool) -> Iterator[Tensor]:
+    """The columns of a matrix in chunks of limited size, widened to float32 at least, or to float64."""
     for piece in x.split(max(1, CHUNK // max(1, x.shape[0])), dim=1):
-        yield at_least_float32(piece)
+        yield piece.double() if precise else at_least_float32(piece)
 
 
 def cross_product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
-    """A B^T of matrices of as many columns, (d, d), float64 (unless `precise`, summed in float32 inside a chunk)."""
+    """A B^T of matrices of as many columns, (d, d), float64 (unless `precise`, multiplied in their own precision)."""
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
-    for x, y in zip(_chunks(a), _chunks(b), strict=True):
-        dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
+    for x, y in zip(_chunks(a, precise), _chunks(b, precise), strict=True):
+        dtype = torch.promote_types(x.dtype, y.dtype)
         total += x.to(dtype) @ y.to(a.device, dtype).T
     return total
 
 
-def _square(x: Tensor) -> float:
+def _square(x: Tensor, precise: bool) -> float:
     """Squared norm."""
     flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
-    return sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat))
+    return sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat, precise))
 
 
 def residual_groups(architecture: Architecture, residual: str, model: str = "the model") -> dict[str, str]:

@@ -14,7 +14,7 @@ from rotation_merge import AlignConfig
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.match import PARTS, match_model
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.matching.stream import StreamMeasurement, StreamSums
+from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums
 from rotation_merge.matching.visit import Step, Visits
 from rotation_merge.model import vocabulary
 
@@ -97,6 +97,22 @@ def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> Non
     after = moved_tensors(anchor.architecture, donor.state, found.transforms, found.folded)
     expected = anchor.folded()
     assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
+def test_what_nearly_agrees_is_multiplied_in_float64(family: str, name: str, tmp_path: Path) -> None:
+    """In float32 the squared distances of twins are lost among the rounding of their squares, and passes end early."""
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    found = match_model(
+        anchor.architecture, anchor.state, donor.state, AlignConfig(heads="permutation", residual="rotation")
+    )
+    objective = found.summary["objective"]
+    assert isinstance(objective, list)
+    assert objective[-1] - FLOOR <= 1e-12
+    after, expected = moved_tensors(anchor.architecture, donor.state, found.transforms, found.folded), anchor.folded()
+    names = [name for name in expected if not name.endswith("bias")]
+    assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in names) <= 2e-6
 
 
 @pytest.mark.slow
