@@ -205,8 +205,8 @@ def _place_between(model: Any, a: Any, b: Any, t: float, head_tensors: Collectio
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of two (n,) vectors; of constants 0."""
-    return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1].nan_to_num(0.0))
+    """Pearson's correlation of two (n,) vectors; of constants, and of single numbers, 0."""
+    return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1].nan_to_num(0.0)) if len(x) > 1 else 0.0
 
 
 def _ranks(x: Tensor) -> Tensor:

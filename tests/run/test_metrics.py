@@ -16,15 +16,17 @@ from rotation_merge.run.evaluate import of_floats
 
 
 @pytest.mark.parametrize("task", ["regression", "similarity"])
-def test_correlations_agree_with_scipy(task: str):
+def test_correlations_agree_with_scipy(task: str, recwarn: pytest.WarningsRecorder):
     draw = np.random.default_rng(0)
     x, y = draw.integers(0, 9, 100).astype(float), draw.normal(size=100)
     scores = of_floats(torch.tensor(x)[:, None], torch.tensor(y)[:, None], task)
     assert scores.figures["pearson"] == pytest.approx(stats.pearsonr(x, y)[0])
     assert scores.figures["spearman"] == pytest.approx(stats.spearmanr(x, y)[0])
     assert scores.loss == pytest.approx(np.square(x - y).mean() if task == "regression" else 1 - scores.main)
-    constant = of_floats(torch.ones(3, 1), torch.arange(3.0)[:, None], task)
-    assert set(constant.figures.values()) == {0.0}
+    for count in (3, 1):
+        constant = of_floats(torch.ones(count, 1), torch.arange(float(count))[:, None], task)
+        assert set(constant.figures.values()) == {0.0}
+    assert not recwarn.list
 
 
 def test_several_labels_an_example_by_hand():
