@@ -19,7 +19,7 @@ from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
-from rotation_merge.run.curves import Barrier
+from rotation_merge.run.curves import Barrier, Curve
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import score
 
@@ -120,7 +120,9 @@ class Two:
             asked += ["--compare", ",".join(words), "--data", DATA[self.kind], "--points", points]
             return dict(json.loads(command("barrier", *self.ends, *asked, "--json"))[0])
 
-        return Barrier.from_dict(self.kept(f"paths by {points}, {', '.join(names)}", compute))
+        found = self.kept(f"paths by {points}, {', '.join(names)}", compute)
+        facts = {name: found[name] for name in ("anchor", "donor", "data", "task", "examples", "options", "head")}
+        return Barrier(**facts, curves=[Curve(**curve) for curve in found["curves"]])
 
 
 def moved(anchor: Any, donor: Any, options: AlignConfig) -> tuple[State, State, State]:

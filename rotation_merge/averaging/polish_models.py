@@ -158,8 +158,7 @@ def _in_memory(view: View, like: View | None = None) -> Any:
         like: in whose order its classes are to stand, where both name the same ones.
     """
     ordered = view if like is None else with_classes_of(view, like)
-    if view.is_stored and view.files is not None and not view.untie:
-        return in_memory(ordered)
-    module = module_of(ordered).float()
-    copy_parameters(module)
+    stored = view.is_stored and view.files is not None and not view.untie
+    module = in_memory(ordered) if stored else module_of(ordered).float()
+    copy_parameters(module)  # what a file is mapped to, or the user gave, does not learn
     return module

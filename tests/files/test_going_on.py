@@ -167,7 +167,7 @@ def test_a_barrier(
     recipe = write_recipe(recipe_for("linear", *four, far, residual="permutation"), tmp_path / "recipe.yml")
     command = ["barrier", recipe, "--data", tmp_path / "data.npz", "--points", 3]
     points, results = Counter(), list[Result]()
-    monkeypatch.setattr(evaluate, "evaluate", points.counted(evaluate.evaluate))
+    monkeypatch.setattr(evaluate, "score", points.counted(evaluate.score))
     whole = blocks.of(lambda: results.append(run(*command, "--json")))
     expected, count, matched = json.loads(results[0].stdout), points.calls, 0
     points.calls = 0
