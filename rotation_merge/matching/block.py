@@ -127,7 +127,7 @@ def match_block(
     donor: Tensors,
     options: AlignConfig,
     streams: Mapping[str, Transform] | None = None,
-    told: bool = True,
+    with_rows: bool = True,
 ) -> BlockMatch:
     """Best transform of every local space of one block.
 
@@ -136,7 +136,7 @@ def match_block(
         anchor, donor: tensors of the block by key, all of them finite (`check_finite`).
         options: which groups to use.
         streams: transforms of the residual streams, under which the donor is looked at.
-        told: whether the report's rows are given, too; with them a move that rounding would undo is left out.
+        with_rows: whether the report's rows are given, too; with them a move that rounding would undo is left out.
     """
     spaces = wanted_spaces(block, options)
     anchor, donor = compared(block, anchor), compared(block, donor)
@@ -147,7 +147,7 @@ def match_block(
         matching.match(space, {later.name for later in spaces[place + 1 :]})
         seconds.append(time.perf_counter() - began)
     matching.settle(linked(block, spaces))
-    pairs = zip(spaces, seconds, strict=True) if told else ()
+    pairs = zip(spaces, seconds, strict=True) if with_rows else ()
     rows = [row_of(block, space, matching.judged(space), took) for space, took in pairs]  # which may end a move
     return BlockMatch(matching.transforms, rows)
 

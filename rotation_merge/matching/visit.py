@@ -149,7 +149,7 @@ class Visits:
         for tensors in (anchor, donor):
             for key in factors.keys() & tensors.keys():
                 tensors[key] = at_least_float32(tensors[key]) * factors[key] ** 0.5
-        maps = step.streams | match_block(block, anchor, donor, options, step.streams, told=False).transforms
+        maps = step.streams | match_block(block, anchor, donor, options, step.streams, with_rows=False).transforms
         sums = StreamSums.of(measured([(block, anchor, donor)], maps, step.precise), maps, step.equal)
         applied = {info.name: factors.get(info.key, 1.0) for info in block.tensors}
         sums.weights = {name: weight * applied[name] for name, weight in sums.weights.items()}

@@ -311,7 +311,7 @@ def test_blocks_under_turned_streams_are_told_of_too() -> None:
     ]
     assert told[0] == told[1]
     assert [row.kind for row in told[0]] == ["attention", "ffn"]
-    assert match_block(block, anchor, donor, AlignConfig(), streams, told=False).rows == []
+    assert match_block(block, anchor, donor, AlignConfig(), streams, with_rows=False).rows == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -148,7 +148,7 @@ def _in_order(block: Block, pairs: dict[str, Pair]) -> dict[str, Pair]:
     """The tensors of the merge, their heads, neurons and experts in the parents' order as far as all agree in one."""
     parent_means = {key: torch.stack(stored).mean(0) for key, (_, stored) in pairs.items()}
     ours = {key: tensor for key, (tensor, _) in pairs.items()}
-    transforms = match_block(block, parent_means, ours, ORDERS, told=False).transforms
+    transforms = match_block(block, parent_means, ours, ORDERS, with_rows=False).transforms
     infos = {info.key: info for info in block.tensors}
     return {key: (transform_tensor(ours[key], infos[key], transforms), pairs[key][1]) for key in pairs}
 
