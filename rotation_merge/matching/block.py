@@ -27,6 +27,8 @@ from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
 
 CHUNK = 1 << 20
 """Entries that are widened at a time."""
+LARGE = 1e12
+"""Products of larger numbers may be infinite in float32."""
 STILL = "not moved: rounding would cost more than the move gains"
 MOST_ROUNDS = 12
 """Spaces that share tensors are matched in turn so often at most."""
@@ -144,7 +146,8 @@ def match_block(
     seconds = list[float]()
     for place, space in enumerate(spaces):
         began = time.perf_counter()
-        matching.match(space, {later.name for later in spaces[place + 1 :]})
+        with _numbers_of(space, anchor, donor):
+            matching.match(space, {later.name for later in spaces[place + 1 :]})
         seconds.append(time.perf_counter() - began)
     matching.settle(linked(block, spaces))
     pairs = zip(spaces, seconds, strict=True) if with_rows else ()
@@ -169,6 +172,26 @@ def _unseen_key(part: Part) -> bool:
     space = part.space
     free = not space.visible_bias and not space.rotary and space.norm is None
     return space.kind == "attention" and part.role == "k" and free
+
+
+@contextmanager
+def _numbers_of(space: Space, *models: Mapping[str, Tensor]) -> Iterator[None]:
+    """Names a space that a solver refuses because products of its numbers are infinite."""
+    try:
+        yield
+    except (ValueError, torch.linalg.LinAlgError) as error:
+        if (
+            max(
+                float(x.abs().max())
+                for tensors in models
+                for x in tensors.values()
+                if x.numel() and x.is_floating_point()
+            )
+            < LARGE
+        ):
+            raise
+        problem = f"'{space.name}' holds numbers of more than {LARGE:g}, whose products are infinite"
+        raise AlignmentError(problem, remedy="repair or replace the checkpoint") from error
 
 
 def linked(block: Block, spaces: list[Space]) -> list[Space]:

@@ -330,3 +330,11 @@ def test_bad_values_are_named(bad: float, whose: str) -> None:
     next(x for key, x in tensors.items() if "up_proj" in key)[3, 3] = bad
     with pytest.raises(RotationMergeError, match=rf"up_proj.weight' of the {whose}"):
         check_finite(block, tensors, whose)
+
+
+def test_numbers_whose_products_are_infinite_are_one_line() -> None:
+    _, block, anchor = llama_block(torch.float32)
+    for large in (1e18, 1e30):
+        models = [{key: large * x for key, x in model.items()} for model in (anchor, llama_block(torch.float32, 1)[2])]
+        with pytest.raises(RotationMergeError, match=r"'layers.0.*' holds numbers of more than 1e\+12, whose products"):
+            match_block(block, *models, AlignConfig())
