@@ -94,9 +94,8 @@ class BlockMatch:
         return known
 
 
-torch.serialization.add_safe_globals(
-    [BlockMatch, SpaceRow, Transform, Monomial, Linear]
-)  # an interrupted run reads them
+# so that an interrupted run reads them again
+torch.serialization.add_safe_globals([BlockMatch, SpaceRow, Transform, Monomial, Linear])
 
 
 class NotFiniteError(AlignmentError):
@@ -146,7 +145,7 @@ def match_block(
     seconds = list[float]()
     for place, space in enumerate(spaces):
         began = time.perf_counter()
-        with _numbers_of(space, anchor, donor):
+        with _refused_if_large(space, anchor, donor):
             matching.match(space, {later.name for later in spaces[place + 1 :]})
         seconds.append(time.perf_counter() - began)
     matching.settle(linked(block, spaces))
@@ -175,20 +174,13 @@ def _unseen_key(part: Part) -> bool:
 
 
 @contextmanager
-def _numbers_of(space: Space, *models: Mapping[str, Tensor]) -> Iterator[None]:
-    """Names a space that a solver refuses because products of its numbers are infinite."""
+def _refused_if_large(space: Space, *models: Mapping[str, Tensor]) -> Iterator[None]:
+    """Names a space that a solver cannot solve because products of its numbers are infinite."""
     try:
         yield
     except (ValueError, torch.linalg.LinAlgError) as error:
-        if (
-            max(
-                float(x.abs().max())
-                for tensors in models
-                for x in tensors.values()
-                if x.numel() and x.is_floating_point()
-            )
-            < LARGE
-        ):
+        floats = (x for tensors in models for x in tensors.values() if x.numel() and x.is_floating_point())
+        if max(float(x.abs().max()) for x in floats) < LARGE:
             raise
         problem = f"'{space.name}' holds numbers of more than {LARGE:g}, whose products are infinite"
         raise AlignmentError(problem, remedy="repair or replace the checkpoint") from error

@@ -259,8 +259,10 @@ class HeadPart:
 
     def solved(self, pairing: Pairing) -> tuple[Monomial | Linear, float]:
         """The best element of each pair, the identity where both models are equal, and by how much it gains."""
-        stats, before = self.stats(pairing), self.stats(self.own)
-        element = self.group.solve(stats.of_equals(self._equal(pairing)))
+        still, stats = pairing.equals(self.own), self.stats(pairing)
+        before = stats if still else self.stats(self.own)
+        equal = self.squares[2].sum((0, 2)) == 0 if still else self._equal(pairing)
+        element = self.group.solve(stats.of_equals(equal))
         unmoved = Monomial.identity(len(self.own.donor), self.shape[2])
         return element, float((stats.gain(element) - before.gain(unmoved)).sum())
 

@@ -145,7 +145,7 @@ def matcher(
         writers, batches = views if data == SELF else views[:1], list[Batch]()
         for number, view in enumerate(writers):
             module = load((anchor, donor)[number]) if data == SELF else None
-            share = -((number - count) // len(writers))
+            share = count // len(writers) + (number < count % len(writers))  # the first may write one more
             samples = read_samples(view, data, share, AT_ONCE, length, seed + number, module)
             batches += unpadded((samples if data == SELF else part(samples)).batches, data)
             del module  # before the next one is loaded
