@@ -115,11 +115,15 @@ def test_models_are_held_against_the_recipe(pair: Pair, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pair[0], "models/donor-7b")
     bert, small = make("bert", tmp_path / "bert"), make("llama", tmp_path / "small", vocab_size=50)
+    headless = make("llama", tmp_path / "headless", tie_word_embeddings=True)  # which merges: the head is the embedding
+    config = json.loads((headless / "config.json").read_text())
+    (headless / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     for models, more, code, said in (
         ((pair[0], "models/doner-7b"), {}, 0, "did you mean 'models/donor-7b'?"),
         ((pair[0], "models/doner-7b"), {}, 0, "if the models that were not checked exist"),
         ((bert, bert), {"residual": "rotation"}, 1, "the largest it admits is 'residual: permutation'"),
         ((pair[0], small), {}, 1, "tokenizer: {source: base}"),
+        ((pair[0], headless), {}, 0, "missing tensors: 1 tensors of LlamaForCausalLM are not stored: lm_head.weight"),
     ):
         recipe = write_recipe(recipe_for("linear", *models, **more), tmp_path / "recipe.yml")
         assert said in done("check", recipe, code=code).output

@@ -42,7 +42,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("record",): (250, 237),
     ("model",): (4000, 5589),
     ("run",): (2400, 4219),
-    ("matching",): (3400, 5469),
+    ("matching",): (3400, 5463),
     ("averaging",): (2000, 3650),
     ("carrying",): (1500, 2298),
     ("report",): (1400, 2051),
