@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
+
+from rotation_merge.model.tensors import Tensors, as_tensors
 
 
 def die(folder: Path) -> None:
@@ -17,20 +19,16 @@ def die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Deadly:
-    """A source that kills the process which reads it, once; not the one that made it."""
+def deadly(source: Mapping[str, Tensor], folder: Path) -> Tensors:
+    """The tensors of a source; the first process to read a certain one dies, if it is another than this."""
+    here = os.getpid()
 
-    def __init__(self, source: Any, folder: Path) -> None:
-        self.source, self.folder, self.here = source, folder, os.getpid()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        if name == "model.layers.3.mlp.up_proj.weight" and os.getpid() != self.here and not any(self.folder.iterdir()):
-            die(self.folder)
-        tensor: Tensor = self.source[name]
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name == "model.layers.3.mlp.up_proj.weight" and os.getpid() != here and not any(folder.iterdir()):
+            die(folder)
         return tensor
+
+    return as_tensors(source).map(change)
 
 
 class Failing:

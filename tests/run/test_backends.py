@@ -20,7 +20,7 @@ import distributed
 import pytest
 import ray
 import torch
-from backend_support import Deadly, Echo, Failing, Killing
+from backend_support import Echo, Failing, Killing, deadly
 from cli_support import run
 from plugin_support import build, make, one_error, save, state
 from safetensors.torch import load_file
@@ -185,7 +185,7 @@ def test_a_worker_that_dies_ends_the_command_or_is_replaced(
     anchor, donor = pair.matched
     here = match_model(pair.architecture, anchor, donor, options)
     with on_backend(backend) as spread:
-        arguments = (pair.architecture, anchor, Deadly(donor, tmp_path), options)
+        arguments = (pair.architecture, anchor, deadly(donor, tmp_path), options)
         if backend == "ray":
             with pytest.raises(WorkerError, match=r"--backend ray: .*Died.*run again to continue"):
                 match_model(*arguments, over=spread)
