@@ -21,7 +21,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
-from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, RELATIONS, UNMOVED
+from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, PRESETS, UNMOVED
 from rotation_merge.mergekit_plugin.own_methods import bound_method
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
@@ -79,7 +79,7 @@ def recipe_of(
         "merge_method": METHOD,
         "base_model": views[0].name,
         "models": [{"model": view.name, "parameters": dict(x)} for view, x in zip(views, of_model, strict=True)],
-        "parameters": {**_needed(delegate, shared), **RELATIONS[UNMOVED], **shared, "delegate": method},
+        "parameters": {**_needed(delegate, shared), **PRESETS[UNMOVED], **shared, "delegate": method},
     }
     return Recipe.of(Document(value))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ Path = tuple[str | int, ...]
 Finding = tuple[Path, str, str]
 """Where something is wrong, what, and the remedy."""
 
-MOST_VALUES = 100_000
-"""Largest number of entries in a recipe; repetitions by aliases count."""
+MOST_VALUES, DEEPEST = 100_000, 100
+"""Largest number of entries in a recipe, and of levels; repetitions by aliases count."""
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
@@ -32,24 +31,14 @@ MISSPELT = "did you mean"
 """Stands in the remedy of a fault that is a misspelt word."""
 
 
-def items(value: Any) -> list[tuple[Any, Any]]:
-    """Keys, fields or indices, and their values."""
-    if isinstance(value, BaseModel | Mapping):
-        return list(dict(value).items())
-    return list(enumerate(value)) if isinstance(value, list | tuple) else []
-
-
-def at(value: Any, path: Path) -> Any:
-    """The value at a path; None if there is none."""
-    for step in path:
-        value = dict(items(value)).get(step)
-    return value
-
-
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """A value and everything in it, with paths: of a document, or of mergekit's form of one."""
     yield path, value
-    for step, item in items(value):
+    if isinstance(value, BaseModel | Mapping):
+        entries: Iterable[tuple[Any, Any]] = dict(value).items()
+    else:
+        entries = enumerate(value) if isinstance(value, list | tuple) else ()
+    for step, item in entries:
         yield from walk(item, (*path, step))
 
 
@@ -94,19 +83,20 @@ class Document:
     """One recipe.
 
     Attributes:
-        root: its text, as nodes with positions; None: it was made in Python.
+        marks: line and column, from 1, of each entry of its text by path; empty where it was made in Python.
         config: mergekit's validated form of the value, once read.
     """
 
     value: Any
     number: int = 1
-    root: yaml.Node | None = field(default=None, repr=False)
+    marks: Mapping[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
     faults: list[Fault] = field(default_factory=list)
     config: Any = field(default=None, repr=False)
 
     def fault(self, path: Path, problem: str, remedy: str = "", error: bool = True) -> None:
         """Note a fault at a path, or at the nearest part of it that the text has."""
-        line, column = (0, 0) if self.root is None else _position(self.root, path)
+        parts = (path[:length] for length in range(len(path), -1, -1))
+        line, column = next((self.marks[part] for part in parts if part in self.marks), (0, 0))
         fault = Fault(problem, dotted(path), remedy, line, column, self.number, error)
         if fault not in self.faults:
             self.faults.append(fault)
@@ -139,10 +129,7 @@ class Document:
 
 def dotted(path: Path) -> str:
     """A path in the form of error messages: ``models[0].parameters.weight``."""
-    text = ""
-    for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return text
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
 def documents(text: str) -> list[Document]:
@@ -151,13 +138,14 @@ def documents(text: str) -> list[Document]:
     Raises:
         RecipeError: the text is not YAML, or holds no mapping, or too much; names line and column.
     """
+    parsed: list[Document] = []
     try:
-        roots = [root for root in yaml.compose_all(text, Loader=yaml.SafeLoader) if root is not None]
-        if sum(_count(root, {}) for root in roots) > MOST_VALUES:
-            problem = f"it holds more than {MOST_VALUES} values, or an alias of itself"
-            raise RecipeError(problem, where="recipe", remedy="write out what its aliases (&, *) repeat")
-        twice = [list(_twice(root)) for root in roots]  # first, as values are made by rewriting nodes (`<<`)
-        values = [yaml.SafeLoader("").construct_document(root) for root in roots]
+        for root in filter(None, yaml.compose_all(text, Loader=yaml.SafeLoader)):
+            marks, twice = _marked(root)
+            value = yaml.SafeLoader("").construct_document(root)
+            if value is not None:
+                parsed.append(document := Document(value, len(parsed) + 1, marks))
+                document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in twice)
     except RecursionError as error:
         raise RecipeError("it is nested too deeply", where="recipe", remedy="write it with fewer levels") from error
     except yaml.YAMLError as error:
@@ -165,51 +153,48 @@ def documents(text: str) -> list[Document]:
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
         problem = getattr(error, "problem", None) or str(error)
         raise RecipeError(f"not valid YAML: {problem}", where=place, remedy="check indentation and quotes") from error
-    complete = [parts for parts in zip(values, roots, twice, strict=True) if parts[0] is not None]
-    if not complete:
+    if not parsed:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
-    parsed = [Document(value, number, root) for number, (value, root, _) in enumerate(complete, 1)]
-    for document, (value, _, paths) in zip(parsed, complete, strict=True):
-        document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in paths)
-        if not isinstance(value, dict):
-            problem = f"a recipe is a mapping of keys, this is a {type(value).__name__}"
+    for document in parsed:
+        if not isinstance(document.value, dict):
+            problem = f"a recipe is a mapping of keys, this is a {type(document.value).__name__}"
             document.fault((), problem, "start with merge_method:")
     return parsed
 
 
-def _children(node: yaml.Node) -> list[tuple[str | int, yaml.Mark, yaml.Node]]:
+def _marked(root: yaml.Node) -> tuple[dict[Path, tuple[int, int]], list[Path]]:
+    """Where each entry of a document begins, by path, and the keys that stand in a mapping twice.
+
+    What a merge key (`<<`) brings in counts as the mapping's own.
+
+    Raises:
+        RecipeError: there are too many entries, or levels, once aliases are written out.
+    """
+    marks: dict[Path, tuple[int, int]] = {(): (root.start_mark.line + 1, root.start_mark.column + 1)}
+    twice: list[Path] = []
+    waiting: list[tuple[Path, yaml.Node]] = [((), root)]
+    count = 0
+    while waiting:
+        path, node = waiting.pop()
+        entries = _entries(node)
+        twice += [(*path, step) for step, times in Counter(step for step, _, _ in entries).items() if times > 1]
+        for step, mark, child in entries:
+            place = path if step == "<<" else (*path, step)
+            marks.setdefault(place, (mark.line + 1, mark.column + 1))
+            waiting.append((place, child))
+        count += len(entries)
+        if count > MOST_VALUES or len(path) > DEEPEST:
+            problem = f"it holds more than {MOST_VALUES} values or {DEEPEST} levels"
+            raise RecipeError(problem, where="recipe", remedy="write out what its aliases (&, *) repeat")
+    return marks, twice
+
+
+def _entries(node: yaml.Node) -> list[tuple[str | int, yaml.Mark, yaml.Node]]:
     """Keys or indices of a node's entries, where each begins, and its value."""
     if isinstance(node, yaml.MappingNode):
         return [(str(key.value), key.start_mark, value) for key, value in node.value]
     entries = node.value if isinstance(node, yaml.SequenceNode) else []
     return [(index, entry.start_mark, entry) for index, entry in enumerate(entries)]
-
-
-def _position(root: yaml.Node, path: Path) -> tuple[int, int]:
-    """Line and column of the last entry at a path, or of the nearest part of it."""
-    node, mark = root, root.start_mark
-    for step in path:
-        entries = {name: (start, child) for name, start, child in _children(node)}
-        if step not in entries:
-            break
-        mark, node = entries[step]
-    return mark.line + 1, mark.column + 1
-
-
-def _count(node: yaml.Node, known: dict[int, float]) -> float:
-    """Number of values in a node, its aliases written out; infinite if it holds an alias of itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        known[id(node)] = 1 + sum(_count(child, known) for _, _, child in _children(node))
-    return known[id(node)]
-
-
-def _twice(node: yaml.Node, path: Path = ()) -> Iterator[Path]:
-    """Paths of keys that a mapping has more than once."""
-    counts = Counter(step for step, _, _ in _children(node))
-    yield from ((*path, step) for step, count in counts.items() if count > 1)
-    for step, _, child in _children(node):
-        yield from _twice(child, (*path, step))
 
 
 def is_ours(value: Any, misspelt: bool = True) -> bool:
@@ -218,7 +203,8 @@ def is_ours(value: Any, misspelt: bool = True) -> bool:
     Args:
         misspelt: whether our method's name counts also misspelt, or under a misspelt key.
     """
-    if not isinstance(value, dict) or not isinstance(method := value.get("merge_method", ""), str):
+    method = value.get("merge_method", "") if isinstance(value, dict) else None
+    if not isinstance(method, str):
         return False
     if not method:
         return misspelt and METHOD in value.values()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import re
 import threading
 from typing import Any
 
@@ -109,11 +108,10 @@ def extend_merge(module: Any) -> None:
 
                 return run(stock, merge_config, out_path, options, config_source)
         if _reads_gguf(merge_config):
-            with one_line():
-                from rotation_merge.mergekit_plugin.loader import decoded
+            from rotation_merge.mergekit_plugin.loader import decoded
 
-                with decoded(merge_config, options) as config:
-                    stock(config, out_path, options, config_source or merge_config.to_yaml())
+            with one_line(), decoded(merge_config, options) as config:
+                stock(config, out_path, options, config_source or merge_config.to_yaml())
         else:
             stock(merge_config, out_path, options, config_source)
         if os.environ.get(CHECK) == "1":
@@ -132,22 +130,21 @@ def _reads_gguf(config: Any) -> bool:
 
 
 def extend_command(module: Any) -> None:
-    """Make a command report errors of our recipes, YAML syntax included, in one line."""
+    """Make a command report in one line: a recipe that is no file or no YAML, and all errors of ours."""
     command = module.main
     stock = command.callback
 
     @functools.wraps(stock)
     def callback(*args: Any, **kwargs: Any) -> Any:
         path = str(kwargs.get("config_file") or kwargs.get("config_path"))
-        text, out = _text(path), str(kwargs.get("out_path"))
-        ours = _is_ours(_text(out) if text is None else text)
-        if not ours or kwargs.get("verbosity", 0) > 1:
+        if kwargs.get("verbosity", 0) > 1:
+            return stock(*args, **kwargs)
+        with one_line(), open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        if not _may_be_ours(text):
             return stock(*args, **kwargs)
         with one_line():
             check_host()
-            if text is None:
-                remedy = "give the recipe first, then the directory to write"
-                raise RecipeError(f"is no recipe, but {out} is one", where=path, remedy=remedy)
             if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
                 from rotation_merge.mergekit_plugin.recipe import check_file
 
@@ -157,19 +154,9 @@ def extend_command(module: Any) -> None:
     command.callback = callback
 
 
-def _text(path: str) -> str | None:
-    """What is in a file, if there is one."""
+def _may_be_ours(text: str) -> bool:
+    """Whether a document of a recipe is ours, or cannot be told from one."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return None
-
-
-def _is_ours(text: str | None) -> bool:
-    """Whether a recipe in a file is ours; where that is no YAML, its lines decide."""
-    try:
-        return text is not None and any(is_ours(document.value) for document in documents(text))
+        return any(is_ours(document.value) for document in documents(text))
     except RecipeError:
-        lines = re.findall(r"""^['"]?(\w+)['"]?\s*:\s*['"]?([\w-]+)""", str(text), re.M)
-        return is_ours(dict(lines))
+        return True

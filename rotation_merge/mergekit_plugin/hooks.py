@@ -11,7 +11,7 @@ from rotation_merge.mergekit_plugin import failed, switched_off
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
@@ -60,39 +60,33 @@ class MergekitFinder:
             if finder is not self and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(fullname, path, target)
                 if spec is not None and spec.loader is not None:
-                    _extend_after(spec.loader, fullname)
+                    extend_after(spec.loader, fullname)
                     return spec
         return None
 
 
-def _extend_after(loader: "Loader", name: str) -> None:
+def extend_after(loader: "Loader", name: str) -> None:
+    """Let a loader extend its module.
+
+    A command of mergekit is imported without Python's garbage collector, which is not run at its end either: nothing is
+    there to be collected meanwhile. Together it is more than a second of every merge.
+    """
     execute = loader.exec_module
 
     def exec_module(module: "ModuleType") -> None:
-        if HOOKS[name] == "extend_command":
-            without_collector(execute, module)
-        else:
+        import atexit
+        import gc
+
+        held = HOOKS[name] == "extend_command" and gc.isenabled() and "mergekit-" in sys.argv[0]
+        if held:
+            gc.disable()
+            atexit.register(gc.freeze)
+        try:
             execute(module)
+        finally:
+            if held:
+                gc.freeze()
+                gc.enable()
         extend(module, name)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
-
-
-def without_collector(execute: "Callable[[ModuleType], None]", module: "ModuleType") -> None:
-    """Import a command of mergekit without Python's garbage collector, which is not run at its end either.
-
-    While mergekit imports torch and transformers nothing is there to be collected, and when the process ends everything
-    goes anyway; together it is more than a second of every merge.
-    """
-    import atexit
-    import gc
-
-    if not gc.isenabled() or "mergekit-" not in sys.argv[0]:
-        return execute(module)
-    gc.disable()
-    try:
-        execute(module)
-    finally:
-        gc.freeze()
-        gc.enable()
-        atexit.register(gc.freeze)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pkgutil import resolve_name
 
 from rotation_merge.errors import RotationMergeError
@@ -12,6 +12,7 @@ from rotation_merge.mergekit_plugin import failed
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. Older ones lack interfaces of the planner; newer ones may work, and
 otherwise end with one line."""
+SUPPORTED = " to ".join(dict.fromkeys((OLDEST, NEWEST)))
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config",),
@@ -33,11 +34,6 @@ override it: the merge would be mergekit's own, unaligned."""
 
 class MergekitError(RotationMergeError):
     """The installed mergekit is not supported."""
-
-
-def supported() -> str:
-    """The releases that are known to work, in words."""
-    return f"mergekit {OLDEST}" if OLDEST == NEWEST else f"mergekit {OLDEST} to {NEWEST}"
 
 
 def check_host() -> None:
@@ -62,11 +58,6 @@ def _check_names() -> None:
 
 def unfit(why: str) -> MergekitError:
     """The error for a mergekit that lacks something, which `why` names."""
-    try:
-        installed = version("mergekit")
-    except PackageNotFoundError:
-        installed = "of an unknown version"
-    return MergekitError(
-        f"mergekit {installed} is installed, which is not supported ({' '.join(why.split())})",
-        remedy=f"{supported()} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge",
-    )
+    problem = f"mergekit {version('mergekit')} is installed, which is not supported ({' '.join(why.split())})"
+    remedy = f"mergekit {SUPPORTED} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge"
+    return MergekitError(problem, remedy=remedy)

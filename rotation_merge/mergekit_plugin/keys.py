@@ -141,18 +141,14 @@ MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples"
 OF_MODEL = names(EACH, DONOR_ONLY)
 """Parameters that say something about one model."""
 
-PRESETS = {
+UNMOVED = "unmoved"
+PRESETS: dict[str, dict[str, Any]] = {
     "near": {"heads": "none", "residual": "none"},
     "far": {"heads": "permutation", "residual": "largest"},
-}
-"""Options of `preset`; the recipe's own options take precedence."""
-
-UNMOVED = "unmoved"
-RELATIONS: dict[str, dict[str, Any]] = {
-    **PRESETS,
     UNMOVED: {"attention": "none", "heads": "none", "ffn": "none", "scaling": False},
 }
-"""The same by a donor's relation to the anchor; unmoved: its change is added as it is."""
+"""Options by a donor's relation to the anchor, which `preset` names; the recipe's own take precedence. Unmoved: its
+change is added as it is."""
 
 
 def checked(name: str, value: Any) -> Any:
@@ -169,17 +165,12 @@ def checked(name: str, value: Any) -> Any:
     elif name == "layers":
         value = str(value)
     elif name == "save_alignment" and isinstance(value, str):
-        _check_inside(value)
+        if os.path.isabs(value) or os.path.normpath(value).split(os.sep)[0] in (os.curdir, os.pardir):
+            problem = f"'{value}' is not a name inside the merged model's folder"
+            raise RecipeError(problem, remedy="write 'true', or a name such as 'maps.safetensors'")
     elif value is False and "none" in option.literals:
         value = "none"
     elif value is False and optional and False not in option.words:
         return None
     option.check(name, value, "parameter")
     return None if value == "none" and optional else value
-
-
-def _check_inside(name: str) -> None:
-    """Refuse a file's name that leads out of the folder that it is to be written in."""
-    if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (os.curdir, os.pardir):
-        problem = f"'{name}' is not a name inside the merged model's folder"
-        raise RecipeError(problem, remedy="write 'true', or a name such as 'maps.safetensors'")

@@ -4,7 +4,7 @@ own commands the first one stops it, with its place."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,20 +17,21 @@ from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import MODEL, READ, Kind
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
+from rotation_merge.matching.alignment import FORMAT
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
-from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS, RELATIONS, UNMOVED, checked
+from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS, PRESETS, UNMOVED, checked
 from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, settings, unknown_names
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
+from rotation_merge.record import REPORT_FILE
+from rotation_merge.run.statistics import has_format
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
-KEPT_BY = "kept_by"
-"""Says in the head of an alignment file that `save_alignment` wrote it."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,7 @@ class Recipe:
     def exclude(self) -> tuple[str, ...]:
         """Parts of names of tensors that are copied from the anchor."""
         words = map(str.strip, str(self.value("exclude") or "").split(","))
-        return tuple(word for word in words if word)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it is the recipe of an average of our own, with nothing moved (`merge_method: wudi`)."""
-        return self.config.merge_method in OWN
+        return tuple(filter(None, words))
 
     @property
     def own_method(self) -> OwnMethod | None:
@@ -95,6 +91,11 @@ class Recipe:
     def on_whole_models(self) -> bool:
         """Whether the delegate works on whole models, not tensor by tensor."""
         return self.own_method is not None and self.own_method.whole_models
+
+    @property
+    def new_tokens(self) -> bool:
+        """Whether mergekit brings vocabularies together."""
+        return bool(self.config.tokenizer or self.config.tokenizer_source)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -123,14 +124,14 @@ class Recipe:
 
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
         """The options for one donor in one block; filters see the block's module path."""
-        relation = UNMOVED if self.alone else self.relations.get(donor, "")
+        relation = UNMOVED if self.config.merge_method in OWN else self.relations.get(donor, "")
         read = {name: self.given(name, reader, donor, block) for name in OPTIONS}
         values = {name: value for name, value in read.items() if value is not None}
-        return AlignConfig.from_values({**RELATIONS.get(relation, {}), **values})
+        return AlignConfig.from_values({**PRESETS.get(relation, {}), **values})
 
     def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
         """The options for one donor, which know those of each block."""
-        scopes = [scope for scope in reader.parameter_sources(donor) if scope is not None]
+        scopes = filter(None, reader.parameter_sources(donor))
         varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
         whole = self.options(reader, "", donor)
         return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
@@ -148,15 +149,14 @@ class Recipe:
         self.document.raise_first()
 
     def excluded(self, tensor: str) -> bool:
+        """Whether a tensor is copied from the anchor, or kept by each model."""
         return tensor in self.own_heads or any(part in tensor for part in self.exclude)
 
 
 def read(document: Document) -> Recipe | None:
     """Read a document, collecting its faults there; None where it has any, or is not ours."""
     delegate = check(document)
-    if document.first is not None or delegate is None:
-        return None
-    return Recipe(document, document.config, delegate)
+    return None if document.first or delegate is None else Recipe(document, document.config, delegate)
 
 
 def check_file(path: str, text: str) -> None:
@@ -167,12 +167,11 @@ def check_file(path: str, text: str) -> None:
         raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
     for document in ours:
         check(document)
-    first = next((document.first for document in ours if document.first), None)
-    if first is not None:
-        more = sum(fault.error for document in ours for fault in document.faults) - 1
-        more_faults = f" ({more} more: rotation-merge check {path})" if more else ""
-        place = ", ".join(part for part in (path, f"line {first.line}, column {first.column}", first.where) if part)
-        raise RecipeError(first.what, where=place, remedy=f"{first.remedy}{more_faults}")
+    count = sum(fault.error for document in ours for fault in document.faults)
+    for fault in (document.first for document in ours if document.first):
+        more = f" ({count - 1} more: rotation-merge check {path})" if count > 1 else ""
+        place = ", ".join(filter(None, (path, f"line {fault.line}, column {fault.column}", fault.where)))
+        raise RecipeError(fault.what, where=place, remedy=f"{fault.remedy}{more}")
 
 
 def title(model: object, origin: object | None) -> str:
@@ -187,11 +186,9 @@ def entries(config: MergeConfiguration) -> list[Any]:
 
 def tuned_from(config: MergeConfiguration) -> dict[ModelReference, ModelReference]:
     """The donors whose change is carried over, and the base that each was fine-tuned from."""
-    named = {
-        entry.model: checked("finetuned_from", (entry.parameters or {}).get("finetuned_from"))
-        for entry in entries(config)
-    }
-    return {model: ModelReference.model_validate(base) for model, base in named.items() if base is not None}
+    values = ((part.model, (part.parameters or {}).get("finetuned_from")) for part in entries(config))
+    bases = {model: checked("finetuned_from", value) for model, value in values}
+    return {model: ModelReference.model_validate(base) for model, base in bases.items() if base is not None}
 
 
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
@@ -212,13 +209,13 @@ def recipe_inputs(config: MergeConfiguration) -> list[Input]:
 
 def inputs_in(path: str) -> list[Input]:
     """All inputs of the recipes in a file, as far as they can be read."""
-    recipes: list[Document] = []
+    inputs: list[Input] = []
     with suppress(OSError, UnicodeDecodeError, RecipeError), open(path, encoding="utf-8") as file:
-        recipes = [document for document in documents(file.read()) if isinstance(document.value, dict)]
-    for recipe in recipes:
-        check_structure(recipe)
-    configs = [recipe.config for recipe in recipes if recipe.config is not None]
-    return list(dict.fromkeys(read for config in configs for read in recipe_inputs(config)))
+        for recipe in documents(file.read()):
+            if isinstance(recipe.value, dict):
+                check_structure(recipe)
+                inputs += [] if recipe.config is None else recipe_inputs(recipe.config)
+    return list(dict.fromkeys(inputs))
 
 
 def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:
@@ -226,9 +223,10 @@ def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:
     outputs = [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
     if (name := (config.parameters or {}).get("save_alignment")) not in (None, False, "none"):
         donors = len({entry.model for entry in entries(config)} - {config.base_model})
-        remedy = "name another file, or move it away"
+        wrote: Callable[[str], bool] = lambda file: merged and has_format(file, FORMAT)  # noqa: E731
+        merged, remedy = os.path.isfile(os.path.join(out, REPORT_FILE)), "name another file, or move it away"
         for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):
-            outputs.append(Output(file, "parameters.save_alignment", wrote=_is_saved_alignment, remedy=remedy))
+            outputs.append(Output(file, "parameters.save_alignment", wrote=wrote, remedy=remedy))
     return outputs
 
 
@@ -236,12 +234,3 @@ def numbered(path: str, count: int) -> list[str]:
     """A file for each donor: NAME, NAME-2, NAME-3."""
     stem, ending = os.path.splitext(path)
     return [f"{stem}{'' if number == 1 else f'-{number}'}{ending}" for number in range(1, max(count, 1) + 1)]
-
-
-def _is_saved_alignment(path: str) -> bool:
-    """Whether `save_alignment` wrote a file."""
-    from rotation_merge.matching.alignment import opened_file
-
-    with suppress(RotationMergeError), opened_file(path) as (head, _):
-        return bool(head.made.get(KEPT_BY) == "save_alignment")
-    return False

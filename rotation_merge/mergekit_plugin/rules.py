@@ -6,11 +6,9 @@ here yields what else is wrong, with its path, the problem and the remedy.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,17 +32,7 @@ from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD, delegates, keys
-from rotation_merge.mergekit_plugin.document import (
-    MISSPELT,
-    MULTI_KEYS,
-    Document,
-    Finding,
-    Path,
-    at,
-    is_ours,
-    items,
-    walk,
-)
+from rotation_merge.mergekit_plugin.document import MISSPELT, MULTI_KEYS, Document, Finding, Path, is_ours, walk
 
 MODELS = (InputModelDefinition, InputSliceDefinition)
 
@@ -65,9 +53,6 @@ KEYS = {
 ONE_OF_TWO = "leave out one of the two"
 
 
-# --- parts of a recipe -----------------------------------------------------------------------------------------------
-
-
 class Setting(NamedTuple):
     """A parameter in a recipe: its path, its name, what it is set to, and the part that it stands under."""
 
@@ -82,6 +67,10 @@ class Setting(NamedTuple):
             if isinstance(value, bool | int | float | str) and path[-1:] != ("filter",):
                 yield path, value
 
+    def covers(self, path: Path) -> bool:
+        """Whether it holds for the part of the recipe at a path."""
+        return path[: len(self.path) - 2] == self.path[:-2]
+
 
 def settings(config: MergeConfiguration) -> Iterator[Setting]:
     """Every parameter in a recipe, ours and the delegate's."""
@@ -90,36 +79,24 @@ def settings(config: MergeConfiguration) -> Iterator[Setting]:
             yield Setting((*path, "parameters", name), name, value, part)
 
 
-@dataclass(frozen=True)
-class MergeInputs:
-    """Models that are merged together: those of a slice, a module or the whole recipe.
-
-    Attributes:
-        path: their place in the recipe.
-        entries: each model's part, and its place.
-        above: names of the parameters that hold for all of them.
-        whole: whether they are whole models, to which mergekit adds a base that is not listed.
-    """
+class Group(NamedTuple):
+    """Models that are merged together, those of a slice, a module or the whole recipe: each part by its path."""
 
     path: Path
-    entries: list[tuple[Path, Any]]
-    above: set[str]
-    whole: bool
+    entries: dict[Path, Any]
 
-    def inputs(self, base: ModelReference | None, whole: bool = False) -> list[ModelReference]:
-        """The delegate's inputs if `base` is its base."""
-        models = [entry.model for _, entry in self.entries]
-        return [*models, base] if (self.whole or whole) and base and base not in models else models
+    def inputs(self, base: ModelReference | None) -> list[ModelReference]:
+        """The delegate's inputs if `base` is its base: mergekit adds it to whole models."""
+        models = [entry.model for entry in self.entries.values()]
+        return [*models, base] if self.path[-1] == "models" and base and base not in models else models
 
 
-def groups(config: MergeConfiguration) -> Iterator[MergeInputs]:
+def groups(config: MergeConfiguration) -> Iterator[Group]:
     """Every set of models for the delegate."""
     for path, part in walk(config):
         listed = "sources" if isinstance(part, OutputSliceDefinition) else "models"
         if type(part) in ALLOWED and (entries := getattr(part, listed, None)):
-            above = {s.name for s in settings(config) if path[: len(s.path) - 2] == s.path[:-2]}
-            places = [((*path, listed, number), entry) for number, entry in enumerate(entries)]
-            yield MergeInputs((*path, listed), places, above, listed == "models")
+            yield Group((*path, listed), {(*path, listed, n): entry for n, entry in enumerate(entries)})
 
 
 def tokenizer_source(config: MergeConfiguration) -> str | None:
@@ -137,20 +114,24 @@ def check(document: Document) -> MergeMethod | None:
     What may only seem to be missing is looked for once no word is misspelt.
 
     Returns:
-        The delegate of a recipe of ours, or the nearest to what is none; None for other recipes, or where none is near.
+        The delegate of a recipe of ours; None for other recipes, or where there is no such delegate.
     """
     if document.config is None:
         check_structure(document)
-    config = document.config
+    config, known = document.config, delegates.names()
     if config is None:
         return None
     if not is_ours(dict(config), misspelt=False):
-        known = [METHOD, *delegates.names()]
-        if (name := config.merge_method) not in known:
-            document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, known))
+        if (name := config.merge_method) not in (METHOD, *known):
+            document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, [METHOD, *known]))
         return None
-    delegate = _delegate(config)
-    for rule in (_entries, _unused_options, _slices, _conflicts):
+    name = delegate_name(config)
+    delegate = delegates.get(name) if isinstance(name, str) and name in known else None
+    if delegate is None:
+        document.fault(
+            ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
+        )
+    for rule in (_entries, _moved_by_files, _slices, _conflicts):
         document.collect(rule(config))
     document.collect(_parameters(config, delegate))
     if delegate is not None and not any(MISSPELT in fault.remedy for fault in document.faults):
@@ -174,11 +155,11 @@ def check_structure(document: Document) -> None:
 
 def _structural(error: ValidationError, content: Any) -> Iterator[Finding]:
     """pydantic's errors in words, one for each place: unknown keys first, for which others may be missing."""
-    reported: list[Path] = []
+    present, reported = dict(walk(content)), list[Path]()
     for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
         path: Path = ()
         for step in problem["loc"]:  # members of unions are steps, too
-            path = (*path, step) if step in dict(items(at(content, path))) else path
+            path = (*path, step) if (*path, step) in present else path
         place = path[: path.index("parameters") + 2] if "parameters" in path else path  # a setting is of many forms
         if not any(known[: len(place)] == place for known in reported):
             reported.append(path)
@@ -210,16 +191,10 @@ def delegate_name(config: MergeConfiguration) -> Any:
     return (config.parameters or {}).get("delegate", keys.BY_NAME["delegate"].default)
 
 
-def _delegate(config: MergeConfiguration) -> MergeMethod | None:
-    """The delegate, or the one with the nearest name."""
-    name, known = str(delegate_name(config)), delegates.names()
-    close = [name] if name in known else difflib.get_close_matches(name, known, n=1)
-    return delegates.get(close[0]) if close else None
-
-
 def _entries(config: MergeConfiguration) -> Iterator[Finding]:
-    """Entries of the whole recipe; mergekit reads the chat template when all weights have been merged."""
-    for key, dtype in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
+    """Entries of the whole recipe that mergekit reads when all weights have been merged."""
+    for key in ("dtype", "out_dtype"):
+        dtype = getattr(config, key)
         if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
             yield (key,), f"{key} is '{dtype}', which is no type of weights", nearest(dtype, DTYPES)
     if config.chat_template != "auto":
@@ -233,9 +208,6 @@ def _entries(config: MergeConfiguration) -> Iterator[Finding]:
         path = ("tokenizer", "source") if config.tokenizer else ("tokenizer_source",)
         remedy = nearest_path(source, "name a model with its tokenizer, or write base or union")
         yield path, f"{source}: no such directory", remedy
-    name, known = delegate_name(config), delegates.names()
-    if not isinstance(name, str) or name not in known:
-        yield ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
@@ -243,52 +215,41 @@ def _entries(config: MergeConfiguration) -> Iterator[Finding]:
 
 def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterator[Finding]:
     """Every parameter: whether it exists, may stand there, and has an effect; then its values."""
-    specs = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
-    used, every = {setting.name for setting in settings(config)}, config.merge_method == METHOD
+    specs = {} if delegate is None else {spec.name: spec for spec in delegate.spec.parameters}
+    used, method = {setting.name for setting in settings(config)}, delegate_name(config)
     for setting in settings(config):
-        name, ours = setting.name, keys.BY_NAME.get(setting.name)
-        allowed = [known for known in ALLOWED[type(setting.part)] if every or known in keys.MERGING]
-        if ours is None and name not in specs:
+        name, key, spec = setting.name, keys.BY_NAME.get(setting.name), specs.get(setting.name)
+        allowed = ALLOWED[type(setting.part)]
+        if config.merge_method != METHOD:
+            allowed = tuple(known for known in allowed if known in keys.MERGING)
+        if key is None and spec is None:
             if delegate is not None and name not in keys.LEGACY:
-                yield setting.path, *_unknown(name, delegate, [*specs, *allowed])
-        elif name not in (*allowed, *specs):
-            yield setting.path, *_misplaced(name, config.merge_method)
-        elif ours and ours.option.scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
+                problem = f"there is no parameter '{name}' (delegate {method})"
+                yield setting.path, problem, nearest(name, [*specs, *allowed])
+        elif key is not None and spec is None and name not in allowed:
+            remedy = f"it stands {keys.PLACES[key.option.scope]}, in recipes with 'merge_method: {METHOD}'"
+            yield setting.path, f"parameter '{name}' does not belong here", remedy
+        elif key and key.option.scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
             if name != "delegate":  # of which it has been said that it is no method
                 problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
                 yield setting.path, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
         else:
-            yield from _without_effect(setting, delegate, used) if delegate is not None else ()
-            yield from _values(setting, specs.get(name))
+            if remedy := _readers(setting, delegate, used):
+                yield setting.path, f"parameter '{name}' has no effect with delegate {method} here", remedy
+            yield from _values(setting, spec)
 
 
-def _unknown(name: str, delegate: MergeMethod, known: Iterable[str]) -> tuple[str, str]:
-    """A parameter that neither we nor the delegate have: problem and remedy."""
-    elsewhere = (spec.name for method in delegates.names() for spec in delegates.get(method).spec.parameters)
-    remedy = "leave it out" if name in elsewhere else nearest(name, known)
-    return f"there is no parameter '{name}' (delegate {delegate.spec.name})", remedy
-
-
-def _misplaced(name: str, method: str) -> tuple[str, str]:
-    """A parameter of ours that may not stand there: problem and remedy."""
-    if method != METHOD and name not in keys.MERGING:
-        problem = f"parameter '{name}' is not for 'merge_method: {method}', which merges models as they are"
-        return problem, f"write 'merge_method: {METHOD}', and 'delegate: {method}' under parameters"
-    return f"parameter '{name}' does not belong here", f"it stands {keys.PLACES[keys.BY_NAME[name].option.scope]}"
-
-
-def _without_effect(setting: Setting, delegate: MergeMethod, used: set[str]) -> Iterator[Finding]:
-    """A parameter that the delegate does not read, or not under one model."""
-    name, method = setting.name, delegate.spec.name
-    readers = keys.BY_NAME[name].option.delegates if name in keys.BY_NAME else ()
-    sampled = name in ("data", "samples") and {"match_on", "finetuned_from"} & used
-    if readers and method not in readers and not sampled:
-        problem = f"parameter '{name}' has no effect with delegate {method}"
-        yield setting.path, problem, f"leave it out; it is read by delegate {', '.join(readers)}"
+def _readers(setting: Setting, delegate: MergeMethod | None, used: set[str]) -> str:
+    """Who reads a parameter that the delegate does not, or not under one model, as a remedy; else empty."""
+    if delegate is None:
+        return ""
+    readers = keys.BY_NAME[setting.name].option.delegates if setting.name in keys.BY_NAME else ()
+    sampled = setting.name in ("data", "samples") and {"match_on", "finetuned_from"} & used
+    if readers and delegate.spec.name not in readers and not sampled:
+        return f"leave it out; it is read by delegate {', '.join(readers)}"
     shared = [spec.name for spec in delegate.spec.parameters if spec.scope == ParameterScope.SHARED]
-    if name in shared and isinstance(setting.part, MODELS):
-        problem = f"parameter '{name}' of delegate {method} has no effect under one model"
-        yield setting.path, problem, "move it under the recipe's 'parameters'"
+    misplaced = setting.name in shared and isinstance(setting.part, MODELS)
+    return "move it under the recipe's 'parameters'" if misplaced else ""
 
 
 def _values(setting: Setting, spec: ParameterSpec | None) -> Iterator[Finding]:
@@ -303,35 +264,32 @@ def _values(setting: Setting, spec: ParameterSpec | None) -> Iterator[Finding]:
             yield place, error.what, error.remedy or ""
 
 
-def _unused_options(config: MergeConfiguration) -> Iterator[Finding]:
-    """Matching options without effect: the donors are moved by files under `alignment`.
+def _moved_by_files(config: MergeConfiguration) -> Iterator[Finding]:
+    """Matching options without effect: all donors that they are for are moved by files under `alignment`.
 
     Where slices bring together layers of different places, what a file does not hold is matched: options count there.
     """
-    moved = dict[Path, bool]()
+    matched = dict[Path, bool]()
     for group in groups(config):
-        meeting = len({getattr(entry, "layer_range", None) for _, entry in group.entries}) == 1
-        for path, entry in group.entries:
+        crossing = len({getattr(entry, "layer_range", None) for entry in group.entries.values()}) > 1
+        for path, entry in group.entries.items():
             if entry.model != config.base_model:
-                moved[path] = (entry.parameters or {}).get("alignment") not in (None, False, "none") and meeting
-    for setting in settings(config):
-        donors = [file for path, file in moved.items() if path[: len(setting.path) - 2] == setting.path[:-2]]
-        if setting.name in keys.MATCHING and donors and all(donors):
-            yield (
-                setting.path,
-                f"'{setting.name}' has no effect: the file under 'alignment' moves the donor",
-                ONE_OF_TWO,
-            )
+                matched[path] = crossing or (entry.parameters or {}).get("alignment") in (None, False, "none")
+    for setting in settings(config) if matched else ():
+        donors = [by_options for path, by_options in matched.items() if setting.covers(path)]
+        if setting.name in keys.MATCHING and donors and not any(donors):
+            problem = f"'{setting.name}' has no effect: the file under 'alignment' moves the donor"
+            yield setting.path, problem, ONE_OF_TWO
 
 
 def _conflicts(config: MergeConfiguration) -> Iterator[Finding]:
     """Parameters that other entries leave no place for."""
-    pieces = [part.sources for _, part in walk(config) if isinstance(part, OutputSliceDefinition)]
     reasons = dict[str, str]()
     if (config.parameters or {}).get("anchor") == "mean":
         names = ("match_on", "finetuned_from", "alignment")
         reasons |= dict.fromkeys(names, "'anchor: mean' aligns whole models together, on their weights")
-    if any(source.layer_range != sources[0].layer_range for sources in pieces for source in sources):
+    ranges = [{getattr(e, "layer_range", None) for e in group.entries.values()} for group in groups(config)]
+    if any(len(of_group) > 1 for of_group in ranges):
         samples = ["data"] if delegate_name(config) == "ot_fusion" else []
         reasons |= dict.fromkeys(["match_on", "save_alignment", *samples], "the slices pair layers differently")
     if config.tokenizer or config.tokenizer_source:
@@ -352,11 +310,12 @@ def _slices(config: MergeConfiguration) -> Iterator[Finding]:
         if part.base_model not in (None, config.base_model):
             problem = f"base_model is {part.base_model}, that of the recipe is {config.base_model}"
             yield path, problem, "all slices share one anchor; remove the slice's own base_model"
-        for step, source in enumerate(part.sources):
-            if not 0 <= source.layer_range[0] < source.layer_range[1]:
+        ranges = [source.layer_range for source in part.sources]
+        for step, layers in enumerate(ranges):
+            if not 0 <= layers[0] < layers[1]:
                 place = (*path, "sources", step, "layer_range")
-                yield place, f"layer_range is {list(source.layer_range)}", "write [first layer, one after the last]"
-        lengths = [source.layer_range[1] - source.layer_range[0] for source in part.sources]
+                yield place, f"layer_range is {list(layers)}", "write [first layer, one after the last]"
+        lengths = [last - first for first, last in ranges]
         if len(set(lengths)) != 1:
             problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
             yield path, problem, "give every source of a slice the same number of layers"
@@ -373,7 +332,7 @@ def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:
         return True
     try:
         for group in groups(config):
-            contract.validate_ids(group.inputs(base, whole=True), base)
+            contract.validate_ids(list(dict.fromkeys([*group.inputs(None), base])), base)
     except ValueError:
         return bool(contract.base == BasePolicy.OPTIONAL)
     return False
@@ -391,29 +350,29 @@ def _contract(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Fin
         try:
             delegate.validate_inputs(inputs, base)
         except (ValueError, RuntimeError) as error:
-            text = str(error).removeprefix("Merge method ")
-            count = f"{len(inputs)} models, the base among them" if base in inputs else f"{len(inputs)} models"
-            remedy = f"it is given {count}; add or remove models, or choose another delegate"
-            yield group.path, f"delegate {spec.name}: {text[:1].lower()}{text[1:]}", remedy
-        yield from _missing(delegate, group, base)
+            remedy = f"it is given {len(inputs)} with base_model; add or remove models, or choose another delegate"
+            yield group.path, f"delegate {spec.name}: {error}", remedy
+        above = {setting.name for setting in settings(config) if setting.covers(group.path[:-1])}
+        for wanting in (spec for spec in spec.parameters if spec.required and spec.name not in above):
+            yield from _missing(delegate, wanting, group, base)
 
 
-def _missing(delegate: MergeMethod, group: MergeInputs, base: ModelReference | None) -> Iterator[Finding]:
-    """Parameters that a delegate needs and is not given."""
-    for spec in delegate.spec.parameters:
-        name, problem = spec.name, f"delegate {delegate.spec.name} needs the parameter '{spec.name}'"
-        if not spec.required or name in group.above:
-            continue
-        if spec.scope == ParameterScope.SHARED:
-            yield ("parameters",), problem, f"add '{name}' to the parameters"
-            continue
-        takes_base = spec.scope != ParameterScope.NON_BASE
-        for path, entry in group.entries:
-            if name not in (entry.parameters or {}) and (takes_base or entry.model != base):
-                yield path, f"{problem} for {entry.model}", f"add 'parameters: {{{name}: ...}}'"
-        if takes_base and len(group.inputs(base)) > len(group.entries):
-            remedy = f"list {base} under 'models' with its own '{name}' (0 leaves it out)"
-            yield ("base_model",), f"{problem} for {base}, the base", remedy
+def _missing(
+    delegate: MergeMethod, spec: ParameterSpec, group: Group, base: ModelReference | None
+) -> Iterator[Finding]:
+    """The models for which a parameter of the delegate is missing."""
+    problem = f"delegate {delegate.spec.name} needs the parameter '{spec.name}'"
+    if spec.scope == ParameterScope.SHARED:
+        yield ("parameters",), problem, f"add '{spec.name}' to the parameters"
+        return
+    places = {entry.model: path for path, entry in group.entries.items()}
+    for model in dict.fromkeys(group.inputs(base)):
+        place = places.get(model)
+        value = None if place is None else (group.entries[place].parameters or {}).get(spec.name)
+        if value is None and (model != base or spec.scope != ParameterScope.NON_BASE):
+            whose = f"{model}, the base" if model == base else f"{model}"
+            remedy = f"add 'parameters: {{{spec.name}: ...}}' to it under 'models'"
+            yield place or ("base_model",), f"{problem} for {whose}", remedy
 
 
 # --- names in models -------------------------------------------------------------------------------------------------
@@ -429,8 +388,6 @@ def unknown_names(config: MergeConfiguration, architecture: Architecture, tensor
         tensors: names of all models' tensors.
     """
     blocks, known = [block.name for block in architecture.blocks], sorted(set(tensors))
-    example = next((name for name in blocks if name.endswith(".0")), blocks[0])
-    remedy = f"alignment options apply to whole blocks, with names such as '{example}'"
     for path, name, value, _ in settings(config):
         if name == "layers":
             try:
@@ -439,10 +396,11 @@ def unknown_names(config: MergeConfiguration, architecture: Architecture, tensor
                 yield path, error.what, error.remedy or ""
         for step, text in walk(value) if name in keys.OPTIONS else ():
             if step[-1:] == ("filter",) and text not in (None, "*") and not any(text in block for block in blocks):
+                example = next((block for block in blocks if block.endswith(".0")), blocks[0])
+                remedy = f"alignment options apply to whole blocks, with names such as '{example}'"
                 yield path, f"the filter '{text}' of '{name}' matches no block", remedy
     for word in map(str.strip, str((config.parameters or {}).get("exclude") or "").split(",")):
         if word and not any(word in name for name in known):
             steps = {step for name in known for step in name.split(".") if not step.isdigit()}
-            close = difflib.get_close_matches(word.rpartition(".")[2], sorted(steps), n=3, cutoff=0.0)
-            advice = f"the nearest are {', '.join(map(repr, close))}"
-            yield ("parameters", "exclude"), f"no tensor name contains '{word}'", advice
+            remedy = nearest(word.rpartition(".")[2], steps)
+            yield ("parameters", "exclude"), f"no tensor name contains '{word}'", remedy

@@ -28,7 +28,6 @@ from rotation_merge.mergekit_plugin import SWITCH, switched_off
 from rotation_merge.mergekit_plugin.compile import compiled, output_views
 from rotation_merge.mergekit_plugin.recipe import (
     ALIGNMENT,
-    KEPT_BY,
     Recipe,
     numbered,
     recipe_inputs,
@@ -190,7 +189,7 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
         metadata = known.metadata if known is not None else file_metadata(report, str(models[1]))
         figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
         alignment = Alignment(maps, folded, *figures, basis=pair.basis(), metadata=metadata)
-        alignment.save(path, {KEPT_BY: "save_alignment"})
+        alignment.save(path)
 
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")

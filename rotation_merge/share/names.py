@@ -11,7 +11,7 @@ import yaml
 
 from rotation_merge.diagnose.sources import files, references
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.mergekit_plugin.document import at, documents
+from rotation_merge.mergekit_plugin.document import documents, walk
 from rotation_merge.model.hub import HubFile, is_hub_name
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
@@ -59,7 +59,7 @@ def models_in(recipe: str, models: Mapping[str, dict[str, Any]]) -> list[str]:
     """Every model that a recipe or a report names, each adapter by itself; without revisions."""
     names = [name for document in recipe_documents(recipe) for _, name in references(document)]
     for document in recipe_documents(recipe):
-        tokenizer = document.get("tokenizer_source") or at(document, ("tokenizer", "source"))
+        tokenizer = document.get("tokenizer_source") or dict(walk(document)).get(("tokenizer", "source"))
         names += [tokenizer] if isinstance(tokenizer, str) and tokenizer not in ("base", "union") else []
     parts = [part for name in names for part in ([name] if os.path.exists(name) else name.split("+"))]
     return list(dict.fromkeys([*map(_bare, parts), *(name for name, _ in parts_of(models))]))
@@ -73,7 +73,7 @@ def files_in(recipe: str) -> dict[str, str]:
 
 def written_in(recipe: str) -> list[str]:
     """Files and folders that a recipe writes: they travel as files, or not at all."""
-    outputs = [at(d, ("parameters", "save_alignment")) for d in recipe_documents(recipe)]
+    outputs = [dict(walk(d)).get(("parameters", "save_alignment")) for d in recipe_documents(recipe)]
     return [name for name in outputs if isinstance(name, str)]
 
 

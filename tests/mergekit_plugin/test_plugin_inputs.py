@@ -380,7 +380,7 @@ def test_a_recipe_in_the_place_of_the_directory(pair: Pair, tmp_path: Path, exis
     if existing:
         out.mkdir()
     line = one_error(CliRunner().invoke(run_yaml, [str(out), str(path)]).output)
-    assert line.startswith(f"Error: {out}: is no recipe, but {path} is one; give the recipe first")
+    assert line.startswith(f"Error: {out}: cannot be read or written")
 
 
 def test_a_class_that_the_recipe_names_is_the_outputs(tmp_path: Path) -> None:

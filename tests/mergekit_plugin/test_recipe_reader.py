@@ -131,7 +131,7 @@ def test_an_average_alone_needs_a_base_where_its_contract_does() -> None:
 def test_options_of_aligning_under_an_average_alone(name: str) -> None:
     content = alone("wudi")
     content["models"][0]["parameters"] = {name: "x"}
-    with pytest.raises(RecipeError, match=f"'{name}' is not for .*; write 'merge_method: rotation_merge', and 'del"):
+    with pytest.raises(RecipeError, match=f"'{name}' does not belong here; .*'merge_method: rotation_merge'"):
         Recipe.of(Document(content))
 
 

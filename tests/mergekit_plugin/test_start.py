@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from types import ModuleType
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rotation_merge.mergekit_plugin.hooks import without_collector
+from rotation_merge.mergekit_plugin import hooks
+from rotation_merge.mergekit_plugin.hooks import extend_after
 
-HELD = [False, "frozen", "at exit"]
+HELD = ["at exit", False, "frozen"]
 
 
 @pytest.mark.parametrize(
@@ -31,11 +33,10 @@ def test_it_is_held_in_commands_alone(
 
     monkeypatch.setattr(gc, "freeze", freeze := lambda: done.append("frozen"))
     monkeypatch.setattr(atexit, "register", lambda work: done.append(work is freeze and "at exit"))
+    monkeypatch.setattr(hooks, "extend", lambda module, name: None)
     monkeypatch.setattr(sys, "argv", [f"/bin/{program}", "recipe.yml"])
-    if error is None:
-        without_collector(execute, ModuleType("mergekit.scripts.run_yaml"))
-    else:
-        with pytest.raises(error):
-            without_collector(execute, ModuleType("mergekit.scripts.run_yaml"))
+    extend_after(loader := SimpleNamespace(exec_module=execute), "mergekit.scripts.run_yaml")  # type: ignore[arg-type]
+    with pytest.raises(error) if error is not None else nullcontext():
+        loader.exec_module(ModuleType("mergekit.scripts.run_yaml"))
     assert gc.isenabled()
     assert done == steps
