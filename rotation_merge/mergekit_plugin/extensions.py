@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import queue
+import re
 import threading
 from typing import Any
 
@@ -130,7 +131,7 @@ def _reads_gguf(config: Any) -> bool:
 
 
 def extend_command(module: Any) -> None:
-    """Make a command report in one line: a recipe that is no file or no YAML, and all errors of ours."""
+    """Make a command report in one line: a recipe that cannot be read, and all errors of ours."""
     command = module.main
     stock = command.callback
 
@@ -155,8 +156,8 @@ def extend_command(module: Any) -> None:
 
 
 def _may_be_ours(text: str) -> bool:
-    """Whether a document of a recipe is ours, or cannot be told from one."""
+    """Whether a document of a recipe is ours; where that is no YAML, its lines decide."""
     try:
         return any(is_ours(document.value) for document in documents(text))
     except RecipeError:
-        return True
+        return is_ours(dict(re.findall(r"""^['"]?(\w+)['"]?\s*:\s*['"]?([\w-]+)""", text, re.M)))
