@@ -114,12 +114,10 @@ class PolishReport:
 
     def verdict(self) -> str:
         """One sentence on the result, in plain words."""
+        start = f"{self.before:.4g} nats from the teachers on held-out samples"
         if not self.gained:
-            return f"polishing gains nothing: {self.before:.4g} nats from the teachers on held-out samples, as before"
-        return (
-            f"{self.before:.4g} nats from the teachers on held-out samples before, {self.after:.4g} after "
-            f"(step {self.best_step}, learning rate {self.rate:g})"
-        )
+            return f"polishing gains nothing: {start}, as before"
+        return f"{start} before, {self.after:.4g} after (step {self.best_step}, learning rate {self.rate:g})"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
@@ -175,11 +173,10 @@ class Polish:
     def __post_init__(self) -> None:
         torch.manual_seed(self.config.seed)
         self.students = list(self.model) if isinstance(self.model, SharedBody) else [self.model] * len(self.answered)
-        self.device = device_of(self.model)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         draw = torch.Generator().manual_seed(self.config.seed)
         parts = [self._parts(number, draw) for number in range(len(self.answered))]
-        self.held, self.training = [part for part, _ in parts], [part for _, part in parts]
+        self.held_out, self.training = [part for part, _ in parts], [part for _, part in parts]
         sizes = ([batch["input_ids"].numel() for batch, _ in each if "input_ids" in batch] for each in self.answered)
         tokens = sum(fmean(texts) for texts in sizes if texts)
         batch_size = round(STEP_TOKENS / tokens) if tokens else 1
@@ -201,73 +198,64 @@ class Polish:
         with ExitStack() as attention:
             for student, answers in zip(self.students, self.answered, strict=True):
                 attention.enter_context(fused_attention(student, inputs_for(student, answers[0][0])))
-            return self._trained()
+            began, before = time.perf_counter(), self.score()
+            check_answers(self.model, [torch.tensor(before)])
+            report = PolishReport(before, before, history=[(0, 0.0, before)])
+            if self.new:
+                initialise_along_gradient(self.model, self._first_gradients)
+            start = copy.deepcopy(trained(self.model))
+            with kept_in(self.state, partial(self._key, start)) as ledger:
+                report.rate, report.trials = ledger.get(RATE) or self._chosen_rate(start, before)
+                ledger.keep(RATE, lambda: (report.rate, report.trials))
+                self._train(report, ledger)
+            report.seconds = time.perf_counter() - began
+            return report
 
-    def _trained(self) -> PolishReport:
-        began = time.perf_counter()
-        before = self.score()
-        check_answers(self.model, [torch.tensor(before)])
-        report = PolishReport(before, before, history=[(0, 0.0, before)])
-        if self.new:
-            initialise_along_gradient(self.model, self.accumulate_gradients)
-        start = copy.deepcopy(trained(self.model))
-        with kept_in(self.state, partial(self.mark, start)) as ledger:
-            report.rate, report.trials = ledger.get(RATE) or self.chosen_rate(start, before)
-            ledger.keep(RATE, lambda: (report.rate, report.trials))
-            self.train(report, ledger)
-        report.seconds = time.perf_counter() - began
-        return report
-
-    def chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
+    def _chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
         """The learning rate that trials choose, from `start`, which the model then is again; and the trials."""
-        kind = "weights" if not self.config.lora else "new lora" if self.new else "lora"
-        learning_rate = self.config.learning_rate
-        rates = list(RATES[kind]) if learning_rate is None else [learning_rate]
-        lower = [rate for rate in LOWER if learning_rate is None and rate < min(rates)]
-        trials = {f"{rate:g}": self.trial(rate, start) for rate in rates if len(rates) > 1}
-        while (best := best_rate(rates, trials, before)) == min(rates) and lower:
-            rates.append(lower.pop(0))
-            trials[f"{rates[-1]:g}"] = self.trial(rates[-1], start)
-        _check_number(trials.get(f"{best:g}", 0.0))
+        if self.config.learning_rate is not None:
+            return self.config.learning_rate, {}
+        rates = list(RATES["weights" if not self.config.lora else "new lora" if self.new else "lora"])
+        lower, trials = [rate for rate in LOWER if rate < min(rates)], dict[str, float]()
+        for rate in rates:  # grows while the lowest one is the best
+            trials[f"{rate:g}"] = self._trial(rate, start)
+            best = best_rate(rates, trials, before)
+            if len(trials) == len(rates) and best == min(rates) and lower:
+                rates.append(lower.pop(0))
+        _check_number(trials[f"{best:g}"])
         return best, trials
 
-    def trial(self, rate: float, start: dict[str, Tensor]) -> float:
+    def _trial(self, rate: float, start: dict[str, Tensor]) -> float:
         """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
-        steps, optimiser = max(1, round(self.config.steps * TRIAL)), self.optimiser(rate)
-        schedule, generator = one_cycle(optimiser, rate, steps), torch.Generator().manual_seed(self.config.seed + 1)
+        steps, generator = max(1, round(self.config.steps * TRIAL)), self._generator()
+        optimiser, schedule = self._optimiser(rate, steps)
         for step in range(steps):
-            self.step(optimiser, generator)
+            self._step(optimiser, generator)
             schedule.step()
             self.watch(f"learning rate {rate:g}", step + 1, steps)
-        held_out_divergence = self.score()
+        result = self.score()
         restore(self.model, start)
-        return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
+        return result if math.isfinite(result) else math.inf
 
-    def train(self, report: PolishReport, ledger: Ledger) -> None:
+    def _train(self, report: PolishReport, ledger: Ledger) -> None:
         """Take all steps at the chosen rate."""
-        steps, optimiser = self.config.steps, self.optimiser(report.rate or 1.0)
-        schedule = one_cycle(optimiser, report.rate or 1.0, steps)
-        generator = torch.Generator().manual_seed(self.config.seed + 1)
+        steps, generator = self.config.steps, self._generator()
+        optimiser, schedule = self._optimiser(report.rate, steps)
 
-        def step() -> float:
-            loss = self.step(optimiser, generator)
-            _check_number(loss)
-            return loss
+        def look(step: int, seconds: float) -> bool:
+            """Score the model; whether it is nearer to the teachers than any before."""
+            value = self.score()
+            report.history.append((step, seconds, value))
+            nearer = value < report.after
+            if nearer:
+                report.after, report.best_step = value, step
+            return nearer
 
-        look = partial(self.look, report)
+        step = lambda: _check_number(self._step(optimiser, generator))  # noqa: E731
         training = Training(self.model, optimiser, schedule, generator, report, step, look)
         training.run(steps, LOOKS, lambda done, _: self.watch("polishing", done, steps), ledger)
 
-    def look(self, report: PolishReport, step: int, seconds: float) -> bool:
-        """Score the model; whether it is nearer to the teachers than any before."""
-        value = self.score()
-        report.history.append((step, seconds, value))
-        if value >= report.after:
-            return False
-        report.after, report.best_step = value, step
-        return True
-
-    def mark(self, start: dict[str, Tensor]) -> str:
+    def _key(self, start: dict[str, Tensor]) -> str:
         """The fingerprint of a polishing run: weights, answers and every option that has an effect."""
         fingerprint = Fingerprint()
         pairs = (pair for samples in self.answered for pair in samples)
@@ -277,48 +265,57 @@ class Polish:
         options = asdict(replace(self.config, merge_lora=False))  # which is of writing
         return fingerprint.hexdigest({"new": self.new, "last": list(self.last), "batches": self.batches, **options})
 
-    def optimiser(self, rate: float) -> Optimizer:
-        return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.config.seed + 1)
 
-    def step(self, optimiser: Optimizer, generator: torch.Generator) -> float:
-        """Run one step on random batches of each teacher and return the divergence before it."""
+    def _optimiser(self, rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
+        """AdamW with a schedule that rises to a rate in a tenth of the steps, then falls to zero."""
+        optimiser = torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        total = max(steps, 1 + WARM)
+        warm = max(0.1, WARM / total)
+        return optimiser, OneCycleLR(optimiser, rate, total_steps=total, pct_start=warm, cycle_momentum=False)
+
+    def _step(self, optimiser: Optimizer, generator: torch.Generator) -> float:
+        """Take one step on random batches of each teacher and return the divergence before it."""
         optimiser.zero_grad()
         numbers = [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
-        total = sum(self.gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
+        total = sum(self._gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
         return total
 
-    def gradient(self, teacher: int, number: int) -> float:
+    def _gradient(self, teacher: int, number: int) -> float:
         """Add the gradient of one batch of a teacher, and return its part of the divergence."""
-        loss = self.divergence(teacher, number) / (len(self.answered) * self.batches)
+        loss = self._divergence(teacher, number) / (len(self.answered) * self.batches)
         loss.backward()
         return float(loss.detach())
 
-    def divergence(self, teacher: int, number: int) -> Tensor:
+    def _divergence(self, teacher: int, number: int) -> Tensor:
         """Divergence from a teacher on one of its batches."""
         student, (batch, answer) = self.students[teacher], self.answered[teacher][number]
-        target = {name: tensor.to(self.device) for name, tensor in answer.items()}
+        device = device_of(self.model)
+        target = {name: tensor.to(device) for name, tensor in answer.items()}
         return divergence(student(**inputs_for(student, batch)), target)
 
-    def accumulate_gradients(self) -> None:
-        """Accumulate the gradients of the first training batches of every teacher."""
+    def _first_gradients(self) -> None:
+        """Add up the gradients of the first training batches of every teacher."""
         for teacher, numbers in enumerate(self.training):
             for number in numbers[:GRADIENT_SAMPLES]:
-                self.gradient(teacher, number)
+                self._gradient(teacher, number)
 
     @torch.no_grad()
     def score(self) -> float:
         """Divergence on held-out samples, the mean over teachers."""
-        each = [fmean(float(self.divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held)]
-        return fmean(each)
+        return fmean(
+            fmean(float(self._divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held_out)
+        )
 
 
 def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float) -> float:
     """The largest rate with at least a share of the best gain; short trials favour small rates.
 
     Args:
-        trials: held-out divergence after each rate's trial, by its name; empty with one rate.
+        trials: held-out divergence after each rate's trial, by its name.
         before: held-out divergence at the start.
     """
     gains = {rate: before - trials.get(f"{rate:g}", before) for rate in rates}
@@ -328,17 +325,12 @@ def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float
     return max(rate for rate in rates if gains[rate] >= LEAST_SHARE * gains[best])
 
 
-def one_cycle(optimiser: Optimizer, rate: float, steps: int) -> LRScheduler:
-    """A schedule that rises to a rate in a tenth of the steps, then falls to zero."""
-    total = max(steps, 1 + WARM)
-    warm = max(0.1, WARM / total)
-    return OneCycleLR(optimiser, rate, total_steps=total, pct_start=warm, cycle_momentum=False)
-
-
-def _check_number(loss: float) -> None:
+def _check_number(loss: float) -> float:
+    """A loss, if it is finite."""
     if not math.isfinite(loss):
         problem, remedy = "training gives NaN", "give a lower 'learning_rate', or look at the model's weights"
         raise CheckpointError(problem, remedy=remedy)
+    return loss
 
 
 def with_lora(model: Any, rank: int, seed: int) -> Any:
@@ -364,9 +356,8 @@ def with_lora(model: Any, rank: int, seed: int) -> Any:
         if module.weight not in tables and not _read_past(model, name)
     ]
     torch.manual_seed(seed)
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules=maps or "all-linear")
-    ).eval()
+    config = LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules=maps or "all-linear")
+    return get_peft_model(model, config).eval()
 
 
 def _read_past(model: Any, name: str) -> bool:
@@ -397,20 +388,15 @@ def initialise_along_gradient(model: nn.Module, gradients: Callable[[], object])
     with torch.no_grad():
         for a, b in factors:
             if b.grad is not None:
-                basis = _orthonormal(b.grad.mT).mT
+                basis = torch.linalg.qr(b.grad.double())[0]
                 b.zero_()[:, : basis.shape[1]] = basis
                 a.zero_()
     model.zero_grad()
     gradients()
     with torch.no_grad():
-        for (a, b), old in zip(factors, fresh, strict=True):
+        for (a, b), drawn in zip(factors, fresh, strict=True):
             if a.grad is not None:
-                basis = _orthonormal(a.grad)
-                a.copy_(old)[: len(basis)] = basis
+                basis = torch.linalg.qr(a.grad.double().mT)[0].mT
+                a.copy_(drawn)[: len(basis)] = basis
                 b.zero_()
     model.zero_grad()
-
-
-def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of rows (as many as fit in their length)."""
-    return torch.linalg.qr(rows.double().mT)[0].mT.to(rows)

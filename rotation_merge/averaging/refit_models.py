@@ -1,6 +1,6 @@
 """Refit of whole models: a start, and its maps solved layer by layer, as a View.
 
-One pass over all models: each tensor of the result is left in a store, so that no model is held as a whole.
+One pass over all models: each solved tensor is left in a store, so that no model is held as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from rotation_merge.averaging.average import averaged, check_merged
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.methods import MergedModels
-from rotation_merge.averaging.refit import Refit, RefitResult, Teachers
+from rotation_merge.averaging.refit import Refit, teacher_answers
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.model.forms import named_as
@@ -40,14 +40,11 @@ from rotation_merge.run.data import (
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, empty_model
 from rotation_merge.run.generated_samples import writes_text
-from rotation_merge.run.maps import linear_map
+from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
-from rotation_merge.run.store import StateStore, StoredValue
+from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress, listener
-
-STARTS = {"average": "average", "anchor": "anchor", "task_arithmetic": "sum of the task vectors"}
-"""Starts in words; those that are not here are merges by a method of that name."""
 
 Chosen = Callable[[str], bool]
 """Says of a tensor, by its name, whether it is chosen."""
@@ -140,15 +137,14 @@ def _read(teacher: Teacher, seed: int) -> Teacher:
     samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=kind)
     held_out = None
     if beyond and samples.examples >= 2 * HELD_OUT:
-        count = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
-        samples, remaining = split_batches(samples, count)
+        size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
+        samples, remaining = split_batches(samples, size)
         held_out = remaining if remaining.task in JUDGED else None
-    batches = _in_batches(samples, teacher.source)
-    return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)
+    return replace(teacher, batches=_batched(samples), samples=samples.examples, held_out=held_out)
 
 
-def _in_batches(samples: Data, source: str) -> list[Batch]:
-    return batched_by_length(unpadded(samples.batches, source), TOKENS)
+def _batched(samples: Data) -> list[Batch]:
+    return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
 
 
 def teachers_in_memory(
@@ -169,8 +165,8 @@ def teachers_in_memory(
     for number, share in enumerate(shares_of([1.0] * len(views) if weights is None else weights)):
         view, name, batches = views[number], "samples" if shared else f"samples of model {number + 1}", list[Batch]()
         if share and not (shared and teachers):
-            read = read_samples(view, sources[number], config.samples, seed=config.seed + number)
-            batches = _in_batches(read, name)
+            data = read_samples(view, sources[number], config.samples, seed=config.seed + number)
+            batches = _batched(replace(data, source=name))
         teachers += [Teacher(view, view, share, name, config.samples, batches)] if share else []
     return teachers
 
@@ -231,6 +227,8 @@ class ModelRefit:
 
     def __post_init__(self) -> None:
         self.teachers, self.pooled = _with_samples(self.base, self.teachers, self.config)
+        self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())
+        self.exact = torch.promote_types(self.dtype or dtypes[0], torch.float32)
 
     def run(self, progress: Progress = lambda *_: None) -> View:
         """The refitted merge, with the base's names; its tensors are read from where the refit leaves them.
@@ -241,99 +239,79 @@ class ModelRefit:
         self.store = StateStore(None if self.base.files is None else gettempdir())
         self.states = StateStore()
         try:
-            self._begin()
-            result = self.solve(progress)
-            if self.own_heads and not self.pooled:
-                self.solve_heads()
+            written = self._solved(progress)
         except BaseException:
             self.store.close()
             raise
         finally:
             self.states.close()
-        self.notes += self.words(result)
-        del self.merge, self.runners  # the view outlives them
-        return _with_tensors(self.base, lambda name: self._rounded(name, self._present(name)), self.dtype)
-
-    def _begin(self) -> None:
-        """Settle the weights before solving; the merge runs as it is written."""
-        self.architecture = self.base.architecture
-        self.tied_head = None if self.base.untie else self.base.tied_head
-        self.head_names = head_names(self.architecture)
-        self.large = {i.name for i in self.architecture.tensors() if len(i.axes) > 1 and not i.stacked}
-        infos = [(block, info) for block in self.architecture.blocks for info in block.tensors]
-        self.map_names = {name for block, info in infos if linear_map(block, info) for name in info.names}
-        anchor, *self.sources = (
-            named_as(self.architecture, view.tensors, view.architecture)
-            for view in (self.base, *(teacher.view for teacher in self.teachers))
-        )
-        self.start = anchor
-        if self.config.start != "anchor":
-            self.start = selected(anchor, self._merged(), lambda name: not self.excluded(name))
-        self.written = dict[str, StoredValue]()
-        self.exact = torch.promote_types(self._dtype_of(next(iter(self.base))), torch.float32)
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        stored = self.base.stored_dtypes
-        return self.dtype or stored.get(name) or next(iter(stored.values()))
-
-    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as it is stored."""
-        return tensor.to("cpu", self._dtype_of(name)) if tensor.is_floating_point() else tensor
-
-    def _write(self, name: str, tensor: Tensor) -> Tensor:
-        """Write a tensor; returns it rounded, in the dtype and on the device that it had."""
-        stored = self._rounded(name, tensor)
-        self.written[name] = self.store.put(check_merged(stored, name))
-        return stored.to(tensor)
-
-    def _present(self, name: str) -> Tensor:
-        """A tensor of the merge: as it was written, or that of its start."""
-        tensor: Tensor = self.written[name].get() if name in self.written else self.start[name]
-        return tensor
+        return _with_tensors(self.base, lambda name: self._rounded(name, written[name]), self.dtype)
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
         return self.exclude(name) or (self.own_heads and name in self.head_names)
 
-    def _merged(self) -> Tensors:
-        """The models' average, or a merge of the task vectors, by a merge method."""
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as it is stored."""
+        stored = self.base.stored_dtypes
+        dtype = self.dtype or stored.get(name) or next(iter(stored.values()))
+        return tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor
+
+    def _start(self, anchor: Tensors) -> Tensors:
+        """The weights before solving: the models' average, or a merge of the task vectors, by a merge method."""
         name = self.config.start
+        if name == "anchor":
+            return anchor
         tuned = [teacher for teacher in self.teachers if teacher.view is not self.base]
         total = 1.0 if name == "average" else sum(teacher.share for teacher in tuned) / len(tuned)
         weights, scale = [teacher.share / total for teacher in tuned], {"lambda": self.config.lambda_}
         views = [self.base, *(teacher.view for teacher in tuned)]
-        for method in TASK_VECTORS:
-            if method.spec.name == name:
-                models = MergedModels.of(views, tied_head=self.tied_head)
-                return averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
-        summed = {**scale, "weight": weights, "normalize": False}
-        return averaged(views, merge_methods.get("task_arithmetic"), summed)
+        method = next((each for each in TASK_VECTORS if each.spec.name == name), None)
+        if method is None:
+            values = {**scale, "weight": weights, "normalize": False}
+            merged = averaged(views, merge_methods.get("task_arithmetic"), values)
+        else:
+            models = MergedModels.of(views, tied_head=None if self.base.untie else self.base.tied_head)
+            merged = averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
+        return selected(anchor, merged, lambda name: not self.excluded(name))
 
-    def solve(self, progress: Progress) -> RefitResult:
-        """Solve the merge's maps; where held-out samples say that this is worse, the start will be written."""
+    def _solved(self, progress: Progress) -> Tensors:
+        """The start with the solved tensors, or without where held-out samples say that they are worse."""
+        architecture = self.base.architecture
+        anchor, *sources = (
+            named_as(architecture, view.tensors, view.architecture)
+            for view in (self.base, *(teacher.view for teacher in self.teachers))
+        )
+        start, maps = self._start(anchor), {name for m in linear_maps(architecture).values() for name in m.info.names}
         parts = [with_small_first_batch(self._batches(number)) for number in range(len(self.teachers))]
         batches = [batch for part in parts for batch in part]
-        self.runners = [
+        donors = [
             self._runner(teacher.original, source, batches if self.pooled else part)
-            for teacher, source, part in zip(self.teachers, self.sources, parts, strict=True)
+            for teacher, source, part in zip(self.teachers, sources, parts, strict=True)
         ]
         shares = [teacher.share for teacher in self.teachers]
         answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
         if self.pooled:
             answering = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
         weights = [1.0 if self.pooled else shares[each[0][0]] * len(shares) for each in answering]
-        held_out = [(teacher.share, teacher.held_out) for teacher in self.teachers if teacher.held_out is not None]
-        judged = [] if self.own_heads else held_out  # whose heads are not the merge's
-        beside = [batch for _, data in judged for batch in data.batches]
-        self.merge = self._runner(self.base, self.start.map(self._filled), [*batches, *beside])
-        answers = Teachers(self.runners, [*answering, *([] for _ in beside)], self.states)
-        solving = self.architecture, answers, [*weights, *(0.0 for _ in beside)], self.config.ridge
-        result = Refit(self.merge, *solving, self._write, self.excluded, progress).run()
-        if judged:
-            result.losses = self._losses(judged, len(batches))
-            if result.losses is not None and result.losses[1] > result.losses[0]:
-                self.written.clear()
-        return result
+        judged = (
+            [] if self.own_heads else [t for t in self.teachers if t.held_out is not None]
+        )  # own heads have no loss
+        beside = [batch for t in judged if t.held_out is not None for batch in t.held_out.batches]
+        # all but linear maps run as they are stored; solved maps are rounded afterwards
+        running = start.map(lambda name, tensor: tensor if name in maps else self._rounded(name, tensor))
+        merge = self._runner(self.base, running, [*batches, *beside])
+        refit = self._refit(merge, donors, [*answering, *([] for _ in beside)], [*weights, *(0.0 for _ in beside)])
+        refit.skip, refit.watch = self.excluded, progress
+        solved = refit.run().solved()
+        losses = self._losses(judged, start, merge, len(batches)) if judged else None
+        if losses is not None and losses[1] > losses[0]:
+            solved = solved.only(())
+        self._note(refit, losses)
+        written = selected(start, solved, solved.__contains__)
+        if self.own_heads and not self.pooled:
+            self._solve_heads(written, sources, merge, donors)
+        return written
 
     def _batches(self, number: int) -> list[Batch]:
         """The samples that a teacher brings; those of its own are written now."""
@@ -346,21 +324,25 @@ class ModelRefit:
 
     def _runner(self, model: View, source: Tensors, batches: list[Batch]) -> Runner:
         """Runs tensors by the base's names as a model of another's config."""
-        view = replace(model, tensors=source, architecture=self.architecture, untie=self.base.untie)
+        view = replace(model, tensors=source, architecture=self.base.architecture, untie=self.base.untie)
         return Runner(view, batches, self.states, self.exact, self.device)
 
-    def _filled(self, name: str, tensor: Tensor) -> Tensor:
-        """Tensors other than linear maps run as they will be stored; solved maps are rounded afterwards.
+    def _refit(
+        self,
+        merge: Runner,
+        donors: Sequence[Runner],
+        answering: Sequence[Sequence[tuple[int, int, float]]],
+        weights: Sequence[float],
+    ) -> Refit:
+        """A refit towards donors; see `teacher_answers`."""
+        targets = donors, teacher_answers(answering)
+        refit = Refit(merge, self.base.architecture, *targets, weights, self.config.ridge, self.states, self.store)
+        refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
+        return refit
 
-        Embeddings are large and are written at once.
-        """
-        if not tensor.is_floating_point() or name in self.map_names:
-            return tensor
-        return (
-            self._write(name, tensor) if name in self.large and not self.excluded(name) else self._rounded(name, tensor)
-        )
-
-    def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
+    def _losses(
+        self, judged: Sequence[Teacher], start: Tensors, merge: Runner, first: int
+    ) -> tuple[float, float] | None:
         """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
 
         None if the merge's head has no such labels.
@@ -368,78 +350,67 @@ class ModelRefit:
         Args:
             first: number of the first of their batches among the merge's.
         """
-        batches = [batch for _, data in judged for batch in data.batches]
-        start = self._runner(self.base, self.start.map(self._rounded), batches)
-        start.run_through()
-        total, losses = sum(share for share, _ in judged), []
-        for answers in (LayerwiseAnswers(start, 0), LayerwiseAnswers(self.merge, first)):
+        parts = [(teacher.share, teacher.held_out) for teacher in judged if teacher.held_out is not None]
+        batches = [batch for _, data in parts for batch in data.batches]
+        before = self._runner(self.base, start.map(self._rounded), batches)
+        before.run_through()
+        total, losses = sum(share for share, _ in parts), []
+        for answers in (LayerwiseAnswers(before, 0), LayerwiseAnswers(merge, first)):
             try:
-                losses.append(sum(share * score(answers, data).loss for share, data in judged) / total)
+                losses.append(sum(share * score(answers, data).loss for share, data in parts) / total)
             except DataError as error:
                 self.notes.append(f"The refit was not judged on held-out samples: {error}.")
                 return None
         return losses[0], losses[1]
 
-    def solve_heads(self) -> None:
+    def _solve_heads(self, body: Tensors, sources: Sequence[Tensors], merge: Runner, donors: Sequence[Runner]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
-        body, first = Tensors(self.start.shapes, self.start.dtypes, by_name(self._present)), 0
-        for teacher, source, runner in zip(self.teachers, self.sources, self.runners, strict=True):
-            solved = self.heads.setdefault(teacher.original.name, {})
+        first = 0
+        for teacher, source, donor in zip(self.teachers, sources, donors, strict=True):
+            count = len(donor.batches)
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
-                merge, again = (
-                    self._runner(teacher.original, tensors, runner.batches)
+                headed, alone = (
+                    self._runner(teacher.original, tensors, donor.batches)
                     for tensors in (selected(body, source, self.head_names.__contains__), source)
                 )
-                merge.follow(self.merge, first, is_head)
-                again.follow(runner, 0, is_head)
-                self._solve_head(merge, again, solved)
-            first += len(runner.batches)
+                headed.follow(merge, first, is_head)
+                alone.follow(donor, 0, is_head)
+                refit = self._refit(headed, [alone], [[(0, i, 1.0)] for i in range(count)], [1.0] * count)
+                refit.skip = lambda name: name not in self.head_names or self.exclude(name)
+                self.heads[teacher.original.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
+            first += count
         if any(self.heads.values()):
             self.notes.append(
                 "Refit also solved each donor's head, on its samples under the merged body ('exclude: NAME' "
                 "leaves out tensors with NAME in their names)."
             )
 
-    def _solve_head(self, merge: Runner, teacher: Runner, solved: dict[str, Tensor]) -> None:
-        """Solve a head, whose tensors are put into `solved`."""
-
-        def write(name: str, tensor: Tensor) -> Tensor:
-            solved[name] = self._rounded(name, tensor).contiguous()
-            return solved[name].to(tensor)
-
-        def skip(name: str) -> bool:
-            return name not in self.head_names or self.exclude(name)
-
-        weights = [1.0] * len(teacher.batches)
-        answers = Teachers([teacher], [[(0, i, 1.0)] for i in range(len(weights))], self.states)
-        Refit(merge, self.architecture, answers, weights, self.config.ridge, write, skip).run()
-
-    def words(self, result: RefitResult) -> list[str]:
-        """The refit in words."""
-        before, after = (fmean([getattr(m, name) for m in result.maps] or [0.0]) for name in ("before", "after"))
+    def _note(self, refit: Refit, losses: tuple[float, float] | None) -> None:
+        """Put the refit in words into the notes."""
+        before, after = (
+            (fmean(each) for each in zip(*refit.errors.values(), strict=True)) if refit.errors else (0.0, 0.0)
+        )
         target = "the mean of all models' answers" if self.pooled else "each sample's own model"
         sources = ", ".join(f"`{teacher.original.name}` {teacher.source}" for teacher in self.teachers)
-        start = STARTS.get(self.config.start, f"merge by {self.config.start}")
-        notes = [
-            f"Refit solved {len(result.maps)} linear maps, layer by layer, towards {target} (ridge "
+        start = {"average": "average", "anchor": "anchor"}.get(self.config.start, f"merge by {self.config.start}")
+        self.notes.append(
+            f"Refit solved {len(refit.errors)} linear maps, layer by layer, towards {target} (ridge "
             f"{self.config.ridge:g}, from the {start}; samples: {sources}). The error of their outputs fell "
             f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
-        ]
-        if result.losses is not None:
-            before, after = result.losses
+        )
+        if losses is not None:
             examples = sum(teacher.held_out.examples for teacher in self.teachers if teacher.held_out is not None)
-            written = f"; that is worse, so the {start} was written" * (after > before)
-            change = f"{before:.4f} before the refit and {after:.4f} after it"
-            notes.append(f"On {examples} held-out samples the loss was {change}{written}.")
-        for why, names in result.kept.items():
-            notes.append(f"Refit kept the {start} ({why}): {', '.join(f'`{name}`' for name in names)}.")
-        if self.tied_head is not None:
-            tied = "which is tied to an embedding ('untie: true' gives it its own tensor)"
-            notes.append(f"Refit did not solve the head `{self.tied_head}`, {tied}.")
-        return notes
+            written = f"; that is worse, so the {start} was written" * (losses[1] > losses[0])
+            change = f"{losses[0]:.4f} before the refit and {losses[1]:.4f} after it"
+            self.notes.append(f"On {examples} held-out samples the loss was {change}{written}.")
+        unsolved = {**refit.unsolved}
+        if self.base.tied_head is not None and not self.base.untie:
+            unsolved["tied to the embedding, 'untie: true' gives it its own tensor"] = [self.base.tied_head]
+        for reason, names in unsolved.items():
+            self.notes.append(f"Refit kept the {start} ({reason}): {', '.join(f'`{name}`' for name in names)}.")
 
 
 class LayerwiseAnswers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,45 +59,43 @@ class RidgeSums:
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self.width, self.rows, self.dtype = like.shape[-1], 0.0, dtype
         self.cross: dict[str, Tensor] = {}
-        self.squares: dict[str, list[float]] = {}
+        self.squares: dict[str, tuple[float, float]] = {}
         self._factors: dict[int, Tensor | None] = {}
         self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
-        self._inputs: list[Tensor] = []
-        self._lacks: dict[str, list[Tensor]] = {}
+        self._waiting: list[tuple[Tensor, dict[str, Tensor]]] = []
         self._weight = 1.0
 
-    @cached_property
+    @property
     def gram(self) -> Tensor:
-        """Products of inputs (and a one) with themselves, once all are there."""
+        """Products of inputs (and a one) with themselves, (in + 1, in + 1), once all are there."""
         return self._upper.triu() + self._upper.triu(1).mT
 
     def add(self, inputs: Tensor, lacks: Mapping[str, tuple[Tensor, Tensor]], weight: float) -> None:
         """One batch: the inputs, and by key of a map the residual of its output, (positions, out), and the output."""
-        if weight != self._weight or sum(map(len, self._inputs)) >= AT_ONCE:
+        if weight != self._weight or sum(len(x) for x, _ in self._waiting) >= AT_ONCE:
             self.flush()
         self._weight = weight
-        self._inputs.append(inputs.flatten(0, -2).to(self.dtype))
+        residuals = {key: lack.to(self.dtype) for key, (lack, _) in lacks.items()}
+        self._waiting.append((inputs.flatten(0, -2).to(self.dtype), residuals))
         for key, (lack, output) in lacks.items():
-            self._lacks.setdefault(key, []).append(lack.to(self.dtype))
-            squares = self.squares.setdefault(key, [0.0, 0.0])
-            squares[0] += weight * _square(lack)
-            squares[1] += weight * _square(output.flatten(0, -2) + lack)
+            before, whole = self.squares.get(key, (0.0, 0.0))
+            target = output.flatten(0, -2) + lack
+            self.squares[key] = before + weight * _square(lack), whole + weight * _square(target)
 
     def flush(self) -> None:
-        """Add up the products of buffered batches."""
-        if not self._inputs:
+        """Add up the products of the batches that wait."""
+        if not self._waiting:
             return
-        x, lacks, weight = torch.cat(self._inputs), self._lacks, self._weight
-        self._inputs, self._lacks = [], {}
+        (inputs, residuals), weight = zip(*self._waiting, strict=True), self._weight
+        self._waiting = []
+        x = torch.cat(inputs)
         x = torch.cat([x, x.new_ones(len(x), 1)], 1)
         self.rows += weight * len(x)
         for i in range(0, self.width + 1, STRIPE):
             self._upper[i : i + STRIPE, i:].add_(x[:, i : i + STRIPE].mT @ x[:, i:], alpha=weight)
-        for key, parts in lacks.items():
-            part = x.mT @ torch.cat(parts)
-            if key not in self.cross:
-                self.cross[key] = torch.zeros_like(part, dtype=torch.float64)
-            self.cross[key].add_(part, alpha=weight)
+        for key in residuals[0]:
+            part = x.mT @ torch.cat([each[key] for each in residuals])
+            self.cross.setdefault(key, torch.zeros_like(part, dtype=torch.float64)).add_(part, alpha=weight)
 
     def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
         """The map's change, (out, in), with a bias (out, in + 1).
@@ -123,21 +120,13 @@ class RidgeSums:
         penalty[self.width] = BIAS * self._upper[self.width, self.width]  # the rows, as they count
         return penalty
 
-    def errors(self, key: str, change: Tensor, ridge: float | None) -> tuple[float, float]:
-        """Root of the relative squared error before and after.
-
-        Args:
-            ridge: under which the change is the best one, whose product with the Gram is known; None: under none.
-        """
+    def errors(self, key: str, change: Tensor, ridge: float) -> tuple[float, float]:
+        """Root of the relative squared error before and after a change that `change` gave for this ridge."""
         size = change.shape[1]
         before, whole = self.squares[key]
-        reached = (change.mT * self.cross[key][:size]).sum()
-        if ridge is None:
-            spent = (change @ self.gram[:size, :size] * change).sum()
-        else:
-            spent = reached - (change.square() @ self._penalty(ridge)[:size]).sum()
-        after = max(before - float(2 * reached - spent), 0.0)
-        return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
+        reached = float((change.mT * self.cross[key][:size]).sum())
+        after = max(before - reached - float((change.square() @ self._penalty(ridge)[:size]).sum()), 0.0)
+        return ((before / whole) ** 0.5, (after / whole) ** 0.5) if whole else (0.0, 0.0)
 
 
 def _square(x: Tensor) -> float:

@@ -75,7 +75,7 @@ def answered_by_target(
     """The better target's answers to samples, and the new base's own to its texts.
 
     Args:
-        models: make `new`, `old` and `tuned` when they are needed.
+        models: give `new`, `old` and `tuned` when they are needed.
         choice: samples with labels, that choose the target.
         work: folder of answers, which an interrupted run continues from.
 

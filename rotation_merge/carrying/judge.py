@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rotation_merge.carrying.config import NONE, TransferConfig
+from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
 from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
@@ -140,26 +140,23 @@ class RecoveredLift:
     others: Mapping[str, LossPair] = field(default_factory=dict)
     writes: bool = True
 
-    @property
-    def home(self) -> float:
-        """Gain of fine-tuning on the old base."""
-        return self.old - self.tuned
+    def _share(self, gain: float, of: float) -> float | None:
+        return gain / of if of > 0 else None
 
     @property
     def recovered(self) -> float | None:
         """Recovered lift: (new base - carried) / (gain of fine-tuning on the old base), of losses; None: no gain."""
-        return (self.new[0] - self.carried[0]) / self.home if self.home > 0 else None
+        return self._share(self.new[0] - self.carried[0], self.old - self.tuned)
 
     @property
     def known(self) -> float | None:
         """Share of the gain at home that the new base has without the change; None: there is no gain."""
-        return (self.old - self.new[0]) / self.home if self.home > 0 else None
+        return self._share(self.old - self.new[0], self.old - self.tuned)
 
     @property
     def of_the_way(self) -> float | None:
         """(new base - carried) / (new base - fine-tune at home), of losses; None: the fine-tune is no better."""
-        distance = self.new[0] - self.tuned
-        return (self.new[0] - self.carried[0]) / distance if distance > 0 else None
+        return self._share(self.new[0] - self.carried[0], self.new[0] - self.tuned)
 
     def facts(self) -> dict[str, Any]:
         """Everything, for a report."""
@@ -172,39 +169,27 @@ class RecoveredLift:
 
     def words(self) -> list[str]:
         """Lines on the losses; the last one has the decision and the recovered lift."""
+        (before, own_before), (after, own_after) = self.new, self.carried
         lines = [
             f"Loss on the judging samples (nats): old base {self.old:.3f}, its fine-tune {self.tuned:.3f}, new base "
-            f"{self.new[0]:.3f}, carried {self.carried[0]:.3f} by {self.method}{self.scale}.",
-            f"Loss on the new base's own text: {self.new[1]:.3f} before, {self.carried[1]:.3f} after."
-            if self.writes
-            else "The loss on the new base's own text is not measured: it writes no text.",
+            f"{before:.3f}, carried {after:.3f} by {self.method}{self.scale}."
         ]
-        if self.others:
-            shown = {name: losses if self.writes else losses[:1] for name, losses in self.others.items()}
-            tried = (f"{name} {' and '.join(f'{loss:.3f}' for loss in losses)}" for name, losses in shown.items())
-            of = "losses on both" if self.writes else "losses on the judging samples"
-            lines.append(f"Also tried ({of}): {'; '.join(tried)}.")
-        if self.known is not None and self.known >= KNOWN:
-            known = f"The new base alone already has {self.known:.0%} of what fine-tuning gained on the old base"
-            more = f"; the fine-tune itself would bring the other {1 - self.known:.0%}."
-            needless = ": it needs no fine-tune for these samples."
-            lines.append(known + (needless if self.of_the_way is None else more))
-        return [*lines, self._closing()]
+        if self.writes:
+            lines.append(f"Loss on the new base's own text: {own_before:.3f} before, {own_after:.3f} after.")
+        for name, losses in self.others.items():
+            shown = " and ".join(f"{loss:.3f}" for loss in (losses if self.writes else losses[:1]))
+            lines.append(f"Also tried: {name}, with losses {shown}.")
+        return [*lines, self._verdict()]
 
-    def _closing(self) -> str:
-        if self.recovered is None:
-            carried = "Nothing was carried. " if self.method == NONE else ""
-            return (
-                f"{carried}Give samples of the fine-tune's task ('data'): on these it is no better than its base, so "
-                "the recovered lift is unknown."
-            )
-        if self.method == NONE:
-            return "Train on the new base instead: it is better alone than with the change. Recovered lift: 0%."
-        way = self.of_the_way if self.known is not None and self.known >= KNOWN else None
-        more = "" if way is None else f" ({way:.0%} of the way from the new base to the fine-tune)"
-        line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained on the old base{more}."
-        if self.recovered <= 0:
-            return f"Train on the new base instead: none of the gain transfers. {line}"
-        if max(self.recovered, way or 0.0) < LITTLE:
-            return f"Train on the new base instead if you can: little transfers. {line}"
-        return line
+    def _verdict(self) -> str:
+        recovered, known, way = self.recovered, self.known, self.of_the_way
+        if recovered is None or known is None:
+            advice = "give samples of its task ('data')"
+            return f"Recovered lift: unknown, on these samples the fine-tune is no better than its base; {advice}."
+        line = f"Recovered lift: {recovered:.0%} of what fine-tuning gained on the old base"
+        if known >= KNOWN:
+            near = "" if way is None else f"{way:.0%} of the way from the new base to the fine-tune; "
+            line += f" ({near}the new base alone already has {known:.0%})"
+        if max(recovered, way or 0.0) >= LITTLE:
+            return f"{line}."
+        return f"Train on the new base instead: {'nothing' if recovered <= 0 else 'little'} transfers. {line}."

@@ -12,14 +12,14 @@ maps between activations as in Theseus (2026).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.refit import Refit, Targets
+from rotation_merge.averaging.refit import Answer, Answers, Refit
 from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
@@ -31,8 +31,8 @@ from rotation_merge.run.stages import BlockHooks
 from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress
 
-MAP_RIDGE = 0.2
-"""Of the maps between activations of the bases."""
+RIDGE, MAP_RIDGE = 0.1, 0.2
+"""Of the new base's maps, which it pulls towards the new base's; of the maps between activations of the bases."""
 
 
 def refit_change(
@@ -40,12 +40,11 @@ def refit_change(
     samples: Sequence[Batch],
     base_texts: Sequence[Batch] = (),
     *,
-    ridge: float = 0.1,
     softmax: float | None = None,
     rank: int = 0,
     untie: bool = False,
     device: str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> dict[str, Tensor]:
     """Solve the new base's maps for its own outputs plus the old pair's change.
 
@@ -53,7 +52,6 @@ def refit_change(
         delta: the change as it is moved by weights.
         samples: as the models take them.
         base_texts: text of the new base's own, where nothing shall change.
-        ridge: pulls every map towards the new base's.
         softmax: ridge of the head, which is fitted to probabilities; None: to logits, by least squares.
         rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
         untie: give a tied head its own tensor, which is then solved, too.
@@ -62,72 +60,68 @@ def refit_change(
         The solved tensors by the new base's names, in float32.
     """
     store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
-    base, architecture = delta.base, delta.base.architecture
-    solved = dict[str, Tensor]()
-
-    def write(name: str, tensor: Tensor) -> Tensor:
-        solved[name] = tensor.to(torch.float32).contiguous()
-        return solved[name]
+    base, maps = delta.base, (delta.alignment.transforms, delta.alignment.folded)
 
     def runner(tensors: Tensors, untied: bool) -> Runner:
         return Runner(replace(base, tensors=tensors, untie=untied), batches, store, device=device)
 
     new, merge = (runner(base.tensors, untie) for _ in range(2))
-    maps = delta.alignment.transforms, delta.alignment.folded
-    old, fine = (runner(moved_tensors(architecture, x, *maps), True) for x in (delta.old, delta.tuned))
+    old, fine = (runner(moved_tensors(base.architecture, x, *maps), True) for x in (delta.old, delta.tuned))
     refit = Refit(
         merge,
-        architecture,
-        ChangedAnswers((new, old, fine), store, len(base_texts)),
+        base.architecture,
+        [new, old, fine],
+        changed_answers(len(batches), len(base_texts), store),
         [1.0] * len(batches),
-        ridge,
-        write,
-        watch=progress or (lambda *_: None),
+        RIDGE,
+        store,
+        watch=progress,
         shape=partial(of_rank, rank=rank) if rank else None,
         softmax=softmax,
     )
-    refit.run()
-    return solved
+    return {name: tensor.float().contiguous() for name, tensor in refit.run().solved().items()}
 
 
-class ChangedAnswers(Targets):
+def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
     """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
+    The target models are the new base, the old base and the fine-tune, the last two in the first one's coordinates.
+
     Args:
-        runners: new base, old base and fine-tune on the same batches; the last two in the first one's coordinates.
-        base_texts: number of batches, the last ones, on which nothing changes.
+        count: number of batches.
+        base_texts: number of the last of them, on which nothing changes.
+        store: where outputs wait until the maps are known.
     """
 
-    def __init__(self, runners: Sequence[Runner], store: StateStore, base_texts: int = 0) -> None:
-        super().__init__(runners, store)
-        self.base_texts = base_texts
-
-    def answer(self, taps: Sequence[BlockHooks], answer_keys: frozenset[str]) -> None:
-        """Run all three through the block, find the maps, and keep the answers to every batch."""
-        products, changes = dict[str, Tensor](), dict[int, dict[str, StoredValue]]()
-        count, device = len(self.runners[0].batches), self.runners[0].device
+    def answers(hooks: Sequence[BlockHooks], keys: frozenset[str]) -> Iterator[Answer]:
+        products = dict[str, Tensor]()
+        waiting: list[tuple[dict[str, StoredValue], dict[str, StoredValue]]] = []
         for batch in range(count):
-            new, old, tuned = (each.pass_on(batch, answer_keys) for each in taps)
-            keys = [key for key in sorted(answer_keys) if key in new and key in old and key in tuned]
-            for key in (key for key in keys if _is_mapped(taps[0], key)):
+            new, old, tuned = (model.pass_on(batch, keys) for model in hooks)
+            common = sorted(new.keys() & old.keys() & tuned.keys())
+            for key in (key for key in common if _is_mapped(hooks[0], key)):
                 x, y = old[key].double(), new[key].double()
                 sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
                 products[key] = products[key] + sums if key in products else sums
-            counts = float(batch < count - self.base_texts)
-            self.kept[batch] = self.store.put_each({key: new[key] for key in keys})
-            changes[batch] = self.store.put_each({key: counts * (tuned[key] - old[key]) for key in keys})
-        maps = {key: activation_map(*sums) for key, sums in products.items()}
-        for batch in range(count):
-            answers = self(batch)
-            for key, value in changes.pop(batch).items():
+            counts = float(batch < count - base_texts)
+            changes = {key: counts * (tuned[key] - old[key]) for key in common}
+            waiting.append((store.put_each({key: new[key] for key in common}), store.put_each(changes)))
+        maps, device = {key: activation_map(*sums) for key, sums in products.items()}, hooks[0].runner.device
+        while waiting:
+            outputs, stored_changes = waiting.pop(0)
+            answer: Answer = {}
+            for key, value in stored_changes.items():
                 change, change_map = value.get(device), maps.get(key)
-                answers[key] = answers[key] + (change if change_map is None else change @ change_map.to(change))
-            self.kept[batch] = self.store.put_each(answers)
+                mapped = change if change_map is None else change @ change_map.to(change)
+                answer[key] = outputs[key].get(device) + mapped
+            yield answer
+
+    return answers
 
 
-def _is_mapped(taps: BlockHooks, key: str) -> bool:
+def _is_mapped(hooks: BlockHooks, key: str) -> bool:
     """Tokens and classes mean the same in both models."""
-    linear = taps.maps.get(key)
+    linear = hooks.maps.get(key)
     return linear is None or bool(linear.outputs.parts)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,12 +83,13 @@ def sampled_change(
     Raises:
         RotationMergeError: the samples cannot be read, or are of no use to the models.
     """
-    bases, tuned = transfer.bases, transfer.tuned
-    assert tuned is not None
-    views = {"new": transfer.base, "old": bases.old_as_new, "tuned": tuned}
-    load = partial(module, device=bases.device)
-    parts = read_parts(tuned, transfer.base, transfer.config, samples, load)
-    return _Sampling(transfer, views, parts, load, place, progress or (lambda *_: None)).chosen()
+    load = partial(module, device=transfer.bases.device)
+    assert transfer.tuned is not None
+    parts = read_parts(transfer.tuned, transfer.base, transfer.config, samples, load)
+    sampling = _Sampling(transfer, parts, place, progress or (lambda *_: None))
+    lines = [f"{' and '.join(transfer.bases.names)} share their coordinates ({transfer.bases.nearness.words})."]
+    best, lift = sampling.judged([sampling.scaled(candidate) for candidate in sampling.candidates()])
+    return best, lift, [*(lines if transfer.bases.nearness.shared else []), *sampling.lines, *lift.words()]
 
 
 def module(view: View, device: str) -> Any:
@@ -100,67 +101,55 @@ def module(view: View, device: str) -> Any:
 
 @dataclass(frozen=True)
 class _Sampling:
-    """One transfer with its models and samples.
+    """One transfer with its samples.
 
     Attributes:
-        load: gives the module of a model.
         known: losses by samples, method and scale; without a change there is one model.
+        lines: on how the change was solved.
     """
 
     transfer: Transfer
-    views: Mapping[str, View]
     parts: TransferSamples
-    load: Callable[[View], Any]
     place: str | None
     progress: Progress
-    known: dict[tuple[str, str, float], LossPair] = field(default_factory=dict)
+    known: dict[tuple[int, str, float], LossPair] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
 
-    @property
-    def rank(self) -> int:
-        return self.transfer.rank
+    @cached_property
+    def views(self) -> dict[str, View]:
+        tuned = self.transfer.tuned
+        assert tuned is not None
+        return {"new": self.transfer.base, "old": self.transfer.bases.old_as_new, "tuned": tuned}
 
-    def losses(self, part: Literal["choice", "judge"], candidate: ChangeCandidate) -> LossPair:
+    def load(self, view: View) -> Any:
+        return module(view, self.transfer.bases.device)
+
+    def losses(self, samples: HeldOutSamples, candidate: ChangeCandidate) -> LossPair:
         """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
-        key = part, candidate.method if candidate.scale else NONE, candidate.scale
+        key = id(samples), candidate.method if candidate.scale else NONE, candidate.scale
         if key not in self.known:
             changed = self.transfer.applied(candidate.delta.scaled(candidate.scale))
-            samples: HeldOutSamples = getattr(self.parts, part)
             self.known[key] = samples.losses(self.load(changed))
         return self.known[key]
 
-    def chosen(self) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
-        """The best change by its losses on samples held out."""
+    def candidates(self) -> list[ChangeCandidate]:
+        """The method's change, plain addition, and of near bases the merge by `wudi`, as they would be written."""
         transfer, method = self.transfer, self.transfer.config.method
-        lines = [self._near_words()] if transfer.bases.nearness.shared else []
-        delta = transfer.delta
-        if method != "weights":
-            delta, notes = self._solved()
-            lines += notes
         unmoved = replace(transfer.delta, alignment=Alignment({}))
-        changes = {method: delta, PLAIN: unmoved}
+        changes = {method: transfer.delta if method == "weights" else self.solved(), PLAIN: unmoved}
         if transfer.bases.nearness.shared:
             merged = transfer.base.blockwise(lambda block, info, _: self._merged(unmoved, block, info))
             changes[MERGED] = self._between(merged.tensors)
-        keeps = method == "weights" and transfer.adapter is not None  # its factors
-        tried = [
-            self._scaled(ChangeCandidate(name, change if keeps and name == method else self._as_written(change)))
-            for name, change in changes.items()
+        factors = (method,) if method == "weights" and transfer.adapter is not None else ()  # which it keeps
+        return [
+            ChangeCandidate(name, transfer.as_adapter(delta).delta if transfer.rank and name not in factors else delta)
+            for name, delta in changes.items()
         ]
-        best, lift = self._judged(tried)
-        return best, lift, [*lines, *lift.words()]
-
-    def _near_words(self) -> str:
-        """A line on bases that share their coordinates."""
-        bases, (new, old) = self.transfer.bases, self.transfer.bases.names
-        return f"{old} and {new} share their coordinates ({bases.nearness.words})."
 
     def _between(self, tuned: Tensors) -> Delta:
         """The change from the new base to another model in its storage form."""
         base = self.transfer.base
         return Delta(base, base.tensors, tuned, precision=torch.float64)
-
-    def _as_written(self, delta: Delta) -> Delta:
-        return self.transfer.as_adapter(delta).delta if self.rank else delta
 
     def _merged(self, unmoved: Delta, block: Block, info: TensorInfo) -> Tensor | None:
         """A tensor of the new base with what the fine-tune adds where `wudi` merges both as fine-tunes of the old base.
@@ -178,95 +167,81 @@ class _Sampling:
             change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
         return new.to(change) + change
 
-    def _scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
+    def scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
         """A change at the given scale, or at the best one on held-out samples."""
-        if (scale := self.transfer.config.factor) is None:
-            sums = dict[float, float]()
-            for factor in SCALES:
-                self.progress(f"scales of {candidate.method}", len(sums), len(SCALES))
-                sums[factor] = sum(self.losses("choice", replace(candidate, scale=factor)))
-            scale = min(sums, key=lambda factor: sums[factor])
-        return replace(candidate, scale=scale)
+        scale, sums = self.transfer.config.factor, dict[float, float]()
+        for factor in SCALES if scale is None else ():
+            self.progress(f"scales of {candidate.method}", len(sums), len(SCALES))
+            sums[factor] = sum(self.losses(self.parts.choice, replace(candidate, scale=factor)))
+        return replace(candidate, scale=min(sums, key=lambda factor: sums[factor]) if scale is None else scale)
 
-    def _judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
+    def judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
-        candidates = [*tried, ChangeCandidate(NONE, tried[0].delta)]
-        judged = {each.method: self.losses("judge", each) for each in candidates}
+        candidates, judge = [*tried, ChangeCandidate(NONE, tried[0].delta)], self.parts.judge
+        losses = {each.method: self.losses(judge, each) for each in candidates}
         best = candidates[0]
         if self.transfer.config.factor is None:
             usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
-            choices = {each.method: self.losses("choice", each) for each in usable}
-            best = best_of(usable, choices, judged)
-        old, tuned = (score(self.load(self.views[name]), self.parts.judge.tuned).loss for name in ("old", "tuned"))
-        alternatives = {method: losses for method, losses in judged.items() if method not in (best.method, NONE)}
+            best = best_of(usable, {each.method: self.losses(self.parts.choice, each) for each in usable}, losses)
+        old, tuned = (score(self.load(self.views[name]), judge.tuned).loss for name in ("old", "tuned"))
+        others = {method: pair for method, pair in losses.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
-        writes = self.parts.judge.own is not None
-        return best, RecoveredLift(
-            old, tuned, judged[NONE], judged[best.method], best.method, scale, alternatives, writes
-        )
+        ends = losses[NONE], losses[best.method]
+        return best, RecoveredLift(old, tuned, *ends, best.method, scale, others, judge.own is not None)
 
     # --- refit and distil
 
-    def _solved(self) -> tuple[Delta, list[str]]:
-        """The change, solved on samples and perhaps trained further, and lines on it."""
+    def solved(self) -> Delta:
+        """The change, solved on samples and perhaps trained further."""
         transfer, config, parts = self.transfer, self.transfer.config, self.parts
-        base_samples = self._own_text() if parts.choice.own is not None and config.factor is None else []
-        lines = [f"Refitted on {parts.solved.examples} samples ({config.data})."]
+        new, base_texts = self.views["new"], list[Batch]()
+        if parts.choice.own is not None and config.factor is None:  # text that preserves what the new base knows
+            reading = replace(config, seed=config.seed + 2).reading(AT_ONCE // 2)
+            base_texts = read_samples(new, SELF, **reading, module=self.load(new)).batches
+        self.lines.append(f"Refitted on {parts.solved.examples} samples ({config.data}).")
         batches = unpadded(parts.solved.batches, config.data)
-        moved = replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture))
         tensors = refit_change(
-            moved,
+            replace(transfer.delta, base=replace(transfer.base, architecture=transfer.bases.architecture)),
             batches,
-            base_samples,
+            base_texts,
             softmax=HEAD_RIDGE if parts.solved.task in CROSS_ENTROPY else None,
-            rank=self.rank,
+            rank=transfer.rank,
             untie=config.untie,
             device=transfer.bases.device,
             progress=self.progress,
         )
         delta = self._between(transfer.base.tensors.replaced(tensors))
-        if config.method == "distil":
-            if self.rank:
-                adapter = self.transfer.as_adapter(delta, tensors).weights
-                student = adapter_in_training(self.load(transfer.base), adapter)
-            else:
-                student = self.load(delta.applied().to(torch.float32)).requires_grad_(True)
-            lines.append(self._distilled(student, batches, base_samples))
-            delta = self._trained(student)
-        return delta, lines
+        return delta if config.method == "refit" else self._distilled(delta, tensors, batches, base_texts)
 
-    def _own_text(self) -> list[Batch]:
-        """Text of the new base that preserves its knowledge, in batches of half the size."""
-        config, new = self.transfer.config, self.views["new"]
-        config = replace(config, seed=config.seed + 2)
-        return read_samples(new, SELF, **config.reading(AT_ONCE // 2), module=self.load(new)).batches
-
-    def _distilled(self, student: Any, solved: Sequence[Batch], base_samples: Sequence[Batch]) -> str:
-        """Train a model for some steps, in place; returns a line on it.
+    def _distilled(
+        self, delta: Delta, solved: Mapping[str, Tensor], batches: Sequence[Batch], base_texts: Sequence[Batch]
+    ) -> Delta:
+        """The refitted change, trained for some steps: all weights, or only the factors of an adapter.
 
         Args:
-            student: all of it is trained, or only the factors of an adapter.
+            solved: tensors that the refit changed, by name.
         """
         transfer, config, choice = self.transfer, self.transfer.config, self.parts.choice.tuned
+        if transfer.rank:
+            student = adapter_in_training(self.load(transfer.base), transfer.as_adapter(delta, solved).weights)
+        else:
+            student = self.load(delta.applied().to(torch.float32)).requires_grad_(True)
         held_out = unpadded(choice.batches, config.data)
-        samples = [*solved, *held_out]
-        options = f"{config} {transfer.bases.device} {transfer.dtype} {self.rank}"
+        samples = [*batches, *held_out]
+        options = f"{config} {transfer.bases.device} {transfer.dtype} {transfer.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
         with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
-            key = mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_samples]))
-            work.begin(key)
+            hashed = data_hash([*samples, *base_texts])
+            work.begin(mark_of(self.views.values(), files, options=options, samples=hashed))
             loaders = {name: partial(self.load, view) for name, view in self.views.items()}
-            share, answered = answered_by_target(loaders, choice, samples, base_samples, work)
-            last = (len(held_out), max(1, round(HELD_OUT * len(base_samples))))[: len(answered)]
-            training = PolishConfig(steps=config.steps, lora=self.rank, seed=config.seed)
+            share, answered = answered_by_target(loaders, choice, samples, base_texts, work)
+            last = (len(held_out), max(1, round(HELD_OUT * len(base_texts))))[: len(answered)]
+            training = PolishConfig(steps=config.steps, lora=transfer.rank, seed=config.seed)
             state = work.file("state")
             report = Polish(student, answered, training, False, last, AT_A_STEP, state, self.progress).run()
-        target = "tuned + new - old" if share == 1 else f"tuned + {share:g} (new - old)"
-        return f"Distilled for {config.steps} steps from the refit towards the logits {target}: {report.verdict()}."
-
-    def _trained(self, student: Any) -> Delta:
-        """What training changed, by the names of the new base's architecture."""
-        base, model = self.transfer.base, student.merge_and_unload() if self.rank else student
+        towards = f"towards the logits tuned + {share:g} (new - old)"
+        self.lines.append(f"Distilled for {config.steps} steps from the refit {towards}: {report.verdict()}.")
+        base, model = transfer.base, student.merge_and_unload() if transfer.rank else student
         named = named_as(base.architecture, model.state_dict(), architecture_of(model, base.untie))
         return self._between(base.tensors.replaced(named.only(base.tensors)))
 
