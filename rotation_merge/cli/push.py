@@ -56,8 +56,6 @@ def command(
 
 def _show(result: Publication) -> None:
     """Print what was published or, in a dry run, would be; and what stays here."""
-    from rotation_merge.share.contents import is_statistics
-
     plan, revision = result.plan, result.revision
     if revision is not None:
         say(f"Published: {plan.repo}@{revision}", "green")
@@ -65,11 +63,8 @@ def _show(result: Publication) -> None:
     else:
         say(f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe.")
         (_show_all if verbose() else _summarise)(result)
-    statistics = list(filter(is_statistics, plan.left_out))
-    if statistics:
-        say(f"Statistics are left out: {named(statistics)}. --with-data publishes them, too.")
-    if extra := [place for place in plan.left_out if place not in statistics]:
-        say(f"Left out, because they are not part of a merge: {named(extra)}. --include PATTERN publishes them, too.")
+    if plan.left_out:
+        say(f"Left out: {named(plan.left_out)}. --include PATTERN publishes them, --with-data statistics.")
     if plan.unpublished:
         say("The recipe reads statistics that are not published. --with-data publishes them.")
         say("Otherwise others measure them first, by the commands in the card.")
@@ -78,14 +73,12 @@ def _show(result: Publication) -> None:
 def _show_all(result: Publication) -> None:
     from rotation_merge.share.push import CARD, RECIPE, UNKNOWN
 
-    rows = [
-        (place, bytes_text(size), "rewritten" * (place in result.rewritten)) for place, size in result.sizes.items()
-    ]
-    table("Files to publish:", ("file", "size", ""), rows, (1,))
+    rows = [(place, bytes_text(size)) for place, size in result.sizes.items()]
+    table("Files to publish:", ("file", "size"), rows, (1,))
     for place, text in ((RECIPE, result.recipe), (CARD, result.card)):
         if text is not None:
             say(f"\n--- {place}\n{text}")
-    note(f"{UNKNOWN}: the commit of the files that the recipe reads.")
+    note(f"@{UNKNOWN} stands for the commit of the files that the recipe reads.")
 
 
 def _summarise(result: Publication) -> None:

@@ -2,111 +2,92 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from rotation_merge.errors import RotationMergeError, named
+from rotation_merge.report.integrity.companions import PROCESSOR_FILES, TOKENIZER_FILES
 
-WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors")
-
+WEIGHTS = (
+    *("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors"),
+    "[0-9]*_*/model.safetensors",
+)
 MODEL = (
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model"),
-    *("vocab.txt", "vocab.json", "merges.txt", "bpe.codes", "normalizer.json", "*.tiktoken", "tekken.json"),
+    *("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES),
+    *("sentencepiece.model", "spm.model", "bpe.codes", "normalizer.json", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-    *("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]*_*/config.json"),
 )
 """Beside the weights: config, tokenizer, preprocessor, the modules of sentence-transformers."""
 
 STATISTICS = ("statistics*.safetensors", "statistics/*.safetensors")
-
-MERGE = (
-    *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt"),
-    *("recipe.yml", "mergekit_config.yml", "rotation_merge.json", "barrier.json", "evaluation.json"),
-    "distances.png",
-    *("alignment*.safetensors", "alignment/*.safetensors"),
-    *STATISTICS,
-)
-"""Files of a merge: card and its picture, recipe, report, alignment files, statistics."""
-
 DATA = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".npz", ".safetensors")
 """Endings of samples; any other text is published as `.txt`."""
 
-PART = re.compile(r"\w[\w.@+ -]*")
+MERGE = (
+    *("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "distances.png"),
+    *("recipe.yml", "mergekit_config.yml", "rotation_merge.json", "barrier.json", "evaluation.json"),
+    *("alignment*.safetensors", "alignment/*.safetensors", *STATISTICS, *(f"data/*{ending}" for ending in DATA)),
+)
+"""Files of a merge: card and its picture, recipe, report, alignment files, statistics, samples."""
+
+NAME = re.compile(r"\w[\w.@+ -]*")
 """A name in a path: not hidden, no option of a command, nothing that a shell or a terminal reads otherwise."""
 
 
 def belongs(place: str) -> bool:
     """Whether a file of this place is one of a model (also of one under `heads/`), or of the merge that made it."""
-    if place.startswith("data/"):
-        return place.count("/") == 1 and place.endswith(DATA)
-    return _matches(re.sub(r"^heads/[^/]+/", "", place), (*WEIGHTS, *MODEL, *MERGE))
+    return _matches(place, (*WEIGHTS, *MODEL, *MERGE))
 
 
 def is_weights(place: str) -> bool:
     """Whether a file holds weights of the model or their index."""
-    return not place.startswith(("alignment/", "statistics/", "data/")) and _matches(place.rpartition("/")[2], WEIGHTS)
-
-
-def is_statistics(place: str) -> bool:
-    """Whether a file is one of statistics, by its place."""
-    return _matches(place, STATISTICS)
-
-
-def included(place: str, patterns: Iterable[str]) -> bool:
-    """Whether a user's patterns name a file; `*` stands for folders, too."""
-    return any(fnmatchcase(place, pattern) for pattern in patterns)
+    return _matches(place, WEIGHTS)
 
 
 def _matches(place: str, patterns: Iterable[str]) -> bool:
+    place = re.sub(r"^heads/[^/]+/", "", place)
     return any(pattern.count("/") == place.count("/") and fnmatchcase(place, pattern) for pattern in patterns)
 
 
-def published_name(kind: str, number: int, name: str) -> str:
+def published_name(kind: str, number: int, path: str) -> str:
     """The place of a file from elsewhere that the recipe reads, such as `alignment/0-maps.safetensors`."""
-    stem = re.sub(r"[^\w.@+-]", "-", name)
-    endings, usual = (DATA, ".txt") if kind == "data" else ((".safetensors",), ".safetensors")
-    return f"{kind}/{number}-{stem}{'' if stem.endswith(endings) else usual}"
+    stem = re.sub(r"[^\w.@+-]", "-", Path(path).name)
+    endings = DATA if kind == "data" else (".safetensors",)
+    return f"{kind}/{number}-{stem}{'' if stem.endswith(endings) else endings[0]}"
 
 
-def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def chosen_files(folder: str, include: Sequence[str], statistics: bool) -> tuple[dict[str, str], list[str]]:
     """Files of a folder to publish, by their places, and files that stay; hidden files are skipped.
 
     Args:
-        include: patterns of files that are published although a merge has no such files.
+        include: patterns of files that are published although a merge has no such files; `*` stands for folders, too.
+        statistics: publish those that lie in the folder.
 
     Raises:
         RotationMergeError: a link leads out of the folder, a pattern names no file, there are no weights.
     """
-    files, root = dict(_walk(folder)), os.path.realpath(folder) + os.sep
-    if outside := [place for place, path in files.items() if not f"{os.path.realpath(path)}{os.sep}".startswith(root)]:
+    files, root = _listed(folder), Path(folder).resolve()
+    if outside := [place for place, path in files.items() if not path.resolve().is_relative_to(root)]:
         problem = f"links that lead out of the folder are not published: {named(outside)}"
         raise RotationMergeError(problem, where=folder, remedy="put the file itself there, or remove the link")
-    usable = [place for place in files if all(map(PART.fullmatch, place.split("/"))) and os.path.isfile(files[place])]
+    usable = [place for place, path in files.items() if path.is_file() and all(map(NAME.fullmatch, place.split("/")))]
     for pattern in include:
-        if not any(included(place, [pattern]) for place in usable):
+        if not any(fnmatchcase(place, pattern) for place in usable):
             problem = f"--include {pattern} names no file that can be published"
             raise RotationMergeError(problem, where=folder, remedy="write the path within the folder, as 'plots/*'")
-    published = {place: files[place] for place in usable if belongs(place) or included(place, include)}
-    if not any(map(is_weights, published)) and not include:
+    chosen = [place for place in usable if belongs(place) and (statistics or not _matches(place, STATISTICS))]
+    chosen += [place for place in usable if any(fnmatchcase(place, pattern) for pattern in include)]
+    if not include and not any(map(is_weights, chosen)):
         remedy = "write them again as safetensors (a merge without --no-safe-serialization)"
         raise RotationMergeError("has no weights in safetensors", where=folder, remedy=remedy)
-    return published, [place for place in files if place not in published]
+    return {place: str(files[place]) for place in chosen}, [place for place in files if place not in chosen]
 
 
-def _walk(folder: str) -> Iterator[tuple[str, str]]:
-    """Files of a folder, and links to folders, by their places in it; nothing that is hidden."""
-    for place, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in links)
-        for name in sorted([*names, *links]):
-            if not name.startswith("."):
-                path = os.path.join(place, name)
-                yield os.path.relpath(path, folder), path
+def _listed(folder: str) -> dict[str, Path]:
+    """Files of a folder, and links in it, by their places; nothing that is hidden."""
+    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_symlink() or not path.is_dir()]
+    places = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {place: path for place, path in places.items() if "/." not in f"/{place}"}

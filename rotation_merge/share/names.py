@@ -1,53 +1,86 @@
-"""Names of models and files in recipes, reports and cards: the local ones, and those on the hub."""
+"""Names of models and files in recipes and reports: the local ones, and those on the hub."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from rotation_merge.diagnose.sources import files, references
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.mergekit_plugin.document import documents, walk
-from rotation_merge.model.hub import HubFile, is_hub_name
+from rotation_merge.mergekit_plugin.recipe import recipe_inputs
+from rotation_merge.mergekit_plugin.rules import check_structure
+from rotation_merge.model.hub import HubFile, is_hub_name, no_answer, reachable
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
 """Forms of a name on the hub: org/name@revision, a file there, or one of a dataset."""
 
-STATISTICS = "statistics of "
+MEASURED = "statistics of "
 """Prefix of a report's entries on the data of statistics."""
 
+MODEL, ELSEWHERE = "model", ("datasets/", "demo:")
+"""The kind of a recipe's inputs that is no file, and beginnings of names of samples that are none here."""
 
-def given_names(texts: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
-    """Names from `--as LOCAL=org/name@revision`.
+Origins = dict[str, dict[str, Any]]
+"""Facts on the origins of models, by name: `hub`, `revision`, `license`."""
+
+
+def targets_of(words: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """The names on the hub that `--as LOCAL=org/name@revision` gives, by the names of models and files.
 
     Args:
-        known: names of models and files, which another spelling of the same path stands for, too.
+        names: as the merge has them; LOCAL may be another spelling of the same path.
 
     Raises:
-        RotationMergeError: one is no such thing.
+        RotationMergeError: a word has another form.
     """
     targets = {}
-    for text in texts:
-        local, _, target = text.rpartition("=")
+    for word in words:
+        local, _, target = word.rpartition("=")
         if not local or not TARGET.fullmatch(target):
-            raise RotationMergeError(f"--as {text} is incomplete", remedy="write --as LOCAL=org/name@revision")
+            raise RotationMergeError(f"--as {word} is incomplete", remedy="write --as LOCAL=org/name@revision")
         targets[local.rstrip("/") or local] = target
-    places = {os.path.realpath(name): target for name, target in targets.items() if os.path.exists(name)}
-    spelled = {name: places.get(os.path.realpath(name)) for name in known if os.path.exists(name)}
-    return {**{name: target for name, target in spelled.items() if target}, **targets}
+    places = {os.path.realpath(local): target for local, target in targets.items() if os.path.exists(local)}
+    spelled = {name: places.get(os.path.realpath(name)) for name in names if os.path.exists(name)}
+    return {name: target for name, target in (spelled | targets).items() if target}
 
 
-def parts_of(models: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A report's models, each adapter by itself, with what is known of their origins."""
-    for name, origin in models.items():
-        adapter = origin.get("adapter")
-        yield _bare(name.partition("+")[0] if adapter else name), origin
+def on_hub(target: str) -> tuple[str, str | None]:
+    """A model of the hub at a revision, by default the newest, and its licence where the hub tells.
+
+    Raises:
+        RotationMergeError: no revision is named, and the hub does not tell.
+    """
+    from huggingface_hub import HfApi
+
+    hub, _, revision = target.partition("@")
+    if hub.count("/") != 1:
+        return target, None
+    try:
+        if not reachable():
+            raise OSError(no_answer()[0])
+        facts = HfApi().model_info(hub, revision=revision or None)
+    except Exception as error:  # of the client of HTTP below, which is another each year
+        if revision:
+            return target, None
+        problem = f"its revision is unknown ({short(error)})"
+        raise RotationMergeError(problem, where=hub, remedy=f"write {hub}@REVISION") from error
+    licence = None if facts.card_data is None else facts.card_data.license
+    return f"{hub}@{revision or facts.sha}", licence if isinstance(licence, str) else None
+
+
+def origins_of(models: Origins) -> Origins:
+    """The origins in a report, adapters apart, by names without revisions."""
+    origins = {}
+    for name, facts in models.items():
+        adapter = facts.get("adapter")
+        origins[_bare(name.partition("+")[0] if adapter else name)] = facts
         if adapter:
-            yield _bare(str(adapter.get("name"))), adapter
+            origins[_bare(str(adapter["name"]))] = adapter
+    return origins
 
 
 def _bare(name: str) -> str:
@@ -55,52 +88,25 @@ def _bare(name: str) -> str:
     return name if os.path.exists(name) else name.partition("@")[0]
 
 
-def models_in(recipe: str, models: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Every model that a recipe or a report names, each adapter by itself; without revisions."""
-    names = [name for document in recipe_documents(recipe) for _, name in references(document)]
-    for document in recipe_documents(recipe):
-        tokenizer = document.get("tokenizer_source") or dict(walk(document)).get(("tokenizer", "source"))
-        names += [tokenizer] if isinstance(tokenizer, str) and tokenizer not in ("base", "union") else []
-    parts = [part for name in names for part in ([name] if os.path.exists(name) else name.split("+"))]
-    return list(dict.fromkeys([*map(_bare, parts), *(name for name, _ in parts_of(models))]))
+def inputs_of(recipe: str) -> tuple[list[str], dict[str, str]]:
+    """The models that a recipe reads, adapters apart, without revisions; and files that are not on the hub, by kind."""
+    parsed = documents(recipe) if recipe else []
+    for document in parsed:
+        check_structure(document)
+    inputs = [read for document in parsed if document.config is not None for read in recipe_inputs(document.config)]
+    models = {part: "" for read in inputs if read.kind == MODEL for part in _parts(read.name)}
+    known = {read.name: read.kind for read in inputs if read.kind != MODEL and not read.name.startswith(ELSEWHERE)}
+    return [*models], {name: kind for name, kind in known.items() if HubFile.of(name) is None}
 
 
-def files_in(recipe: str) -> dict[str, str]:
-    """Files that a recipe reads and that are here, by name: alignment, statistics or data."""
-    named = [(name, str(path[-1])) for document in recipe_documents(recipe) for path, name in files(document)]
-    return {name: kind for name, kind in named if HubFile.of(name) is None and not name.startswith("datasets/")}
+def _parts(name: str) -> list[str]:
+    """A model and its adapter, without revisions."""
+    return [name] if os.path.exists(name) else [_bare(part) for part in name.split("+")]
 
 
-def written_in(recipe: str) -> list[str]:
-    """Files and folders that a recipe writes: they travel as files, or not at all."""
-    outputs = [dict(walk(d)).get(("parameters", "save_alignment")) for d in recipe_documents(recipe)]
-    return [name for name in outputs if isinstance(name, str)]
-
-
-def recipe_documents(recipe: str) -> list[Mapping[str, Any]]:
-    """The documents of a recipe.
-
-    Raises:
-        RecipeError: it is no YAML.
-    """
-    try:
-        return [d.value for d in documents(recipe) if isinstance(d.value, Mapping)] if recipe.strip() else []
-    except RecipeError as error:
-        raise RecipeError(error.what, where="the recipe of this merge", remedy=error.remedy) from error
-
-
-def known_names(models: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Models with a known place on the hub, because they were read from its cache."""
-    return {
-        name: f"{origin['hub']}@{origin['revision']}"
-        for name, origin in parts_of(models)
-        if origin.get("hub") and origin.get("revision")
-    }
-
-
-def is_local(name: str) -> bool:
+def is_local(name: str, origins: Origins) -> bool:
     """Whether a model's name means something on this machine only."""
-    return os.path.exists(name) or not is_hub_name(name)
+    return os.path.exists(name) or not is_hub_name(name) or (name in origins and not origins[name].get("hub"))
 
 
 def check_no_local_path(place: str, text: str, local: Iterable[str]) -> None:
@@ -129,22 +135,15 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         RotationMergeError: the recipe has no place for one.
     """
-    beside = {str(x["of"]).removeprefix(STATISTICS): str(x["file"]) for x in used if x.get("file")}
+    beside = {str(entry["of"]).removeprefix(MEASURED): str(entry["file"]) for entry in used if entry.get("file")}
     if not beside:
         return recipe
-    contents, placed = list(yaml.safe_load_all(recipe)), set()
-    for entry in (entry for content in contents for entry in _entries(content) if entry["model"] in beside):
-        entry["parameters"] = {**(entry.get("parameters") or {}), "statistics": beside[entry["model"]]}
-        placed.add(entry["model"])
-    if missing := [name for name in beside if name not in placed]:
-        problem = f"the recipe has no entry that could name its statistics '{beside[missing[0]]}'"
-        raise RotationMergeError(problem, where=missing[0], remedy="write 'statistics: FILE' under its own parameters")
+    contents = list(yaml.safe_load_all(recipe))
+    mappings = [value for _, value in walk(contents) if isinstance(value, dict)]
+    entries = [(entry, model) for entry in mappings if (model := str(entry.get("model"))) in beside]
+    for entry, model in entries:
+        entry["parameters"] = {**(entry.get("parameters") or {}), "statistics": beside[model]}
+    for model in beside.keys() - {model for _, model in entries}:
+        problem = f"the recipe has no entry that could name its statistics '{beside[model]}'"
+        raise RotationMergeError(problem, where=model, remedy="write 'statistics: FILE' under its own parameters")
     return yaml.safe_dump_all(contents, sort_keys=False, width=1 << 20, allow_unicode=True)
-
-
-def _entries(value: Any) -> Iterator[dict[str, Any]]:
-    """The mappings that name a model, if written as one word."""
-    if isinstance(value, dict) and isinstance(value.get("model"), str):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _entries(item)

@@ -8,48 +8,43 @@ import re
 import shlex
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from glob import escape, glob
+from functools import partial
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from rotation_merge.diagnose.doctor.case import open_case
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.card import kept_figures, licence, shown_names, updated_card
+from rotation_merge.model.card import kept_figures, shown_names, updated_card
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.folder import folder_of
-from rotation_merge.model.gguf import is_gguf
 from rotation_merge.model.hub import HubFile, no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.naming import Renaming
-from rotation_merge.model.open import open_model, parse_reference
+from rotation_merge.model.open import open_model
 from rotation_merge.record import DISTANCES, REPORT_FILE, MergeReport
 from rotation_merge.report.files import read_report
-from rotation_merge.report.integrity import check_folder
-from rotation_merge.run.sample_kinds import SOURCES
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.share.contents import PART, chosen_files, included, is_statistics, published_name
-from rotation_merge.share.names import STATISTICS as MEASURED
+from rotation_merge.share.contents import chosen_files, published_name
 from rotation_merge.share.names import (
+    Origins,
     check_no_local_path,
     completed,
-    files_in,
-    given_names,
+    inputs_of,
     is_local,
-    known_names,
-    models_in,
-    parts_of,
-    written_in,
+    on_hub,
+    origins_of,
+    targets_of,
 )
 
-CARD, RECIPE, CONFIG = "README.md", "recipe.yml", "mergekit_config.yml"
-STATISTICS = "statistics"
+CARD, RECIPE = "README.md", "recipe.yml"
 TEXTS = (".json", ".yml", ".yaml", ".md", ".txt", ".html", ".svg", ".jinja", ".csv")
 """Endings of files that are looked through for local names."""
-UNKNOWN = "REVISION"
-"""Stands in a dry run for the commit that the first upload will make."""
-NAMED = 4
-"""So many names that have to be mapped are written out."""
+UNKNOWN = "main"
+"""Stands for the commit of the files that the recipe reads, until they are uploaded."""
 OPTIONS = ("samples", "seed", "length", "batch_size", "labels")
 """What the head of a file of statistics says of its measurement, by the options of `measure`."""
 CHUNK = 1 << 22
@@ -65,9 +60,9 @@ class Draft:
         left_out: those that stay here.
         names: names on the hub of local models (and data).
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
-        unpublished: statistics that the recipe reads, and samples that they were measured on, which are not published,
-            with their published names.
-        recipe: as it was run.
+        unpublished: statistics that the recipe reads, and samples, which are not published, with their published names.
+        recipe: as it was run; empty of a model that is no merge.
+        facts: the report as data, with the names on the hub and licences of local models.
     """
 
     folder: str
@@ -79,6 +74,7 @@ class Draft:
     beside: Mapping[str, str]
     unpublished: Mapping[str, str]
     recipe: str
+    facts: Mapping[str, Any]
 
     def renaming(self, commit: str) -> Renaming:
         """Published names of everything local.
@@ -87,82 +83,67 @@ class Draft:
             commit: of the files that the recipe reads.
         """
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
-        written = {name: os.path.basename(name) for name in written_in(self.recipe)}
-        known = {**written, **self.unpublished, **self.names, **travelling}
+        known = {**self.unpublished, **self.names, **travelling}
         known |= {plain(name): target for name, target in known.items()}  # as cards have them
         whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
-    def stage_early(self, folder: str) -> dict[str, str]:
-        """Write the files that the recipe reads, which are uploaded first: the recipe names their commit."""
-        return self._staged(folder, {place: name for name, place in self.beside.items()}, self.renaming("main"), {})
-
-    def stage(self, folder: str, commit: str) -> dict[str, str]:
-        """Write everything else, recipe and card last; gives the files by their places.
+    def stage(self, folder: str, commit: str = UNKNOWN) -> dict[str, str]:
+        """Write all that is published into a folder; the files that the recipe reads only once.
 
         Args:
-            folder: replaced.
+            commit: of these files.
+
+        Returns:
+            The paths by their places, those of these files first.
 
         Raises:
             RotationMergeError: a file still names a path of this machine.
         """
-        renaming, early = self.renaming(commit), set(self.beside.values())
-        texts = {REPORT_FILE: f"{json.dumps(renaming.value(self._facts()), indent=1)}\n"}
-        if self.recipe and self.report.relation == "merge":
-            texts[RECIPE] = renaming.text(self.recipe)
-        texts[CARD] = self._card(renaming)
-        anew = {*early, REPORT_FILE, RECIPE, CARD}
-        files = {place: path for place, path in self.files.items() if place not in anew}
-        return self._staged(folder, files, renaming, texts)
-
-    def _staged(
-        self, folder: str, files: Mapping[str, str], renaming: Renaming, texts: Mapping[str, str]
-    ) -> dict[str, str]:
-        """Links to files, or copies without local names, and texts, by their places in a folder."""
-        shutil.rmtree(folder, ignore_errors=True)
+        renaming, texts = self.renaming(commit), self._texts(self.renaming(commit))
+        files = {place: path for path, place in self.beside.items()}
+        files |= {place: path for place, path in self.files.items() if place not in (*files, *texts, RECIPE)}
         staged = {place: os.path.join(folder, place) for place in (*files, *texts)}
+        local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
         for place, path in staged.items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             if place in texts:
                 _write(path, texts[place])
-            else:
+            elif place not in self.beside.values() or not os.path.exists(path):
                 _stage(files[place], path, renaming)
-            local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
             check_no_local_path(place, text_in(path), local)
         return staged
+
+    def _texts(self, renaming: Renaming) -> dict[str, str]:
+        """Report, recipe and card, by their places."""
+        texts = {REPORT_FILE: f"{json.dumps(renaming.value(self.facts), indent=1)}\n"}
+        texts |= {RECIPE: renaming.text(self.recipe)} if self.recipe else {}
+        return {**texts, CARD: self._card(renaming)}
 
     def _card(self, renaming: Renaming) -> str:
         """The card, its metadata and our section written anew, with figures that are of these very weights.
 
         Raises:
-            RotationMergeError: the hub refuses its metadata.
+            RotationMergeError: the hub's class refuses its metadata.
         """
-        path, name = os.path.join(self.folder, CARD), self.repo.partition("/")[2]
-        text = f"# {name}\n"
-        if os.path.exists(path):
-            old = re.escape(os.path.basename(os.path.abspath(self.folder)))
-            text = re.sub(rf"(?m)^# {old}$", f"# {name}", text_in(path), count=1)
-        figures = kept_figures(self.folder)
-        if figures:
-            mark = open_model(self.folder, any_base=True).fingerprint
-            figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
-        report, first = MergeReport.from_dict(renaming.value(self._facts())), list(self.measurements(renaming))
+        from huggingface_hub import ModelCard
+
+        title, name = (os.path.basename(os.path.abspath(path)) for path in (self.folder, self.repo))
+        text = text_in(self.files[CARD]) if CARD in self.files else f"# {title}\n"
+        text = re.sub(rf"(?m)^# {re.escape(title)}$", f"# {name}", text, count=1)
         shown = {short: renaming.names.get(path, short) for path, short in shown_names(self.report).items()}
         text = Renaming(renaming.names | shown).text(text)
+        if figures := kept_figures(self.folder):
+            mark = open_model(self.folder, any_base=True).fingerprint
+            figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
+        report, first = MergeReport.from_dict(renaming.value(self.facts)), list(self.measurements(renaming))
         picture = DISTANCES if DISTANCES in self.files else None
-        card = updated_card(text, report, self.repo, Contents(self.folder).config, figures, first, picture)
-        _check_card(card)
-        return card
-
-    def _facts(self) -> dict[str, Any]:
-        """The report, with the names on the hub of models that were read from folders."""
-        content = self.report.to_dict()
-        for name, origin in parts_of(content["models"]):
-            if name in self.names and not origin.get("hub"):
-                hub, _, revision = self.names[name].partition("@")
-                origin.update(hub=hub, revision=revision or None)
-                origin["license"] = origin.get("license") or _licence(hub, revision or None)
-        return content
+        text = updated_card(text, report, self.repo, Contents(self.folder).config, figures, first, picture)
+        try:
+            ModelCard(text, ignore_metadata_errors=False)
+        except Exception as error:  # of its parser, of YAML's, and of the hub's class
+            problem = f"its metadata are refused ({short(error)})"
+            raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
+        return text
 
     def measurements(self, renaming: Renaming) -> Iterator[str]:
         """Commands that measure unpublished statistics of the recipe.
@@ -171,9 +152,7 @@ class Draft:
             RotationMergeError: a file of them does not say how.
         """
         models = {mark: name for name, mark in self.report.fingerprints.items()}
-        for path in files_in(self.recipe):
-            if path not in self.unpublished:
-                continue
+        for path in (path for path in inputs_of(self.recipe)[1] if path in self.unpublished):
             head = Statistics.open(path).metadata
             if absent := [name for name in ("kinds", "samples", "seed") if not isinstance(head.get(name), int | list)]:
                 problem = f"its header does not say how it was measured ('{absent[0]}')"
@@ -192,14 +171,12 @@ class Publication:
     Attributes:
         revision: the commit.
         sizes: of the files in bytes, by their places; those that the recipe reads come first.
-        rewritten: places of files that differ from the local ones.
         card, recipe: their texts; an aligned model has no recipe.
     """
 
     plan: Draft
     revision: str | None
     sizes: dict[str, int]
-    rewritten: list[str]
     card: str
     recipe: str | None
 
@@ -230,37 +207,118 @@ def push(
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):  # before the hub is asked
         raise RotationMergeError(f"'{repo}' names no repository", remedy="write org/name")
     plan = draft(folder, repo, targets, with_data, include)
-    with TemporaryFolder() as staging:
-        early = plan.stage_early(os.path.join(staging, "early"))
-        main = plan.stage(os.path.join(staging, "main"), UNKNOWN)  # what it refuses is refused before anything is sent
+    with TemporaryFolder() as temporary:
+        staging = os.path.join(temporary, "files")
+        staged = plan.stage(staging)  # what it refuses is refused before anything is sent
         revision = _upload(plan, staging, private) if yes else None
-        files = {**early, **main}
-        sizes = {place: os.stat(path).st_size for place, path in files.items()}
-        rewritten = [place for place, path in files.items() if not os.path.islink(path)]
-        recipe = text_in(main[RECIPE]) if RECIPE in main else None
-        return Publication(plan, revision, sizes, rewritten, text_in(main[CARD]), recipe)
+        sizes = {place: os.stat(path).st_size for place, path in staged.items()}
+        recipe = text_in(staged[RECIPE]) if RECIPE in staged else None
+        return Publication(plan, revision, sizes, text_in(staged[CARD]), recipe)
+
+
+def draft(
+    folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
+) -> Draft:
+    """The plan of publishing a folder; see `push`."""
+    report = read_report(os.path.join(folder, REPORT_FILE))
+    files, left_out = chosen_files(folder, include, with_data)
+    recipe = completed(report.recipe, report.data) if report.relation == "merge" else ""
+    facts, sources = report.to_dict(), [str(used["source"]) for used in report.data]
+    origins, (models, files_read) = origins_of(facts["models"]), inputs_of(recipe)
+    read = {source: "data" for source in sources if with_data and os.path.isfile(source)} | files_read
+    models = list(dict.fromkeys([*models, *origins]))
+    names = {n: f"{x['hub']}@{x['revision']}" for n, x in origins.items() if x.get("hub") and x.get("revision")}
+    names |= targets_of(targets, [*models, *read, *sources])
+    beside, unpublished = _places(folder, files, {n: kind for n, kind in read.items() if n not in names}, with_data)
+    missing = [name for name in models if name not in names and is_local(name, origins)]
+    missing += [name for name in read if name not in {*names, *beside, *unpublished}]
+    if missing:
+        words = " ".join(f"--as {name}=org/name@revision" for name in missing[:4])
+        remedy = f"add {words} (not on the hub yet: 'hf upload org/name {missing[-1]}'), or for samples --with-data"
+        raise RotationMergeError(f"local paths need a name on the hub: {named(missing)}", where=folder, remedy=remedy)
+    for source in (x for x in sources if x not in {*names, *beside, *unpublished} and HubFile.of(x) is None):
+        unpublished[source] = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
+    names = _pinned(names, origins)
+    _check_whole(folder, list(origins))
+    return Draft(folder, repo, files, left_out, report, names, beside, unpublished, recipe, facts)
+
+
+def _places(
+    folder: str, published: Mapping[str, str], read: Mapping[str, str], with_data: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The places of files that the recipe reads and that are published, and the names of statistics that are not.
+
+    Args:
+        published: files of the folder.
+        read: the kinds of files that are not on the hub, by name.
+    """
+    beside, unpublished = {}, {}
+    for number, (name, kind) in enumerate((n, kind) for n, kind in read.items() if os.path.isfile(n)):
+        inside, place = os.path.relpath(name, folder), published_name(kind, number, name)
+        if with_data or kind == "alignment" or inside in published:
+            beside[name] = inside if inside in published else place
+        elif kind == "statistics":
+            unpublished[name] = os.path.basename(place)
+    return beside, unpublished
+
+
+def _pinned(names: Mapping[str, str], origins: Origins) -> dict[str, str]:
+    """The names with revisions; the origins of models that were read from folders are completed by them."""
+    on_the_hub = {target: on_hub(target) for target in dict.fromkeys(names.values())}
+    for name, facts in origins.items():
+        if name in names and not facts.get("hub"):
+            pinned, licence = on_the_hub[names[name]]
+            hub, _, revision = pinned.partition("@")
+            facts.update(hub=hub, revision=revision or None, license=facts.get("license") or licence)
+    return {name: on_the_hub[target][0] for name, target in names.items()}
+
+
+def _check_whole(folder: str, models: Sequence[str]) -> None:
+    """Refuse a folder that programs would refuse, or load as another model than was merged.
+
+    Raises:
+        RotationMergeError: names the first defect.
+    """
+    if Contents(folder).opened is None:
+        return
+    if fatal := [defect for defect in open_case(folder, models).defects if defect.fatal]:
+        problem = f"is damaged: {fatal[0].kind}: {fatal[0].what}"
+        remedy = f"run 'rotation-merge doctor {folder}'; --mend corrects some defects"
+        raise RotationMergeError(problem, where=folder, remedy=remedy)
+
+
+# --- staging ---------------------------------------------------------------------------------------------------------
 
 
 def text_in(path: str) -> str:
     """The text in a file that may name local files; of safetensors the head, of other binary files nothing."""
     if path.endswith(".safetensors"):
-        return json.dumps(_head(path)[0].get("__metadata__", {}))
+        return json.dumps(_entries(path))
     if not path.endswith(TEXTS):
         return ""
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return file.read()
 
 
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
+def _entries(path: str) -> dict[str, str]:
+    """The entries at the head of a safetensors file."""
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        remedy = "write it again, or remove it"
+        raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
 def _stage(source: str, path: str, renaming: Renaming) -> None:
     """A link to a file or, if it has local names, a copy without them."""
+    _clear(path)
     os.symlink(os.path.abspath(source), path)
     if path.endswith(".safetensors"):
-        _rename_in_head(path, renaming)
+        entries = _entries(path)
+        renamed = {name: _entry(text, renaming) for name, text in entries.items()}
+        if renamed != entries and str(entries.get("format")).startswith("rotation_merge."):
+            _replace_head(path, renamed)
         return
     text = text_in(path)
     changed = renaming.text(text)
@@ -270,33 +328,20 @@ def _stage(source: str, path: str, renaming: Renaming) -> None:
         pinned = {"revision": revision} if revision else {}
         changed = json.dumps({**content, "base_model_name_or_path": hub, **pinned}, indent=2) + "\n"
     if changed != text:
-        os.remove(path)
         _write(path, changed)
 
 
-def _head(path: str) -> tuple[dict[str, Any], int]:
-    """The head of a safetensors file, and where the tensors begin."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        return dict(json.loads(file.read(length))), 8 + length
-
-
-def _rename_in_head(path: str, renaming: Renaming) -> None:
-    """Replace a link to one of our files by a copy without local names in its head, if there are any there."""
-    head, begin = _head(path)
-    entries = head.get("__metadata__", {})
-    is_ours = str(entries.get("format")).startswith("rotation_merge.")
-    changed = {name: _entry(text, renaming) for name, text in entries.items()} if is_ours else entries
-    if changed == entries:
-        return
-    text = json.dumps({**head, "__metadata__": changed}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "rb") as source:
+def _clear(path: str) -> None:
+    """Make room for a file."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with suppress(FileNotFoundError):
         os.remove(path)
-        with open(path, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            source.seek(begin)
-            shutil.copyfileobj(source, file, CHUNK)  # statistics may be larger than memory
+
+
+def _write(path: str, text: str) -> None:
+    _clear(path)
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
 
 
 def _entry(text: str, renaming: Renaming) -> str:
@@ -309,187 +354,38 @@ def _entry(text: str, renaming: Renaming) -> str:
     return text if renamed == value else json.dumps(renamed)
 
 
-def draft(
-    folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
-) -> Draft:
-    """The plan of publishing a folder; see `push`."""
-    report = _report(folder)
-    published, left_out = chosen_files(folder, include)
-    recipe = completed(_recipe(folder, report), report.data)
-    models, files = models_in(recipe, report.models), files_in(recipe)
-    read = {str(used["source"]): "data" for used in report.data if os.path.exists(str(used["source"]))} | files
-    names = {**known_names(report.models), **given_names(targets, [*models, *read])}
-    unpublished: dict[str, str] = {}
-    if not with_data:
-        unpublished = _unpublished(report, files, names)
-        left_out += [place for place in published if is_statistics(place) and not included(place, include)]
-        published = {place: path for place, path in published.items() if place not in left_out}
-    read = {name: kind for name, kind in read.items() if name not in names and name not in unpublished}
-    beside: dict[str, str] = {}
-    for name, kind in read.items():
-        inside = os.path.relpath(name, folder)
-        beside[name] = inside if inside in published else published_name(kind, len(beside), os.path.basename(name))
-    samples = [name for name, kind in read.items() if kind == "data" and os.path.isfile(name) and not with_data]
-    hubless = {name for name, origin in report.models.items() if not origin.get("hub")}
-    missing = [name for name in read if not os.path.isfile(name)]
-    missing += [name for name in models if (is_local(name) or name in hubless) and name not in names]
-    if missing or samples:
-        raise _unknown(folder, list(dict.fromkeys(missing)), samples)
-    pinned = {name: _pinned(target) for name, target in names.items()}
-    _check_whole(folder, report)
-    return Draft(folder, repo, published, left_out, report, pinned, beside, unpublished, recipe)
+def _replace_head(path: str, entries: Mapping[str, str]) -> None:
+    """Replace a link to a safetensors file by a copy with other entries; its tensors may be larger than memory."""
+    with open(path, "rb") as source:
+        _clear(path)
+        (length,) = struct.unpack("<Q", source.read(8))
+        head = {**json.loads(source.read(length)), "__metadata__": entries}
+        text = json.dumps(head, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            shutil.copyfileobj(source, file, CHUNK)
 
 
-def _report(folder: str) -> MergeReport:
-    """
-    Raises:
-        RotationMergeError: there is none; names folders inside that have one.
-    """
-    inside = sorted(glob(os.path.join(escape(folder), "*", REPORT_FILE)))
-    if inside and not os.path.exists(os.path.join(folder, REPORT_FILE)):
-        first = os.path.dirname(inside[0])
-        raise RotationMergeError(f"holds {len(inside)} models", where=folder, remedy=f"push each, as {first}")
-    return read_report(os.path.join(folder, REPORT_FILE))
-
-
-def _recipe(folder: str, report: MergeReport) -> str:
-    for name in (RECIPE, CONFIG):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            return text_in(path)
-    return report.recipe if report.relation == "merge" else ""
-
-
-def _unpublished(report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Unpublished statistics that a recipe reads, and their samples, by their published names.
-
-    Args:
-        read: files that the recipe reads, with the key that each stands under.
-        names: names on the hub.
-    """
-    files = [name for name, kind in read.items() if kind == STATISTICS and name not in names and os.path.isfile(name)]
-    published = [published_name(STATISTICS, i, os.path.basename(name)) for i, name in enumerate(files)]
-    unpublished = {name: place.partition("/")[2] for name, place in zip(files, published, strict=True)}
-    of_others = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
-    for source in (str(used["source"]) for used in report.data if files):
-        anywhere = source in SOURCES or source.startswith("demo:") or HubFile.of(source) is not None
-        if not anywhere and source not in {*names, *read, *of_others}:
-            name = re.sub(r"[^\w.@+ -]", "-", re.split(r"[/\\]", source.rstrip("/\\"))[-1])
-            unpublished[source] = name if PART.fullmatch(name) else f"file{name}"
-    return unpublished
-
-
-def _unknown(folder: str, missing: Sequence[str], samples: Sequence[str]) -> RotationMergeError:
-    """Local names without a name on the hub, and the remedy for each."""
-    words = " ".join(f"--as {name}=org/name@revision" for name in missing[:NAMED])
-    upload = f"{words} (not on the hub yet: 'hf upload org/name {missing[-1]}')" if missing else ""
-    data = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if samples else ""
-    further_names = [*missing[NAMED:], *samples]
-    problem = "local paths need a name on the hub" + (f": {named(further_names)}" if further_names else "")
-    return RotationMergeError(problem, where=folder, remedy=f"add {' and '.join(filter(None, (upload, data)))}")
-
-
-def _pinned(target: str) -> str:
-    """A model of the hub at a revision, by default the newest.
-
-    Raises:
-        RotationMergeError: the hub does not say.
-    """
-    if "@" in target or target.count("/") != 1:
-        return target
-    from huggingface_hub import HfApi
-
-    try:
-        if not reachable():
-            raise OSError(no_answer()[0])
-        return f"{target}@{HfApi().model_info(target).sha}"
-    except Exception as error:  # of the client of HTTP below, which is another each year
-        problem = f"its revision is unknown ({short(error)})"
-        raise RotationMergeError(problem, where=target, remedy=f"write {target}@REVISION") from error
-
-
-def _check_whole(folder: str, report: MergeReport) -> None:
-    """Refuse a folder that programs would refuse, or load as another model than was merged.
-
-    Raises:
-        RotationMergeError: names the first defect.
-    """
-    if Contents(folder).opened is None:
-        return
-    places = (_parent(name, facts) for name, facts in parts_of(report.models))
-    fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
-    if fatal:
-        more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
-        problem = f"is damaged: {fatal[0].kind}: {fatal[0].what}{more}"
-        raise RotationMergeError(
-            problem, where=folder, remedy=f"run 'rotation-merge doctor {folder}'; --mend corrects some defects"
-        )
-
-
-def _parent(name: str, facts: Mapping[str, Any]) -> str | None:
-    """The folder of a merged model, if it is here."""
-    hub = f"{facts.get('hub')}@{facts.get('revision')}" if facts.get("revision") else str(facts.get("hub"))
-    return folder_of(parse_reference(name if os.path.exists(name) or is_gguf(name) else hub).model)
-
-
-def _licence(hub: str, revision: str | None) -> str | None:
-    """The licence on a repository's card, if it can be fetched."""
-    from huggingface_hub import hf_hub_download
-
-    if not reachable():
-        return None
-    try:
-        return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
-    except Exception:  # of the client of HTTP below, which is another each year
-        return None
-
-
-def _check_card(text: str) -> None:
-    """Refuse a card with metadata that the hub's class refuses.
-
-    Raises:
-        RotationMergeError: with the hub class's message.
-    """
-    from huggingface_hub import ModelCard
-
-    try:
-        ModelCard(text, ignore_metadata_errors=False)
-    except Exception as error:  # of its parser, of YAML's, and of the hub's class
-        problem = f"its metadata are refused ({short(error)})"
-        raise RotationMergeError(problem, where=CARD, remedy="correct them") from error
-
-
-def _upload(plan: Draft, staging: str, private: bool) -> str:
-    """Upload everything that is staged in the folders `early` and `main`; gives the commit.
+def _upload(plan: Draft, folder: str, private: bool) -> str:
+    """Upload what is staged in a folder, first what the recipe reads, as the recipe names its commit; gives the commit.
 
     Raises:
         RotationMergeError: the hub refuses, or cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    api, early, main = HfApi(), os.path.join(staging, "early"), os.path.join(staging, "main")
-
-    def send(folder: str, message: str) -> str:
-        commit = _asked(plan.repo, api.upload_folder, repo_id=plan.repo, folder_path=folder, commit_message=message)
-        return str(commit.oid)
-
-    if not reachable():
-        problem = f"cannot be published: {no_answer()[0]}"
-        raise RotationMergeError(problem, where=plan.repo, remedy="check the connection")
-    _asked(plan.repo, api.create_repo, repo_id=plan.repo, private=private, exist_ok=True)
-    if plan.beside:
-        plan.stage(main, send(early, "What the recipe reads"))
-    return send(main, "Merge, recipe, report and card")
-
-
-def _asked(repo: str, function: Callable[..., Any], **arguments: Any) -> Any:
-    """The hub's answer.
-
-    Raises:
-        RotationMergeError: it refuses, or cannot be reached.
-    """
+    api, early = HfApi(), list(plan.beside.values())
+    send = partial(api.upload_folder, repo_id=plan.repo, folder_path=folder)
     try:
-        return function(**arguments)
+        if not reachable():
+            raise OSError(no_answer()[0])
+        api.create_repo(plan.repo, private=private, exist_ok=True)
+        if early:
+            plan.stage(folder, str(send(allow_patterns=early, commit_message="What the recipe reads").oid))
+        return str(send(ignore_patterns=early, commit_message="Merge, recipe, report and card").oid)
+    except RotationMergeError:
+        raise
     except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-        remedy = "log in with 'hf auth login', and check the repository's name"
-        raise RotationMergeError(f"cannot be published ({short(error)})", where=repo, remedy=remedy) from error
+        remedy = "log in with 'hf auth login', and check the connection and the repository's name"
+        raise RotationMergeError(f"cannot be published ({short(error)})", where=plan.repo, remedy=remedy) from error

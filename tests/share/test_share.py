@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import rotation_merge as rm
 from rotation_merge.model.naming import Renaming
-from rotation_merge.share.names import check_no_local_path, completed, given_names
+from rotation_merge.share.names import check_no_local_path, completed, targets_of
 from rotation_merge.share.push import _stage
 
 REPO = "me/merge"
@@ -138,7 +138,7 @@ def test_a_dry_run_shows_a_summary_and_sends_nothing(local: Local, home: Hub, ca
     assert "models/me/other" not in home.repos
     caplog.set_level("INFO", "rotation_merge")
     said = run("push", local[2], "me/other", *named(local), "-v").output
-    for words in ("README.md", "base_model:", "org/anchor@", "REVISION", "--yes publishes"):
+    for words in ("README.md", "base_model:", "org/anchor@", "@main stands for", "--yes publishes"):
         assert words in said
 
 
@@ -362,7 +362,7 @@ def test_names_are_replaced_whole() -> None:
         with pytest.raises(rm.RotationMergeError, match="names '/a/other/x', a path on this machine"):
             check_no_local_path("README.md", text, ["/a/b"])
     check_no_local_path("README.md", "see http://x.org/a/b, a/b", ["/a/b"])
-    assert given_names(["./x=y=org/a@b"]) == {"./x=y": "org/a@b"}
+    assert targets_of(["./x=y=org/a@b"], []) == {"./x=y": "org/a@b"}
 
 
 def test_folders_may_be_called_as_words_are() -> None:
