@@ -44,10 +44,11 @@ from rotation_merge.model.naming import check_different
 from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.run.batches import Batch, unlabelled
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import Batch, module_of, unlabelled
+from rotation_merge.run.functions import module_of
 from rotation_merge.run.measure import MeasureConfig, measured
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
 from rotation_merge.run.statistics import Statistics

@@ -14,7 +14,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import RecipeError, RotationMergeError, StatisticsError
 from rotation_merge.model.view import View
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.batches import Batch
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.statistics import Statistics
 

@@ -31,7 +31,8 @@ from rotation_merge.model.apply import read_block, read_tensor, transform_tensor
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import on_shared_rows, shared_rows
-from rotation_merge.run.functions import Batch, load, module_of
+from rotation_merge.run.batches import Batch
+from rotation_merge.run.functions import load, module_of
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
 

@@ -26,7 +26,8 @@ from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.run.data import Samples, for_each, read_samples, unpadded
+from rotation_merge.run.batches import unpadded
+from rotation_merge.run.data import Samples, for_each, read_samples
 from rotation_merge.run.functions import architecture_of, copy_parameters, in_memory, module_of
 from rotation_merge.workers import Progress
 

@@ -27,18 +27,10 @@ from rotation_merge.model.forms import named_as
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors, by_name, selected
 from rotation_merge.model.view import View
-from rotation_merge.run.data import (
-    Data,
-    Samples,
-    batched_by_length,
-    for_each,
-    read_samples,
-    split_batches,
-    unpadded,
-    with_small_first_batch,
-)
+from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
+from rotation_merge.run.data import Data, Samples, for_each, read_samples, split_batches
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import Batch, empty_model
+from rotation_merge.run.functions import empty_model
 from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.runner import Runner

@@ -12,7 +12,8 @@ from typing import Any
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
-from rotation_merge.run.data import UNLABELLED, Data, Samples, examples_in, read_samples, split_batches
+from rotation_merge.run.batches import examples_in
+from rotation_merge.run.data import UNLABELLED, Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.sample_kinds import SELF

@@ -24,8 +24,7 @@ from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.run.data import with_small_first_batch
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.batches import Batch, with_small_first_batch
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import BlockHooks
 from rotation_merge.run.store import StateStore, StoredValue

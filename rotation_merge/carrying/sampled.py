@@ -36,9 +36,10 @@ from rotation_merge.model.low_rank import dense
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Samples, data_hash, read_samples, unpadded
+from rotation_merge.run.batches import Batch, data_hash, unpadded
+from rotation_merge.run.data import Samples, read_samples
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import Batch, architecture_of, copy_parameters
+from rotation_merge.run.functions import architecture_of, copy_parameters
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SELF

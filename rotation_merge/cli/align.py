@@ -220,8 +220,8 @@ def _learned(
 
     from rotation_merge.files import Store
     from rotation_merge.matching.fit import fit
+    from rotation_merge.run.checks import check_labels
     from rotation_merge.run.data import described, read_samples
-    from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 
     anchor, donor = str(pair.anchor.reference), str(pair.donor.reference)

@@ -42,8 +42,8 @@ def command(model: str, data: str, out: str | None, by_layer: bool | None, devic
     fit writes its text by layer, too, and reads its files for every token of '--data self'.
     """
     from rotation_merge.model.open import open_model
+    from rotation_merge.run.checks import check_labels
     from rotation_merge.run.data import read_samples
-    from rotation_merge.run.data_checks import check_labels
     from rotation_merge.run.measure import default_statistics_path, measured, model_for
 
     config = config_of(MeasureConfig, values)

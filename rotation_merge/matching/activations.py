@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.matching.matrix_pairs import axis_views
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.batches import Batch
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner

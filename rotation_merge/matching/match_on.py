@@ -34,8 +34,9 @@ from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.run.data import SAMPLES, Data, read_samples, unpadded
-from rotation_merge.run.functions import Batch, load, unlabelled
+from rotation_merge.run.batches import Batch, unlabelled, unpadded
+from rotation_merge.run.data import SAMPLES, Data, read_samples
+from rotation_merge.run.functions import load
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.sample_kinds import SELF

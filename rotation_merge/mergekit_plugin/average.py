@@ -28,8 +28,7 @@ from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import free_name
-from rotation_merge.run.data import unpadded
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.batches import Batch, unpadded
 from rotation_merge.run.statistics import Statistics
 
 NOT_IN_PYTHON = ("unsupported", "statistics", "data", "samples")

@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.model.view import View
-from rotation_merge.run.functions import Batch
+from rotation_merge.run.batches import Batch
 from rotation_merge.run.statistics import NAME, Statistics
 
 SAMPLES = 200
@@ -95,7 +95,8 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
     anchor, seed = str(views.recipe.base), views.session.seed
 
     def pool() -> Sequence[Batch]:
-        from rotation_merge.run.data import read_samples, unpadded
+        from rotation_merge.run.batches import unpadded
+        from rotation_merge.run.data import read_samples
 
         batches = read_samples(anchor, str(data), SAMPLES, seed=seed).batches
         return unpadded(batches, str(data))

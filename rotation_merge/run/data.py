@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
-from rotation_merge.run.arrays import by_rows, joined, word_mask
-from rotation_merge.run.data_checks import check_batches, check_inputs
-from rotation_merge.run.examples import read_examples, tokenizer_of
-from rotation_merge.run.functions import Batch, empty_model, load, module_of, predicts_next, unlabelled
-from rotation_merge.run.generated_samples import self_written, synthetic_images
+from rotation_merge.run.batches import Batch, by_rows, data_hash, examples_in, holds_pairs, joined, unlabelled
+from rotation_merge.run.checks import check_batches, check_inputs
+from rotation_merge.run.functions import empty_model, load, local_path, module_of, predicts_next
+from rotation_merge.run.generated_samples import self_written
+from rotation_merge.run.pictures import synthetic_images, word_mask
 from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SELF, SYNTHETIC
 from rotation_merge.run.sentence import is_sentence_model
+from rotation_merge.run.sources import read_examples, tokenizer_of
 
 Samples = Any
 """Batches of forward's inputs (a list, a `DataLoader`), or the name of a source: a file, `self`, `synthetic`,
@@ -27,6 +27,9 @@ Samples = Any
 
 UNLABELLED = ("embedding", "none")
 """Tasks of data without labels."""
+
+MASKED = 0.15
+"""Share of tokens that are masked for masked language models."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,7 @@ def read_samples(
     if source is None:
         return data_in_memory(samples, module)
     path = model if isinstance(model, str) else "" if model.files is None else str(model.files.reference.model.path)
-    if source == SELF:
-        examples = [{"input_ids": x} for x in self_written(module, path, limit or SAMPLES, length, seed).split(1)]
-    elif source == SYNTHETIC:
-        examples = [{"pixel_values": x} for x in synthetic_images(module, path, limit or SAMPLES, seed).split(1)]
-    else:
-        examples = read_examples(source, module, path, length)
+    examples = _examples(source, module, path, limit, length, seed)
     count = min(len(examples), limit or len(examples))
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
@@ -109,6 +107,17 @@ def _module(model: View | str, source: str | None) -> Any:
     if isinstance(model, str):
         return load(model)
     return module_of(model) if source == SELF else model.module or empty_model(model.transformers_config)
+
+
+def _examples(source: str, model: Any, path: str, limit: int | None, length: int, seed: int) -> list[Batch]:
+    """Batches of one example: those of a file, or as many as are to be made."""
+    count = limit or SAMPLES
+    if source == SELF:
+        return [{"input_ids": ids} for ids in self_written(model, path, count, length, seed).split(1)]
+    if source == SYNTHETIC:
+        folder = local_path(path) if path else ""
+        return [{"pixel_values": pixels} for pixels in synthetic_images(model, folder, count, seed).split(1)]
+    return read_examples(source, model, path, length)
 
 
 def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:
@@ -165,8 +174,8 @@ def _checked(
         model_path: where the tokenizer lies that says which token masks; None: nothing is masked.
     """
     check_inputs(batches[0], model, source)
-    single = is_sentence_model(model) and any(batch.get("input_ids", NO_PAIRS).ndim < 3 for batch in batches)
-    if single or not all("labels" in batch for batch in batches):
+    pairs_lack = is_sentence_model(model) and not all(map(holds_pairs, batches))
+    if pairs_lack or not all("labels" in batch for batch in batches):
         batches = [unlabelled(batch) for batch in batches]
     batches = [_with_decoder_inputs(batch, model) for batch in batches]
     check_batches(batches, model, source)
@@ -180,9 +189,6 @@ def _checked(
     return batches, "none" if task == "masked token" else task
 
 
-NO_PAIRS = torch.empty(0, 0)
-
-
 def _with_decoder_inputs(batch: Batch, model: Any) -> Batch:
     """Add decoder inputs to the batch of an encoder-decoder model that has only labels."""
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -193,7 +199,7 @@ def _with_decoder_inputs(batch: Batch, model: Any) -> Batch:
 
 def _task(model: Any, batch: Batch) -> str:
     """The task that the data's labels define."""
-    name = type(model).__name__
+    name, config = type(model).__name__, getattr(model, "config", None)
     if "input_ids" in batch and predicts_next(model):
         return "next token"
     if "input_ids" in batch and name.endswith("ForMaskedLM") and "labels" not in batch:
@@ -202,28 +208,23 @@ def _task(model: Any, batch: Batch) -> str:
         return "similarity" if "labels" in batch else "embedding"
     if "labels" not in batch:
         return "none"
-    labels, config = batch["labels"], getattr(model, "config", None)
-    several = labels.ndim == 2 and labels.shape[1] == getattr(config, "num_labels", None)
+    labels, outputs = batch["labels"], getattr(config, "num_labels", None)
+    several = labels.ndim == 2 and labels.shape[1] == outputs
     if several and getattr(config, "problem_type", None) == "multi_label_classification":
         return "labels"
-    one_output = getattr(config, "num_labels", None) == 1 and name.endswith("Classification")
-    return "regression" if labels.is_floating_point() or one_output else "class"
+    numbers = labels.is_floating_point() or (outputs == 1 and name.endswith("Classification"))
+    return "regression" if numbers else "class"
 
 
 def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
-    """Mask 15% of the tokens; only they are labelled."""
+    """Mask a share of the tokens; only they are labelled."""
     token = tokenizer_of(model_path).mask_token_id
     if token is None:
         raise DataError("the tokenizer has no mask token", where=model_path, remedy="give records with 'labels'")
-    hidden = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
+    hidden = torch.rand(batch["input_ids"].shape, generator=generator) < MASKED
     hidden &= batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
     labels = batch["input_ids"].masked_fill(~hidden, -100)
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, token), "labels": labels}
-
-
-def examples_in(batch: Batch) -> int:
-    """Number of examples in a batch."""
-    return len(next(iter(batch.values())))
 
 
 def described(data: Data, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
@@ -237,26 +238,9 @@ def described(data: Data, batches: Sequence[Batch] | None = None) -> dict[str, A
     """
     used = data.batches if batches is None else batches
     tokens = sum(b["input_ids"].numel() if "input_ids" in b else examples_in(b) for b in used)
+    facts = {"data": data.source, "data_hash": data_hash(used), "samples": data.examples, "tokens": tokens}
     shape = {"length": data.length, "batch_size": data.batch_size}
-    return {
-        "data": data.source,
-        "data_hash": data_hash(used),
-        "samples": data.examples,
-        "tokens": tokens,
-        "task": data.task,
-        **{name: value for name, value in shape.items() if value is not None},
-    }
-
-
-def data_hash(batches: Sequence[Batch]) -> str:
-    """A hash of all tensors of all batches, 40 characters."""
-    digest = hashlib.blake2b(digest_size=20)
-    for batch in batches:
-        for name in sorted(batch):
-            tensor = batch[name].contiguous()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
+    return {**facts, "task": data.task, **{name: value for name, value in shape.items() if value is not None}}
 
 
 def split_batches(data: Data, count: int) -> tuple[Data, Data]:
@@ -264,87 +248,13 @@ def split_batches(data: Data, count: int) -> tuple[Data, Data]:
 
     Batches of which a tensor holds more than a row for each example stay whole.
     """
-    before: list[Batch] = []
-    after: list[Batch] = []
-    remaining = min(count, data.examples)
+    count = remaining = min(count, data.examples)
+    sides: tuple[list[Batch], list[Batch]] = [], []
     for batch in data.batches:
         examples = by_rows(batch)
         cut = min(remaining, len(examples))
         remaining -= cut
-        before += [joined(examples[:cut])] if cut else []
-        after += [joined(examples[cut:])] if cut < len(examples) else []
-    count = min(count, data.examples)
+        for side, part in zip(sides, (examples[:cut], examples[cut:]), strict=True):
+            side += [joined(part)] if part else []
+    before, after = sides
     return replace(data, batches=before, examples=count), replace(data, batches=after, examples=data.examples - count)
-
-
-def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
-    """The examples without padding, grouped by their shapes in the order of each shape's first example.
-
-    Pairs of texts, whose embeddings are compared, become single texts without scores.
-
-    Args:
-        source: name of the data for errors.
-
-    Raises:
-        DataError: a mask has holes inside an example.
-    """
-    groups: dict[Any, list[Batch]] = {}
-    size = max(map(examples_in, batches), default=1)
-    for batch in batches:
-        if batch.get("input_ids", NO_PAIRS).ndim == 3:
-            batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask") if name in batch}
-        for example in by_rows(batch):
-            cut = _without_padding(example, source)
-            groups.setdefault(tuple((name, tensor.shape) for name, tensor in cut.items()), []).append(cut)
-    return [joined(group[i : i + size]) for group in groups.values() for i in range(0, len(group), size)]
-
-
-def _without_padding(example: Batch, source: str) -> Batch:
-    """An example without its mask and what that masks at an end."""
-    mask = example.get("attention_mask")
-    if mask is None or len(mask) != 1:
-        return example
-    positions = mask[0].nonzero()[:, 0].tolist()
-    if not positions or positions[-1] - positions[0] >= len(positions):
-        problem, remedy = "an attention mask has holes, or is empty", "pad examples at one end, not inside"
-        raise DataError(problem, where=source, remedy=remedy)
-    real = slice(positions[0], positions[-1] + 1)
-    return {
-        name: tensor[:, real] if tensor.shape[:2] == mask.shape else tensor
-        for name, tensor in example.items()
-        if name != "attention_mask"
-    }
-
-
-def batched_by_length(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Texts without padding and labels, by length, in few batches: shorter ones are padded at the end, with a mask.
-
-    Args:
-        batches: examples without padding; those that hold more than a row for each token stay as they are.
-        tokens: so many at most in a batch of several texts; no text gets more than a fifth of padding.
-    """
-    texts: list[Tensor] = []
-    apart: list[Batch] = []
-    for batch in batches:
-        if unlabelled(batch).keys() == {"input_ids"}:
-            texts += batch["input_ids"].split(1)
-        else:
-            apart.append(batch)
-    groups: list[list[Tensor]] = []
-    for text in sorted(texts, key=lambda text: text.shape[1], reverse=True):
-        longest, length = groups[-1][0].shape[1] if groups else 0, text.shape[1]
-        if longest * (len(groups[-1]) + 1 if groups else 1) <= tokens and 5 * length >= 4 * longest > 0:
-            groups[-1].append(text)
-        else:
-            groups.append([text])
-    batches = [joined([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in group]) for group in groups]
-    return [
-        batch if not batch["attention_mask"].all() else {"input_ids": batch["input_ids"]} for batch in batches
-    ] + apart
-
-
-def with_small_first_batch(batches: Sequence[Batch]) -> list[Batch]:
-    """The examples with an eighth of the first batch as a batch of its own, which a model is probed on in less time."""
-    examples = by_rows(batches[0]) if batches else []
-    count = len(examples) // 8
-    return [joined(examples[:count]), joined(examples[count:]), *batches[1:]] if count else [*batches]

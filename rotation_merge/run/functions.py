@@ -22,9 +22,8 @@ from rotation_merge.model.forms import restructured
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.view import View, as_stored
+from rotation_merge.run.batches import Batch, unlabelled
 from rotation_merge.run.sentence import is_sentence_model, with_modules
-
-Batch = dict[str, Tensor]
 
 BESIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Switches of a config for additional outputs: coordinates of inner spaces."""
@@ -232,11 +231,6 @@ def to_stored_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             if torch.equal(narrow.to(parameter.dtype), parameter):
                 parameter.data = narrow
     return model
-
-
-def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
-    """A batch without its labels."""
-    return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
 def device_of(model: Any) -> torch.device:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.run.functions import Batch
-from rotation_merge.run.images import both_sides, image_shape
+from rotation_merge.run.batches import Batch
+from rotation_merge.run.pictures import both_sides, image_shape
 
 SIZE, LENGTH = 2, 24
 """Examples in a random batch, and words in each."""

@@ -31,9 +31,10 @@ from rotation_merge.model.forms import names_in, restructured
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
-from rotation_merge.run.data import Data, described, unpadded, with_small_first_batch
+from rotation_merge.run.batches import Batch, unpadded, with_small_first_batch
+from rotation_merge.run.data import Data, described
 from rotation_merge.run.fisher import FISHER, LabelScores, fisher_diagonals
-from rotation_merge.run.functions import Batch, architecture_of, empty_model, load, streamed_model
+from rotation_merge.run.functions import architecture_of, empty_model, load, streamed_model
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner

@@ -14,14 +14,8 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, weights_of
-from rotation_merge.run.functions import (
-    Batch,
-    empty_model,
-    floating_outputs,
-    load,
-    outputs,
-    stored_dtype,
-)
+from rotation_merge.run.batches import Batch
+from rotation_merge.run.functions import empty_model, floating_outputs, load, outputs, stored_dtype
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.runner import Runner
 

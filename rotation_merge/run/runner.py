@@ -23,7 +23,8 @@ from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.run.functions import Batch, architecture_of, empty_model, has_fused_attention, unlabelled
+from rotation_merge.run.batches import Batch, unlabelled
+from rotation_merge.run.functions import architecture_of, empty_model, has_fused_attention
 from rotation_merge.run.store import StateStore, StoredValue
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")

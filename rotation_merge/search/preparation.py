@@ -23,7 +23,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
-from rotation_merge.run.arrays import by_rows, joined
+from rotation_merge.run.batches import by_rows, joined
 from rotation_merge.run.data import UNLABELLED, Data, read_samples
 from rotation_merge.run.generated_samples import self_written, writes_text
 from rotation_merge.run.sample_kinds import SOURCES

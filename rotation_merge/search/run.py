@@ -23,7 +23,7 @@ from rotation_merge.model.contents import Contents, reason
 from rotation_merge.model.writing import staged
 from rotation_merge.record import DISTANCES, REPORT_FILE
 from rotation_merge.report.files import read_report
-from rotation_merge.run.data import data_hash
+from rotation_merge.run.batches import data_hash
 from rotation_merge.run.evaluate import keep_figures
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, Candidates

@@ -26,9 +26,10 @@ from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import FitConfig
 from rotation_merge.matching.stream import random_gauge
+from rotation_merge.run.batches import unlabelled
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import architecture_of, load, outputs, unlabelled
+from rotation_merge.run.functions import architecture_of, load, outputs
 from rotation_merge.search.judge import Judge
 from rotation_merge.symmetry import Stats, Transform
 from rotation_merge.symmetry.element import element_of, tensors_of

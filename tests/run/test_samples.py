@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ import torch
 import transformers
 from cli_support import CHECKPOINTS
 from plugin_support import build
-from plugin_support import make as make_checkpoint
 from tiny_models import ALL, keep_float64, make
 from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from rotation_merge import RotationMergeError
-from rotation_merge.run.data import Data, batched_by_length, read_samples, unpadded
+from rotation_merge.run.batches import batched_by_length, unpadded
+from rotation_merge.run.data import Data, described, read_samples
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import fused_attention, load
 from rotation_merge.run.generated_samples import self_written
 from rotation_merge.run.sample_kinds import columns
+from rotation_merge.run.sources import tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 image = pytest.importorskip("PIL.Image")
@@ -31,20 +32,22 @@ LLAMA, VIT = str(CHECKPOINTS / "llama-0"), str(CHECKPOINTS / "vit-0")
 GPT2 = {"vocab_size": 256, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    return {LLAMA: load(LLAMA), VIT: load(VIT), "": transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))}
-
-
 def family(name: str) -> Any:
     return make(next(case for case in ALL if case.family == name))
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    pictured = {name: family(name).float() for name in ("qwen2_5_vl", "llava", "mistral3")}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    return {LLAMA: load(LLAMA), VIT: load(VIT), "": gpt2, **pictured}
 
 
 def read(content: Any, folder: Path, model: Any, path: str = "", kind: str = "jsonl", **options: Any) -> Data:
     """Text of a file of some kind, rows of JSON, or arrays, read for a model."""
     file = folder / f"d.{'npz' if isinstance(content, dict) else kind}"
     if isinstance(content, dict):
-        np.savez(file, **content)
+        np.savez(file, **{name: np.asarray(array) for name, array in content.items()})
     else:
         file.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
     return read_samples(path, str(file), module=model, **options)
@@ -71,24 +74,28 @@ def test_a_made_up_tokenizer_is_none(config: str, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("folders", "labels"),
-    [("dataset", [3, 2, 1, 0]), ("3210", [0, 1, 2, 3]), ("dcba", [0, 1, 2, 3]), ("....", [])],
+    [("dataset", [3, 2, 1, 0]), ("3210", [0, 1, 2, 3]), ("dcba", [0, 1, 2, 3]), ("....", []), ("rows", [0, 1, 2, 3])],
 )
 def test_images_become_pixels_with_labels(folders: str, labels: list[int], models: dict[str, Any], tmp_path: Path):
     """Prepared as the model's processor does, in its size; classes by number, or alphabetically."""
     values = np.arange(256, dtype=np.uint8).reshape(4, 8, 8)
-    pictures = [image.fromarray(array) for array in values]
+    pictures, place = [image.fromarray(array) for array in values], tmp_path / "d"
     if folders == "dataset":
         features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
         content = {"image": pictures, "label": [3, 2, 1, 0]}
-        datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "d")
+        datasets.Dataset.from_dict(content, features=features).save_to_disk(place)
+    for number, picture in enumerate(pictures if folders != "dataset" else ()):
+        file = place / (folders[number] if folders != "rows" else "") / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(file)
+    if folders == "rows":
+        rows = [{"image": str(place / f"{i}.png"), "label": i} for i in range(4)]
+        [batch] = read(rows, tmp_path, models[VIT], VIT).batches
     else:
-        for number, (folder, picture) in enumerate(zip(folders, pictures, strict=True)):
-            (tmp_path / "d" / folder).mkdir(parents=True, exist_ok=True)
-            picture.save(tmp_path / "d" / folder / f"{number}.png")
-    [batch] = read_samples(VIT, str(tmp_path / "d"), module=models[VIT]).batches
+        [batch] = read_samples(VIT, str(place), module=models[VIT]).batches
     order = [3, 2, 1, 0] if folders in ("3210", "dcba") else [0, 1, 2, 3]
     assert np.allclose(batch["pixel_values"][:, 0], values[order] / 16 - 0.5)
-    assert batch.get("labels", np.array([])).tolist() == labels
+    assert batch.get("labels", torch.tensor([])).tolist() == labels
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -100,57 +107,6 @@ def test_images_without_a_preprocessor_get_the_models_size(channels: int, tmp_pa
     [batch] = read_samples("", str(tmp_path), module=model).batches
     assert batch["pixel_values"].shape == (2, channels, 16, 16)
     assert batch["pixel_values"].flatten(1).mean(1).tolist() == pytest.approx([1.0, -1.0])
-
-
-def test_rows_of_pictures_are_read_or_refused_in_one_line(models: dict[str, Any], tmp_path: Path):
-    image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / "b.png").write_bytes(b"no picture")
-    [batch] = read([{"image": str(tmp_path / "a.png"), "label": 0}], tmp_path, models[VIT], VIT).batches
-    assert len(batch["pixel_values"]) == 1
-    with pytest.raises(RotationMergeError, match=r"b\.png: cannot be read \(cannot identify image file"):
-        read([{"image": str(tmp_path / "b.png"), "label": 0}], tmp_path, models[VIT], VIT)
-
-
-ROW = "record 1: its 'input_ids' are "
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([{"input_ids": [3, 256]}], r"token id 256 is outside the model's vocabulary of 256"),
-        ([{"input_ids": [-1, 3]}], r"token id -1 is outside"),
-        ([{"input_ids": [3] * 9}], r"9 tokens in a row, the model has positions for 8"),
-        ([{"input_ids": "abc"}], ROW + "abc"),
-        ([{"input_ids": None}], "record 1: columns are input_ids; none holds texts"),
-        ([{"input_ids": [1.5]}], ROW + r"\[1.5\]"),
-        ([{"input_ids": [[1, 2], [3]]}], ROW + r"\[\[1, 2\], \[3\]\]"),
-        ([{"input_ids": [[1, 2], [3, 4]]}], ROW + r"\[\[1, 2\], \[3, 4\]\]"),
-        ([{"input_ids": []}], "record 1: holds no tokens"),
-        ([{"input_ids": [1]}, {"answer": 42}], "record 2: columns are answer; none holds texts"),
-        ([{"input_ids": [1]}, [1, 2]], r"record 2: columns are \[1, 2\]; none holds texts"),
-        ([{"input_ids": [1], "label": {"a": 1}}], "record 1: its label is {'a': 1}"),
-        ([{"input_ids": [1], "labels": ["a"]}], r"record 1: its label is \['a'\]"),
-        ('{"input_ids": [1], "label": NaN}', "'labels' holds NaN or infinity"),
-        ([{"text": "no tokenizer"}], "no tokenizer can be loaded"),
-        ([{"input_ids": [1], "label": i} for i in ([0.5], 1)], "examples whose 'labels' differ in shape"),
-        ([{"input_ids": [1], "label": i} for i in ([0.5], [1.5, 2.5])], "examples whose 'labels' differ in shape"),
-        ('{"input_ids": [1]}\n{"input_ids": ', "cannot be read .line 2 is not JSON"),
-        ("", "holds no examples"),
-        ({"input_ids": np.ones((3, 4))}, r"'input_ids' is of float32, shape \[3, 4\]"),
-        ({"input_ids": np.ones(3, int)}, r"'input_ids' is of int64, shape \[3\]"),
-        ({"input_ids": np.ones((3, 4), int), "attention_mask": np.ones((3, 5), int)}, "'attention_mask' has shape"),
-        ({"input_ids": np.ones((3, 4), int), "labels": np.array(3)}, "arrays of different lengths: .*labels 0"),
-        ({"inputs_embeds": np.full((2, 3, 8), np.inf)}, "'inputs_embeds' holds NaN or infinity"),
-        ({"pixel_values": np.ones((1, 3, 4, 4))}, "holds pixel_values; GPT2LMHeadModel takes input_ids"),
-        ({"input_ids": np.array(["a"])}, "cannot be read"),
-    ],
-)  # fmt: skip
-def test_what_a_model_cannot_take_is_one_line(content: Any, message: str, models: dict[str, Any], tmp_path: Path):
-    with pytest.raises(RotationMergeError, match=message) as caught:
-        read(content, tmp_path, models[""])
-    assert str(caught.value.where).startswith((str(tmp_path / "d."), "the model"))
-    assert caught.value.remedy
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -169,28 +125,72 @@ def test_columns_of_tables_go_by_their_names(text: str, cells: list[list[str]], 
     assert [[row[header.index(known[role])] for row in rows] for role in names] == cells
 
 
-@pytest.mark.parametrize(("kind", "delimiter"), [("csv", ","), ("tsv", "\t")])
-def test_labels_of_tables_are_numbers_or_classes(kind: str, delimiter: str, tmp_path: Path):
-    classes = {"neg": 0, "pos": 1}
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+@pytest.mark.parametrize(
+    ("names", "table", "labels"),
+    [
+        ("neg pos", 'Review,Class,id\ngood,Pos,x\n"a, \t",0,\n', [1, 0]),
+        ("1 0", "text, label\none, 1\n,\ntwo,+1\n", [1, 1]),  # cells are numbers, also where names of classes are
+    ],
+)
+def test_labels_of_tables_are_numbers_or_classes(kind: str, names: str, table: str, labels: list[int], tmp_path: Path):
+    classes = {name: i for i, name in enumerate(names.split())}
     model = build("bert", vocab_size=256, num_labels=2, label2id=classes, id2label={i: n for n, i in classes.items()})
-    text = 'Review,Class,id\ngood,Pos,x\n"a, \t",0,\n'.replace(",", delimiter).replace(f'"a{delimiter}', '"a,')
+    mark = "," if kind == "csv" else "\t"
+    text = table.replace(",", mark).replace(f'"a{mark}', '"a,')
     data = read(text, tmp_path, model, LLAMA, kind)
-    assert (data.task, data.batches[0]["labels"].tolist()) == ("class", [1, 0])
-    for line, message in {
-        "good,bad,x": "the model has no class 'bad'",
-        "a,b,c,0": "row 4 has other columns",
-        "a": "row 4",
-    }.items():
-        with pytest.raises(RotationMergeError, match=message):
-            read(text + line.replace(",", delimiter) + "\n", tmp_path, model, LLAMA, kind)
+    assert (data.task, data.batches[0]["labels"].tolist()) == ("class", labels)
+    for line, message in {"good,bad,x": "no class 'bad'", "a,b,c,0": "row 4 has other columns", "a": "row 4"}.items():
+        with pytest.raises(RotationMergeError, match=message if names == "neg pos" else "class|row"):
+            read(text + line.replace(",", mark) + "\n", tmp_path, model, LLAMA, kind)
 
 
-def test_cells_are_numbers_without_spaces_and_empty_rows_are_none(tmp_path: Path):
-    """Also where the model's classes have numbers for names."""
-    names = {"id2label": {0: "1", 1: "0"}, "label2id": {"1": 0, "0": 1}}
-    model = build("bert", vocab_size=256, num_labels=2, **names)
-    data = read("text, label\none, 1\n,\ntwo,+1\n", tmp_path, model, LLAMA, "csv")
-    assert (data.task, data.batches[0]["labels"].tolist()) == ("class", [1, 1])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"input_ids": [3, 256]}], "token id 256 is outside the model's vocabulary of 256"),
+        ([{"input_ids": [-1, 3]}], "token id -1 is outside"),
+        ([{"input_ids": [3] * 9}], "9 tokens in a row, the model has positions for 8"),
+        *[([{"input_ids": x}], "record 1: {") for x in ("abc", None, [1.5], [[1], [3]], [[1, 2], [3]], [])],
+        ([{"input_ids": [1]}, {"answer": 42}], "record 2: {'answer': 42} cannot be read"),
+        ([{"input_ids": [1]}, [1, 2]], "record 2: [1, 2] cannot be read"),
+        ([{"input_ids": [1], "label": {"a": 1}}], "record 1: "),
+        ([{"input_ids": [1], "labels": ["a"]}], "record 1: "),
+        ([{"image": "b.png"}], "holds pixel_values"),
+        ('{"input_ids": [1], "label": NaN}', "'labels' holds NaN or infinity"),
+        ([{"text": "no tokenizer"}], "no tokenizer can be loaded"),
+        ([{"input_ids": [1], "label": i} for i in ([0.5], 1)], "examples whose 'labels' differ in shape"),
+        ([{"input_ids": [1], "label": i} for i in ([0.5], [1.5, 2.5])], "examples whose 'labels' differ in shape"),
+        ('{"input_ids": [1]}\n{"input_ids": ', "cannot be read (line 2 is not JSON"),
+        ("", "holds no examples"),
+        ({"input_ids": np.ones((3, 4))}, "'input_ids' is of float32, shape [3, 4]"),
+        ({"input_ids": np.ones(3, int)}, "'input_ids' is of int64, shape [3]"),
+        ({"input_ids": np.ones((3, 4), int), "attention_mask": np.ones((3, 5), int)}, "'attention_mask' has shape"),
+        ({"input_ids": np.ones((3, 4), int), "labels": np.array(3)}, "arrays of different lengths: "),
+        ({"inputs_embeds": np.full((2, 3, 8), np.inf)}, "'inputs_embeds' holds NaN or infinity"),
+        ({"pixel_values": np.ones((1, 3, 4, 4))}, "holds pixel_values; GPT2LMHeadModel takes input_ids"),
+        ({"input_ids": np.array(["a"])}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_take_is_one_line(content: Any, message: str, models: dict[str, Any], tmp_path: Path):
+    with pytest.raises(RotationMergeError, match=re.escape(message)) as caught:
+        read(content, tmp_path, models[""])
+    assert str(caught.value.where).startswith((str(tmp_path / "d."), "the model"))
+    assert caught.value.remedy
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_pictures_are_named(models: dict[str, Any], tmp_path: Path):
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    with pytest.raises(RotationMergeError, match=r"record 1: .*b\.png"):
+        read([{"image": str(tmp_path / "b.png"), "label": 0}], tmp_path, models[VIT], VIT)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 1, 16, 16), (2, 16, 16)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_pixels_of_another_size(shape: tuple[int, ...], device: str, tmp_path: Path):
+    with pytest.raises(RotationMergeError, match=r"d.npz: ViT\w+ cannot run on 'pixel_values' of shape \[2, "):
+        read({"pixel_values": np.zeros(shape, dtype=np.float32)}, tmp_path, build("vit").to(device))
 
 
 @pytest.mark.parametrize(("name", "makes_its_own"), [("t5", False), ("bart", True)])
@@ -227,7 +227,7 @@ def test_tokens_that_a_decoder_writes_may_be_more_than_the_text_has(tmp_path: Pa
 )
 def test_labels_that_the_model_does_not_have(labels: list[Any], message: str, tmp_path: Path):
     """They are refused where they are used, and only there; labels of some examples are labels of none."""
-    model = load(str(make_checkpoint("bert", tmp_path / "m", num_labels=3)))
+    model = build("bert", num_labels=3)
     data = read([{"input_ids": [3, 4], "label": label} for label in labels], tmp_path, model, batch_size=2)
     with pytest.raises(RotationMergeError, match=message) as caught:
         score(model, data)
@@ -236,19 +236,104 @@ def test_labels_that_the_model_does_not_have(labels: list[Any], message: str, tm
 
 def test_a_row_of_labels_is_as_long_as_the_outputs(tmp_path: Path):
     """Not as the text, to whose length the labels of tokens are padded."""
-    model = load(str(make_checkpoint("bert", tmp_path / "m", num_labels=3, problem_type="multi_label_classification")))
+    model = build("bert", num_labels=3, problem_type="multi_label_classification")
     rows = [{"input_ids": list(range(3, 8 + i)), "labels": [1, 0, i % 2]} for i in range(4)]
     data = read(rows, tmp_path, model)
-    assert data.task == "labels"
-    assert data.batches[0]["labels"].tolist() == [[1, 0, 0], [1, 0, 1]] * 2
+    assert (data.task, data.batches[0]["labels"].tolist()) == ("labels", [[1, 0, 0], [1, 0, 1]] * 2)
     assert score(model, data).figures
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 1, 16, 16), (2, 16, 16)])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_pixels_of_another_size(shape: tuple[int, ...], device: str, tmp_path: Path):
-    with pytest.raises(RotationMergeError, match=r"d.npz: ViT\w+ cannot run on 'pixel_values' of shape \[2, "):
-        read({"pixel_values": np.zeros(shape, dtype=np.float32)}, tmp_path, build("vit").to(device))
+# --- arrays as processors give them ----------------------------------------------------------------------------------
+
+IMAGE = 50
+GRIDS = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
+"""Of three pictures: 16, 32 and 16 patches, which 4, 8 and 4 words stand for."""
+SIZES = torch.tensor([[8, 8], [4, 8], [8, 8]])
+
+
+def words(*texts: list[int]) -> torch.Tensor:
+    """Texts of one length, in each of which so many words stand for its pictures."""
+    rows = [[word for count in counts for word in (3, *[IMAGE] * count)] for counts in texts]
+    long = max(map(len, rows)) + 3
+    return torch.tensor([row + [4] * (long - len(row)) for row in rows])
+
+
+def qwen() -> dict[str, torch.Tensor]:
+    """Two pictures, none, and one."""
+    ids, pixels = words([4, 8], [], [4]), torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    beside = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).int()}
+    return {"pixel_values": pixels, "image_grid_thw": GRIDS, "input_ids": ids, **beside}
+
+
+def logits(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(**{n: x for n, x in b.items() if n != "labels"}).logits for b in batches]
+
+
+def test_patches_go_to_the_examples_whose_words_stand_for_them(models: dict[str, Any], tmp_path: Path):
+    """Each example by itself, in order, says what it says among the others; so it does once padding is cut."""
+    model, arrays = models["qwen2_5_vl"], qwen()
+    arrays["attention_mask"][2, -3:] = 0
+    data = read(arrays, tmp_path, model)
+    assert data.task == "next token"
+    assert [len(batch.get("pixel_values", ())) for batch in data.batches] == [48, 0, 16]
+    whole = torch.cat(logits(model, [arrays]))
+    for batches, lengths in ((data.batches, (17, 17, 17)), (unpadded(data.batches, "data"), (17, 17, 14))):
+        for alone, together, length in zip(logits(model, batches), whole, lengths, strict=True):
+            torch.testing.assert_close(alone[0], together[:length], rtol=1e-4, atol=1e-4)
+    assert [batch["labels"].ne(-100).sum().item() for batch in data.batches] == [5, 17, 10]
+    assert len(read(arrays, tmp_path, model, limit=2).batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "extra", "pictures"),
+    [
+        ("llava", ([16, 16], [16]), {}, [2, 1]),
+        ("llava", ([16], [16], [16]), {}, [3]),
+        ("llava", ([16, 16], [], [16]), {}, [2, 0, 1]),
+        ("mistral3", ([4, 2], [4]), {"image_sizes": SIZES}, [2, 1]),
+    ],
+)
+def test_pictures_take_words_by_their_size(
+    name: str, texts: tuple, extra: dict, pictures: list[int], models: dict[str, Any], tmp_path: Path
+):
+    """Of one size they are shared out evenly; where each example has one, examples stay together."""
+    arrays = {"input_ids": words(*texts), "pixel_values": torch.arange(192.0).view(3, 1, 8, 8), **extra}
+    batches = read(arrays, tmp_path, models[name]).batches
+    assert [len(batch.get("pixel_values", ())) for batch in batches] == pictures
+    for key in ("pixel_values", *extra):
+        assert torch.equal(torch.cat([batch[key] for batch in batches if key in batch]), arrays[key])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_grid_thw": None}, "'image_grid_thw' is missing, although there are images"),
+        ({"pixel_values": None}, "'pixel_values' is missing, although there are images"),
+        ({"pixel_values": None, "image_grid_thw": None}, "'pixel_values' is missing, although there are images"),
+        ({"mm_token_type_ids": None}, "'mm_token_type_ids' is missing"),
+        ({"image_grid_th": GRIDS}, "does not take image_grid_th; did you mean 'image_grid_thw'"),
+        ({"pixel_values": torch.zeros(63, 4)}, "'pixel_values' has 63 rows for images of [16, 32, 16] rows"),
+        ({"image_grid_thw": GRIDS[[0, 2, 1]]}, "take [4, 4, 8] tokens; the texts have [12, 0, 4] tokens"),
+        ({"image_grid_thw": GRIDS[[0, 1, 2, 2]], "pixel_values": torch.zeros(80, 4)}, "take [4, 8, 4, 4] tokens;"),
+        ({"input_ids": words([], [], [4, 4, 4])}, "the texts have [0, 0, 12] tokens"),
+        ({"attention_mask": torch.ones(2, 17)}, "arrays of different lengths"),
+    ],
+)  # fmt: skip
+def test_pictures_that_do_not_fit_are_one_line(change: dict, message: str, models: dict[str, Any], tmp_path: Path):
+    arrays = {name: array for name, array in {**qwen(), **change}.items() if array is not None}
+    with pytest.raises(RotationMergeError, match=re.escape(message)) as caught:
+        read(arrays, tmp_path, models["qwen2_5_vl"])
+    assert "\n" not in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("order", [("pixel_values", "labels"), ("labels", "pixel_values")])
+def test_an_image_counts_once_wherever_its_label_stands(order: tuple[str, str]) -> None:
+    """`merge` hands regmean arrays whose labels stand first."""
+    arrays = {"pixel_values": torch.zeros(5, 3, 4, 4), "labels": torch.zeros(5, dtype=torch.long)}
+    facts = described(Data([{name: arrays[name] for name in order}], "label", 5, "digits.npz"))
+    assert (facts["samples"], facts["tokens"]) == (5, 5)
 
 
 # --- samples that models make, batches without padding ---------------------------------------------------------------
@@ -257,15 +342,15 @@ def test_pixels_of_another_size(shape: tuple[int, ...], device: str, tmp_path: P
 @pytest.mark.slow
 def test_a_language_model_writes_its_own_samples(models: dict[str, Any]):
     model = models[LLAMA]
-    first, again, other = (read_samples(LLAMA, "self", 3, length=40, seed=s, module=model) for s in (0, 0, 1))
+    first, again, different = (read_samples(LLAMA, "self", 3, length=40, seed=s, module=model) for s in (0, 0, 1))
     ids = first.batches[0]["input_ids"]
     assert (ids.shape, first.task) == ((3, 40), "next token")
     assert torch.equal(ids, again.batches[0]["input_ids"])
-    assert not torch.equal(ids, other.batches[0]["input_ids"])
+    assert not torch.equal(ids, different.batches[0]["input_ids"])
     noise = torch.randint(256, ids.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        own, random = (float(model(input_ids=x, labels=x).loss) for x in (ids, noise))
-    assert own < random - 3
+        loss, random = (float(model(input_ids=x, labels=x).loss) for x in (ids, noise))
+    assert loss < random - 3
 
 
 def test_models_without_a_cache_write_the_same(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
@@ -293,9 +378,9 @@ def test_samples_of_another_kind_are_refused(source: str, path: str, message: st
 
 
 def test_padding_is_cut_off_and_equal_lengths_stand_together():
-    left = {"input_ids": torch.tensor([[0, 8, 9]]), "attention_mask": torch.tensor([[0, 1, 1]])}
-    right = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
-    cut = unpadded([right, left, {"input_ids": torch.tensor([[6, 7]])}], "data")
+    before = {"input_ids": torch.tensor([[0, 8, 9]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    after = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    cut = unpadded([after, before, {"input_ids": torch.tensor([[6, 7]])}], "data")
     assert [batch["input_ids"].tolist() for batch in cut] == [[[1, 2, 3]], [[4, 5], [8, 9]], [[6, 7]]]
     assert set(cut[0]) == {"input_ids"}
     with pytest.raises(RotationMergeError, match="holes"):

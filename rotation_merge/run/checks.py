@@ -10,7 +10,8 @@ import torch
 
 from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.run.functions import Batch, device_of, inputs_for
+from rotation_merge.run.batches import Batch
+from rotation_merge.run.functions import device_of, inputs_for
 
 
 def check_inputs(names: Collection[str], model: Any, source: str) -> None:
@@ -36,37 +37,40 @@ def check_batches(batches: Sequence[Batch], model: Any, source: str) -> None:
         for name, tensor in batch.items():
             if not all_finite([tensor]):
                 raise DataError(f"'{name}' holds NaN or infinity", where=source, remedy="leave such examples out")
-        _check_tokens(batch, model, source)
+        if "input_ids" in batch and (fault := _token_fault(batch, model)):
+            remedy = "give rows of tokens as the model's own tokenizer encodes them, with masks, in windows that fit"
+            raise DataError(fault, where=source, remedy=f"{remedy} ('length')")
     for batch in {frozenset(batch): batch for batch in batches}.values():
         decoding = getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in batch
         if decoding or "input_ids" not in batch:
             _check_runs(batch, model, source, decoding)
 
 
-def _check_tokens(batch: Batch, model: Any, source: str) -> None:
-    """Check that tokens fit their mask, and the model's vocabulary and positions."""
-    if "input_ids" not in batch:
-        return
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
+def _token_fault(batch: Batch, model: Any) -> str | None:
+    """What is wrong with tokens: their form, their mask, the model's vocabulary or positions; None if nothing."""
+    ids, mask, words = batch["input_ids"], batch.get("attention_mask"), _vocabulary(model)
     if ids.is_floating_point() or ids.ndim < 2:
-        problem = f"'input_ids' is of {str(ids.dtype).removeprefix('torch.')}, shape {list(ids.shape)}"
-        raise DataError(problem, where=source, remedy="give whole numbers, one row of tokens for each example")
+        return f"'input_ids' is of {str(ids.dtype).removeprefix('torch.')}, shape {list(ids.shape)}"
     if mask is not None and mask.ndim <= ids.ndim and mask.shape != ids.shape:
-        problem = f"'attention_mask' has shape {list(mask.shape)}, 'input_ids' {list(ids.shape)}"
-        raise DataError(problem, where=source, remedy="give one number for each token")
-    try:
-        words = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:  # of models with two towers (CLIP)
-        words = model.config.get_text_config().vocab_size
+        return f"'attention_mask' has shape {list(mask.shape)}, 'input_ids' {list(ids.shape)}"
     odd = [] if words is None else ids[(ids < 0) | (ids >= words)].tolist()
     if odd:
-        problem = f"token id {odd[0]} is outside the model's vocabulary of {words}"
-        raise DataError(problem, where=source, remedy="encode the text with the model's own tokenizer")
+        return f"token id {odd[0]} is outside the model's vocabulary of {words}"
     longest = getattr(model.config, "max_position_embeddings", None)
-    learned = any("position" in name or "wpe" in name for name, _ in model.named_parameters())
-    if longest is not None and learned and ids.shape[-1] > longest:
-        problem = f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}"
-        raise DataError(problem, where=source, remedy=f"give windows of at most {longest} ('length')")
+    if longest is not None and ids.shape[-1] > longest and _learns_positions(model):
+        return f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}"
+    return None
+
+
+def _vocabulary(model: Any) -> int | None:
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:  # of models with two towers (CLIP)
+        return int(model.config.get_text_config().vocab_size)
+
+
+def _learns_positions(model: Any) -> bool:
+    return any("position" in name or "wpe" in name for name, _ in model.named_parameters())
 
 
 @torch.no_grad()
@@ -88,16 +92,14 @@ def _check_runs(batch: Batch, model: Any, source: str, decoding: bool) -> None:
 
 def check_labels(batches: Sequence[Batch], model: Any, task: str, source: str) -> None:
     """Check that labels are classes of the model, or a number for each output."""
-    name = type(model).__name__
-    if not name.endswith("Classification"):
-        return
-    count = model.config.num_labels
-    for labels in (batch["labels"] for batch in batches if "labels" in batch):
-        odd = labels[(labels != -100) & ((labels < 0) | (labels >= count))].flatten() if task == "class" else labels[:0]
-        if len(odd):
+    name, problem = type(model).__name__, ""
+    for labels in (batch["labels"] for batch in batches if "labels" in batch and name.endswith("Classification")):
+        count = model.config.num_labels
+        odd = labels[(labels != -100) & ((labels < 0) | (labels >= count))].flatten()
+        if task == "class" and len(odd):
             problem = f"label {int(odd[0])} is none of the model's {count} classes"
-            raise DataError(problem, where=source or None, remedy="give the numbers of its own classes")
-        if task != "class" and labels.numel() != count * len(labels):
+        elif task != "class" and labels.numel() != count * len(labels):
             problem = f"{labels.numel() // len(labels)} numbers for each example, {name} gives {count}"
-            remedy = "give one number for each output of the model"
+        if problem:
+            remedy = "give numbers of its own classes, or one number for each output of the model"
             raise DataError(problem, where=source or None, remedy=remedy)

@@ -1,0 +1,255 @@
+"""Readers of sources: text, rows of named columns, arrays, images, demo data; each gives examples, batches of one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError, nearest, nearest_path, short
+from rotation_merge.model.hub import local_file
+from rotation_merge.model.sentence import reading
+from rotation_merge.model.vocabulary import tokenizer_in
+from rotation_merge.run import demo
+from rotation_merge.run.batches import Batch, joined
+from rotation_merge.run.checks import check_inputs
+from rotation_merge.run.functions import local_path, predicts_next
+from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays
+from rotation_merge.run.sample_kinds import KINDS, columns
+from rotation_merge.run.sentence import is_sentence_model
+
+
+def tokenizer_of(model_path: str) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        DataError: there is none that can be loaded.
+    """
+    tokenizer = tokenizer_in(local_path(model_path)) if model_path else None
+    if tokenizer is None:
+        remedy = "add tokenizer.json, or give batches of input_ids"
+        raise DataError("no tokenizer can be loaded for its texts", where=model_path or "the model", remedy=remedy)
+    return tokenizer
+
+
+def read_examples(source: str, model: Any, model_path: str, length: int) -> list[Batch]:
+    """All examples of a source.
+
+    Raises:
+        DataError: names the file and the expected content.
+    """
+    if source.startswith("demo:"):
+        return _demo(source.removeprefix("demo:"), length)
+    path = Path(local_file(source))
+    if not path.exists():
+        raise DataError("no such file", where=source, remedy=nearest_path(source, f"give {KINDS}", os.path.exists))
+    try:
+        content = _content(path, model.config)
+    except Exception as error:  # each library refuses in its own way
+        raise DataError(f"cannot be read ({short(error)})", where=source, remedy=f"give {KINDS}") from error
+    if isinstance(content, str) and is_sentence_model(model):
+        content = [{"text": line} for line in content.splitlines() if line.strip()]
+    if isinstance(content, list):
+        return _examples(content, source, model, model_path, length)
+    check_inputs(["input_ids"] if isinstance(content, str) else content, model, source)
+    if isinstance(content, dict):
+        return split_arrays(content, model, source)
+    tokens = tokenizer_of(model_path)(content, return_tensors="pt", verbose=False)["input_ids"][0]
+    return _windows(tokens, length, source)
+
+
+def _content(path: Path, config: Any) -> dict[str, Tensor] | list[Any] | str:
+    """Named arrays, rows, or running text."""
+    if path.is_dir():
+        return image_rows(path, config) or _dataset(path)
+    read = READERS.get(path.suffix.lower())
+    return path.read_text(encoding="utf-8") if read is None else read(path)
+
+
+def _dataset(path: Path) -> list[Any]:
+    """The rows of a folder of datasets; of a dictionary of splits, of its first."""
+    from datasets import DatasetDict, load_from_disk
+
+    rows = load_from_disk(str(path))
+    return [*(next(iter(rows.values())) if isinstance(rows, DatasetDict) else rows)]
+
+
+def _parquet(path: Path) -> list[Any]:
+    from datasets import Dataset
+    from pyarrow.parquet import read_table
+
+    return [*Dataset(read_table(path))]
+
+
+def _table(path: Path) -> list[Any]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        rows = [{name and name.strip(): value for name, value in row.items()} for row in reader if any(row.values())]
+    odd = next((number for number, row in enumerate(rows, 2) if None in row or None in row.values()), None)
+    if odd is not None:
+        raise ValueError(f"row {odd} has other columns than the header; put texts that hold commas into quotes")
+    label = columns(rows[0] if rows else ()).get("label")
+    return [row if label is None else {**row, label: _number(row[label].strip())} for row in rows]
+
+
+def _number(text: str) -> int | float | str:
+    """A cell's number, or its text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _json(path: Path) -> list[Any]:
+    """The objects of a list, or of one line each."""
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from error
+    return rows
+
+
+def _npz(path: Path) -> dict[str, Tensor]:
+    import numpy as np
+
+    with np.load(path, allow_pickle=False) as file:
+        return _wide({name: torch.as_tensor(file[name]) for name in file.files})
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return _wide(load_file(path))
+
+
+def _wide(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: array.float() if array.is_floating_point() else array.long() for name, array in arrays.items()}
+
+
+READERS: dict[str, Callable[[Path], dict[str, Tensor] | list[Any]]] = {
+    ".csv": _table,
+    ".tsv": _table,
+    ".parquet": _parquet,
+    ".json": _json,
+    ".jsonl": _json,
+    ".npz": _npz,
+    ".safetensors": _safetensors,
+}
+"""Files by suffix; all others are text."""
+
+
+def _demo(name: str, length: int) -> list[Batch]:
+    """Samples that come with the package."""
+    if name == "digits":
+        _, _, pixels, labels = demo.digits()
+        return [{"pixel_values": pixels[i : i + 1], "labels": labels[i : i + 1]} for i in range(len(labels))]
+    if name not in demo.NAMES:
+        known = ", ".join(f"demo:{known}" for known in ("digits", *demo.NAMES))
+        raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
+    return _windows(demo.text(name), length, f"demo:{name}")
+
+
+def _windows(tokens: Tensor, length: int, source: str) -> list[Batch]:
+    count = len(tokens) // length
+    if count == 0:
+        raise DataError(f"holds {len(tokens)} tokens, a window takes {length}", where=source, remedy="give more text")
+    return [{"input_ids": window[None]} for window in tokens[: count * length].view(count, length)]
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _examples(rows: list[Any], source: str, model: Any, model_path: str, length: int) -> list[Batch]:
+    """Rows with an image, a text (or two) or `input_ids`, and a label where there is one.
+
+    Raises:
+        DataError: names the row.
+    """
+    names = columns(name for row in rows if isinstance(row, dict) for name in row)
+    labelled = "label" in names and not ("text" in names and predicts_next(model))
+    if "image" in names:
+        check_inputs(["pixel_values"], model, source)
+        read = _picture_reader(names, model, model_path)
+    else:
+        read = _words_reader(names, model, model_path, length) if "text" in names else _read_tokens
+    examples = []
+    for number, row in enumerate(rows, 1):
+        try:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"{short(row)} has no columns")
+            example = read(row)
+            if labelled and row.get(names["label"]) is not None:
+                example["labels"] = _label(row[names["label"]], model)[None]
+        except Exception as error:  # of Pillow, processors and tokenizers, of every kind
+            problem = f"{short(row)} cannot be read ({short(error)})"
+            remedy = 'write {"text": ..., "label": ...} or {"input_ids": [3, 14, 15], "labels": ...}, or give images'
+            raise DataError(problem, where=f"{source}, record {number}", remedy=remedy) from error
+        examples.append(example)
+    return examples
+
+
+RowReader = Callable[[Mapping[str, Any]], Batch]
+"""Gives the inputs in a row, or raises an error of any kind."""
+
+
+def _picture_reader(names: Mapping[str, str], model: Any, model_path: str) -> RowReader:
+    pixels = pixel_reader(local_path(model_path) if model_path else "", model.config)
+    return lambda row: {"pixel_values": pixels(row[names["image"]])[None]}
+
+
+def _words_reader(names: Mapping[str, str], model: Any, model_path: str, length: int) -> RowReader:
+    """Two texts are one input, divided; of a model that gives embeddings two, behind its prompt: (1, 2, tokens)."""
+    used = [names[role] for role in ("text", "text_pair") if role in names]
+    tokenizer, embeds = tokenizer_of(model_path), is_sentence_model(model)
+    prompt, longest = reading(local_path(model_path)) if embeds else ("", None)
+
+    def tokens(*texts: str) -> Batch:
+        return _tokens(tokenizer(*texts, truncation=True, max_length=min(length, longest or length))["input_ids"])
+
+    def read(row: Mapping[str, Any]) -> Batch:
+        texts = [prompt + str(row[name]) for name in used if row.get(name) is not None]
+        if row.get(used[0]) is None or (embeds and len(texts) < len(used)):
+            raise ValueError("a text is missing")
+        if not embeds or len(texts) == 1:
+            return tokens(*texts)
+        return {name: x[None] for name, x in joined([tokens(text) for text in texts]).items()}
+
+    return read
+
+
+def _read_tokens(row: Mapping[str, Any]) -> Batch:
+    return _tokens(row["input_ids"])
+
+
+def _tokens(ids: Any) -> Batch:
+    """Token ids, int64, with their mask, (1, tokens)."""
+    tokens = torch.tensor(ids)
+    if tokens.ndim != 1 or tokens.dtype != torch.long:
+        raise ValueError(f"'input_ids' are {short(ids)}, no row of token ids")
+    return {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None]}
+
+
+def _label(label: Any, model: Any) -> Tensor:
+    """A row's label, or row of labels: a class by its number or name, or numbers."""
+    if isinstance(label, str):
+        names = getattr(model.config, "label2id", None) or {}
+        classes = {str(name).lower(): int(i) for name, i in names.items()}
+        try:
+            label = classes[label.lower()] if label.lower() in classes else json.loads(label)
+        except ValueError as error:
+            raise ValueError(f"the model has no class '{label}'; {nearest(label.lower(), classes)}") from error
+    value = torch.tensor(label)
+    return value.float() if value.is_floating_point() or is_sentence_model(model) else value.long()
