@@ -66,8 +66,9 @@ class Activations:
             result.inputs.update({axis: torch.cat(parts) for axis, parts in watcher.inputs.items()})
             result.outputs.update({name: torch.cat(parts) for name, parts in watcher.outputs.items()})
         for linear in watched.maps.values():
+            block = linear.block
             if linear.info.name in watched.axes and not linear.stacked:
-                result.maps.setdefault(_place(linear.block), []).append(linear)
+                result.maps.setdefault((block.module, block.place, block.index), []).append(linear)
         return replace(result, axes=watched.axes, split=frozenset(watched.split))
 
     def around(self, linear: LinearMap) -> tuple[str, Tensor | None, Tensor | None]:
@@ -76,16 +77,13 @@ class Activations:
         Args:
             linear: named as in the checkpoint.
         """
-        place = same_map(linear, self.maps.get(_place(linear.block), []))
+        block = linear.block
+        place = same_map(linear, self.maps.get((block.module, block.place, block.index), []))
         if place is None:
             return "", None, None
         name, rows = place[0].info.name, place[1]
         outputs = self.outputs.get(name)
         return self.axes[name], self.inputs[self.axes[name]], None if outputs is None else outputs[:, rows]
-
-
-def _place(block: Block) -> Place:
-    return block.module, block.place, block.index
 
 
 class _RowWatcher(Watcher):
