@@ -40,7 +40,6 @@ from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, unlabelled
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
 from rotation_merge.run.functions import architecture_of, device_of, module_of
-from rotation_merge.run.sample_kinds import SAMPLES, SOURCES
 
 LOG = logging.getLogger(__name__)
 
@@ -185,8 +184,7 @@ def _samples(batches: Samples, pairs: Sequence[Pair], module: nn.Module) -> list
         RotationMergeError: they cannot, or there are too few.
     """
     if isinstance(batches, str | os.PathLike):
-        limit = SAMPLES if str(batches) in SOURCES else None
-        samples = read_samples(pairs[0].anchor, batches, limit, module=module).batches
+        samples = read_samples(pairs[0].anchor, batches, module=module).batches
     else:
         batches = listed(batches)
         for model in (module, *(pair.donor.module for pair in pairs if pair.donor.module is not None)):
