@@ -30,7 +30,8 @@ from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
 from rotation_merge.matching.objective import Answered, divergence
 from rotation_merge.matching.training import Training, kept_in, restore, trained
 from rotation_merge.model.tensors import Fingerprint
-from rotation_merge.run.functions import check_answers, device_of, fused_attention, inputs_for
+from rotation_merge.run.batches import device_of, inputs_for
+from rotation_merge.run.functions import check_answers, fused_attention
 from rotation_merge.run.ledger import Ledger
 from rotation_merge.workers import Progress
 

@@ -24,10 +24,9 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import PART, Store, TemporaryFolder
 from rotation_merge.matching.objective import Answered, is_distribution, main_output, read_answers, write_answers
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.run.batches import Batch
+from rotation_merge.run.batches import Batch, inputs_for
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import inputs_for
 
 SHARES = (1.0, 0.5)
 """Shares of the new base's logits beyond the old base's that a target may have."""

@@ -37,9 +37,9 @@ from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import Tensors, checksum
 from rotation_merge.model.view import View
-from rotation_merge.run.batches import Batch, unlabelled
+from rotation_merge.run.batches import Batch, device_of, unlabelled
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
-from rotation_merge.run.functions import architecture_of, device_of, module_of
+from rotation_merge.run.functions import architecture_of, module_of
 
 LOG = logging.getLogger(__name__)
 

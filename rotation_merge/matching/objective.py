@@ -13,8 +13,8 @@ from torch.nn import functional
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, short
 from rotation_merge.files import read_part, write_part
 from rotation_merge.matching.options import Objective
-from rotation_merge.run.batches import Batch
-from rotation_merge.run.functions import check_answers, inputs_for
+from rotation_merge.run.batches import Batch, inputs_for
+from rotation_merge.run.functions import check_answers
 
 MOST = 64
 """Outputs of a prediction that are kept; with so many classes at most, all are."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotation_merge.errors import DataError, short
 
@@ -18,6 +18,18 @@ Batch = dict[str, Tensor]
 def unlabelled(batch: Mapping[str, Tensor]) -> Batch:
     """A batch without its labels."""
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of a model's parameters, or where its modules read them when they run; the CPU for what has none."""
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return torch.device(getattr(model, "hf_device_map", {}).get("", "cpu" if first is None else first.device))
+
+
+def inputs_for(model: Any, batch: Mapping[str, Tensor]) -> Batch:
+    """A batch without its labels, on the model's device."""
+    device = device_of(model)
+    return {name: tensor.to(device) for name, tensor in unlabelled(batch).items()}
 
 
 def examples_in(batch: Batch) -> int:

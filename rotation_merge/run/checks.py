@@ -10,8 +10,7 @@ import torch
 
 from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.linalg.finite import all_finite
-from rotation_merge.run.batches import Batch
-from rotation_merge.run.functions import device_of, inputs_for
+from rotation_merge.run.batches import Batch, device_of, inputs_for
 
 
 def check_inputs(names: Collection[str], model: Any, source: str) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import DataError
-from rotation_merge.run.batches import Batch, by_rows
-from rotation_merge.run.functions import check_answers, inputs_for
+from rotation_merge.run.batches import Batch, by_rows, inputs_for
+from rotation_merge.run.functions import check_answers
 from rotation_merge.workers import Progress
 
 FISHER = "Fisher"

@@ -22,7 +22,7 @@ from rotation_merge.model.forms import restructured
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.view import View, as_stored
-from rotation_merge.run.batches import Batch, unlabelled
+from rotation_merge.run.batches import Batch, inputs_for
 from rotation_merge.run.sentence import is_sentence_model, with_modules
 
 BESIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -231,18 +231,6 @@ def to_stored_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             if torch.equal(narrow.to(parameter.dtype), parameter):
                 parameter.data = narrow
     return model
-
-
-def device_of(model: Any) -> torch.device:
-    """The device of a model's parameters, or where its modules read them when they run; the CPU for what has none."""
-    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return torch.device(getattr(model, "hf_device_map", {}).get("", "cpu" if first is None else first.device))
-
-
-def inputs_for(model: Any, batch: Mapping[str, Tensor]) -> Batch:
-    """A batch without its labels, on the model's device."""
-    device = device_of(model)
-    return {name: tensor.to(device) for name, tensor in unlabelled(batch).items()}
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
-from rotation_merge.run.functions import check_answers, device_of, fused_attention, outputs
+from rotation_merge.run.batches import device_of
+from rotation_merge.run.functions import check_answers, fused_attention, outputs
 from rotation_merge.run.sources import tokenizer_of
 from rotation_merge.workers import listener
 

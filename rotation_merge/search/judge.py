@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from rotation_merge.errors import DataError
-from rotation_merge.run.batches import Batch
+from rotation_merge.run.batches import Batch, inputs_for
 from rotation_merge.run.curves import FIGURES
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import of_floats, score
-from rotation_merge.run.functions import inputs_for
 from rotation_merge.workers import listener
 
 MOST_KEPT = 1 << 27

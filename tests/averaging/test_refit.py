@@ -297,7 +297,10 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         with keep_float64():
             store = StateStore(str(tmp_path / "states"))
             donors = [models.runner(Copies(models.states[k]), [models.batches[k]], store) for k in range(2)]
-            merge, answers = models.runner(Copies(models.states[0]), models.batches, store), [[(0, 0, 1.0)], [(1, 0, 1.0)]]
+            merge, answers = (
+                models.runner(Copies(models.states[0]), models.batches, store),
+                [[(0, 0, 1.0)], [(1, 0, 1.0)]],
+            )
             refit = Refit(merge, models.architecture, donors, teacher_answers(answers), [1.0, 1.0], 0.01, store)
             refit.rounded = measured
             refit.run()
