@@ -20,11 +20,11 @@ from rotation_merge.cli.paths import (
     is_document,
     writes,
 )
-from rotation_merge.cli.show import Answer, Progress, on_terminal, say, shown, table
+from rotation_merge.cli.show import Answer, Progress, say, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.report.plots import check_plot, save_barrier, text_plot
+from rotation_merge.report.plots import check_plot, save_barrier
 from rotation_merge.run.curves import FILE, Barrier, is_barrier
 from rotation_merge.run.evaluate import BarrierConfig
 
@@ -185,5 +185,3 @@ def _show(barrier: Barrier) -> None:
         headers = ("matching", "barrier", "loss in the middle", barrier.figure)
         figures = ((c, f"{c.barrier():.4f}", f"{c.loss[middle]:.4f}", f"{c.accuracy[middle]:{form}}") for c in curves)
         table("", headers, [(curve.name, *cells) for curve, *cells in figures], numbers=(1, 2, 3))
-    if on_terminal():
-        say(text_plot(barrier))

@@ -150,7 +150,7 @@ def _inspected(donor: RecipeDonor) -> dict[str, Any]:
     spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)
     memory = peak_memory(pair.architecture, anchor.shapes, options, size, carried=donor.origin is not None)
     facts = {"model": donor.name, "origin": donor.origin, "alignment": donor.file, "options": asdict(donor.options)}
-    return {**facts, **asdict(spaces), "memory": memory, "disk": size * spaces.parameters, "warnings": warnings}
+    return {**facts, **spaces, "memory": memory, "disk": size * spaces["parameters"], "warnings": warnings}
 
 
 def _show(donor: RecipeDonor, facts: dict[str, Any]) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.model.apply import read_block, read_tensor
+from rotation_merge.model.apply import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 
@@ -39,13 +39,13 @@ class Gap:
     from_identity: dict[str, float]
 
 
-def _gap(sums: Tensor, block: str, layer: int | None, space: str, kind: str, identity: dict[str, float]) -> Gap:
+def _gap(sums: Tensor, block: str, layer: int | None, space: str, kind: str, identity: Mapping[str, float]) -> Gap:
     """The gap of two sets of tensors, by their `_sums`."""
-    aa, bb, ab, cc, ac = sums.tolist()
-    before, after = (bb, ab), (cc, ac)
-    d0, d1 = (math.sqrt(max(aa + s - 2 * p, 0.0) / aa) if aa else 0.0 for s, p in (before, after))
-    a0, a1 = (_angle(aa, s, p) for s, p in (before, after))
-    return Gap(block, layer, space, kind, d0, d1, a0, a1, identity)
+    anchor, *before_and_after = sums.tolist()
+    pairs = before_and_after[:2], before_and_after[2:]
+    distances = (math.sqrt(max(anchor + square - 2 * inner, 0.0) / (anchor or 1.0)) for square, inner in pairs)
+    angles = (_angle(anchor, *pair) for pair in pairs)
+    return Gap(block, layer, space, kind, *distances, *angles, dict(identity))
 
 
 def _angle(aa: float, bb: float, ab: float) -> float:
@@ -62,46 +62,36 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     Where the alignment folds norm gains, both models are looked at folded, before and after.
     """
     if alignment.folded:
-        anchor = folded_tensors(architecture, anchor, alignment.folded)
-        donor = folded_tensors(architecture, donor, alignment.folded)
-    aligned = moved_tensors(architecture, donor, alignment.transforms)
-    whole = torch.zeros(5, dtype=torch.float64)
+        anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
+    aligned, transforms = moved_tensors(architecture, donor, alignment.transforms), alignment.transforms
+    whole = zero = torch.zeros(5, dtype=torch.float64)
     for block in architecture.blocks:
-        a, b = read_block(block, anchor), read_block(block, donor)
-        sums = {i.key: _sums(a[i.key], b[i.key], read_tensor(i, aligned)) for i in _shared(block, a, b)}
+        a, b, c = (read_block(block, source) for source in (anchor, donor, aligned))
+        shared = [i for i in block.tensors if i.key in a and i.key in b and a[i.key].shape == b[i.key].shape]
+        sums = {info.key: _sums(a[info.key], b[info.key], c[info.key]) for info in shared}
         for space in block.spaces.values():
-            transform = alignment.transforms.get(space.name)
-            if transform is None and space.kind == "translation":
+            if (transform := transforms.get(space.name)) is None and space.kind == "translation":
                 continue  # rows that nobody asked to shift
-            part = _total(sums, (info for info in _shared(block, a, b) if space in info.spaces()))
+            total = sum((sums[info.key] for info in shared if space in info.spaces()), zero)
             local = space.name.rsplit(".", 1)[-1]
-            yield _gap(part, block.name, block.index, local, space.kind, transform.distances() if transform else {})
-        everything = _total(sums, _shared(block, a, b))
-        yield _gap(everything, block.name, block.index, "all", "block", {})
-        whole = whole + everything
+            yield _gap(total, block.name, block.index, local, space.kind, transform.distances() if transform else {})
+        total = sum(sums.values(), zero)
+        yield _gap(total, block.name, block.index, "all", "block", {})
+        whole = whole + total
+    several = len(architecture.streams) > 1
+    parts = {name: transforms[name].distances() for name in architecture.streams if name in transforms}
     streams = {
-        f"{name}: {part}" if len(architecture.streams) > 1 else part: value
-        for name in architecture.streams
-        if name in alignment.transforms
-        for part, value in alignment.transforms[name].distances().items()
+        f"{n}: {part}" if several else part: value
+        for n, part_values in parts.items()
+        for part, value in part_values.items()
     }
     yield _gap(whole, "model", None, "all", "model", streams)
 
 
-def _shared(block: Block, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[TensorInfo]:
-    return [i for i in block.tensors if i.key in a and i.key in b and a[i.key].shape == b[i.key].shape]
-
-
-def _total(sums: Mapping[str, Tensor], infos: Iterable[TensorInfo]) -> Tensor:
-    return sum((sums[info.key] for info in infos), torch.zeros(5, dtype=torch.float64))
-
-
-def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> Tensor:
+def _sums(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Squared norms and inner products of anchor a, donor b and aligned donor c: aa, bb, ab, cc, ac."""
-    a, b = anchor.double().flatten(), donor.double().flatten()
-    c = b if aligned is None else aligned.double().flatten()
-    products = [float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))]
-    return torch.tensor(products, dtype=torch.float64)
+    a, b, c = (tensor.double().flatten() for tensor in (a, b, c))
+    return torch.stack([x @ y for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))])
 
 
 APART = 45.0
@@ -113,18 +103,15 @@ def coordinates_verdict(gaps: list[Gap]) -> str:
     whole = gaps[-1]
     if whole.distance_before == 0:
         return "the two models are equal in every shared tensor"
-    layers = [gap for gap in gaps if gap.kind == "block" and gap.layer is not None]
-    gain, shared = 1 - whole.distance_after / whole.distance_before, whole.angle_before < APART
-    if whole.distance_after < 1e-3 * whole.distance_before:
+    coordinates = "share their coordinates" if whole.angle_before < APART else "do not share their coordinates"
+    gain = 1 - whole.distance_after / whole.distance_before
+    words = f"{coordinates}: alignment brings them {gain:.0%} nearer"
+    if gain > 0.999:
         words = "are one model in two coordinate systems: alignment brings them together"
-    elif gain < 0.01 and shared:
-        words = "share their coordinates: alignment has next to nothing to do"
     elif gain < 0.01:
-        words = "do not share their coordinates, and aligning these spaces does not bring them nearer"
-    else:
-        angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
-        coordinates = "share most of their coordinates" if shared else "do not share their coordinates"
-        words = f"{coordinates}: alignment brings them {gain:.0%} nearer (angle {angles})"
+        words = f"{coordinates}, and alignment has next to nothing to do"
+    words += f" (angle {whole.angle_before:.3g} to {whole.angle_after:.3g} degrees)"
+    layers = [gap for gap in gaps if gap.kind == "block" and gap.layer is not None]
     if layers:
         widest = max(layers, key=lambda gap: gap.angle_after)
         words += f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)"

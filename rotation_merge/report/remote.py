@@ -13,20 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.model.contents import INDEX, WEIGHT_FILES, Contents
+from rotation_merge.model.contents import ADAPTER_CONFIG, CONFIG, GENERATION, INDEX, WEIGHT_FILES, Contents
 from rotation_merge.model.gguf import refuse_absent
 from rotation_merge.model.hub import reachable
 
-SHARDS = WEIGHT_FILES[0] + INDEX
-SMALL = ("config.json", "generation_config.json", "adapter_config.json", SHARDS)
+SMALL = (CONFIG, GENERATION, ADAPTER_CONFIG, WEIGHT_FILES[0] + INDEX)
 SINGLE = (WEIGHT_FILES[0], "adapter_model.safetensors")
 DOWNLOADED = (".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken")
 """Endings of the files that a merge downloads."""
 WORKERS = 16
+
+Refused = dict[str, RotationMergeError]
+"""Errors by model."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,7 @@ class RemoteModel:
 
 
 @contextmanager
-def remote_headers(
-    names: Sequence[str], offline: bool
-) -> Iterator[tuple[list[RemoteModel], dict[str, RotationMergeError]]]:
+def remote_headers(names: Sequence[str], offline: bool) -> Iterator[tuple[list[RemoteModel], Refused]]:
     """Have the headers of models of the hub in the place of its cache while the block runs; the hub is not asked then.
 
     Gives these models, and the errors of the others by name.
@@ -63,22 +64,10 @@ def remote_headers(
         return
     with TemporaryFolder() as folder:
         with ThreadPoolExecutor(WORKERS) as pool:
-            results = dict(zip(names, pool.map(lambda name: _tried(name, folder), names), strict=True))
+            results = list(pool.map(partial(_fetched, cache=folder), names))
+        refused = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, Exception)}
         with _in_place_of_cache(folder):
-            models = [result for result in results.values() if isinstance(result, RemoteModel)]
-            yield models, {name: result for name, result in results.items() if isinstance(result, RotationMergeError)}
-
-
-def _tried(name: str, cache: str) -> RemoteModel | RotationMergeError:
-    """A model whose headers are fetched, or why they are not."""
-    try:
-        return _fetched(name, cache)
-    except RotationMergeError as error:
-        return error
-    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-        problem = f"its headers cannot be fetched from the hub ({short(error)})"
-        remedy = "check the name, and 'hf auth login' where it is gated"
-        return CheckpointError(problem, where=name, remedy=remedy)
+            yield [result for result in results if isinstance(result, RemoteModel)], refused
 
 
 @contextmanager
@@ -98,7 +87,18 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
         constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, offline
 
 
-def _fetched(name: str, cache: str) -> RemoteModel:
+def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
+    """A model whose headers are fetched into a cache, or why they are not."""
+    try:
+        return _fetch(name, cache)
+    except RotationMergeError as error:
+        return error
+    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
+        problem = f"its headers cannot be fetched from the hub ({short(error)})"
+        return CheckpointError(problem, where=name, remedy="check the name, and 'hf auth login' where it is gated")
+
+
+def _fetch(name: str, cache: str) -> RemoteModel:
     """Download a model's small files into a cache, and write weight files that have their headers alone."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
@@ -107,26 +107,21 @@ def _fetched(name: str, cache: str) -> RemoteModel:
     sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
     snapshot = snapshot_download(repo, revision=revision or None, cache_dir=cache, allow_patterns=list(SMALL))
     os.makedirs(snapshot, exist_ok=True)
-    shards = set(Contents(snapshot).weight_map.values()) or SINGLE
-    files = [file for file in shards if file in sizes]
+    files = [file for file in set(Contents(snapshot).weight_map.values()) or SINGLE if file in sizes]
     if not files:
         refuse_absent(name, names=sizes)
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
-
-    def fetch(file: str) -> None:
-        _write_holes(
-            os.path.join(snapshot, file), api.parse_safetensors_file_metadata(repo, file, revision=str(info.sha))
-        )
-
     with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(fetch, files))
+        heads = pool.map(partial(api.parse_safetensors_file_metadata, repo, revision=str(info.sha)), files)
+        for file, head in zip(files, heads, strict=True):
+            _write_sparse(os.path.join(snapshot, file), head)
     size = sum(size for file, size in sizes.items() if file.endswith(DOWNLOADED) and "/" not in file)
     card: Mapping[str, Any] = getattr(info, "card_data", None) or {}
     return RemoteModel(name, size, card.get("license"), os.path.abspath(constants.HF_HUB_CACHE))
 
 
-def _write_holes(path: str, head: Any) -> None:
+def _write_sparse(path: str, head: Any) -> None:
     """Write a safetensors file with a header and sparse, unwritten data."""
     entries: dict[str, Any] = {
         name: {"dtype": str(entry.dtype), "shape": list(entry.shape), "data_offsets": list(entry.data_offsets)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block, Space
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import residual_groups
@@ -14,91 +14,68 @@ from rotation_merge.symmetry.admitted import admitted
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-
-@dataclass(frozen=True)
-class SpaceLine:
-    """Equal spaces: kind, sizes, group, and number of blocks."""
-
-    space: str
-    kind: str
-    sizes: str
-    group: str
-    count: int
-    blocks: str
-
-
-@dataclass(frozen=True)
-class MatchedSpaces:
-    """The spaces of a model under options of matching.
-
-    Attributes:
-        lines: the spaces.
-        matched, parameters: number of weights that some matched space moves, and of all weights.
-        unaligned: parts that are not moved, with the reason.
-        streams: the groups that each stream admits.
-    """
-
-    family: str
-    lines: list[SpaceLine]
-    matched: int
-    parameters: int
-    unaligned: list[str]
-    streams: dict[str, list[str]] = field(default_factory=dict)
+UNMATCHED = "not matched"
 
 
 def matched_spaces(
     architecture: Architecture, shapes: Shapes, options: AlignConfig, tied: str | None = None
-) -> MatchedSpaces:
-    """Describe the spaces of a model.
+) -> dict[str, Any]:
+    """The spaces of a model under options of matching.
 
     Args:
         shapes: by tensor name, from the files' headers.
         tied: the stream whose embedding is also the output; it takes rotations only with `untie`.
+
+    Returns:
+        `family`; `lines`, one for equal spaces, with `space`, `kind`, `sizes`, `group`, `count` and `blocks`; `matched`
+        and `parameters`: the number of weights that some matched space moves, and of all; `unaligned`: parts that are
+        not moved, with the reason; `streams`: the groups that each stream admits.
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    moved = _moved(architecture, options)
-    return MatchedSpaces(
-        architecture.family,
-        _lines(architecture, options),
-        sum(sizes.get(name, 0) for info in moved for name in info.names),
-        sum(sizes.values()),
-        _unaligned(architecture, shapes, options, moved, tied),
-        {name: list(groups) for name, groups in architecture.stream_groups.items()},
-    )
-
-
-def _matched_names(architecture: Architecture, options: AlignConfig) -> set[str]:
-    blocks = architecture.blocks
-    names = {space.name for block in blocks for space in wanted_spaces(block, options.at(architecture, block))}
-    return names | set(residual_groups(architecture, options.residual))
-
-
-def _moved(architecture: Architecture, options: AlignConfig) -> list[TensorInfo]:
-    names = _matched_names(architecture, options)
-    return [info for info in architecture.tensors() if any(space.name in names for space in info.spaces())]
-
-
-def _lines(architecture: Architecture, options: AlignConfig) -> list[SpaceLine]:
-    blocks_by_line: dict[tuple[str, str, str, str], list[Block]] = {}
-    for block in architecture.blocks:
-        block_options = options.at(architecture, block)
-        matched_spaces = wanted_spaces(block, block_options)
-        for space in block.spaces.values():
-            if space.head and space not in matched_spaces:  # opt-in: nothing that is missing
-                continue
-            group = admitted(space, block_options).words if space in matched_spaces else "not matched"
-            key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
-            blocks_by_line.setdefault(key, []).append(block)
-    lines = []
     groups = residual_groups(architecture, options.residual)
+    names = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))} | set(groups)
+    infos = list(architecture.tensors())
+    moved = {name for info in infos if any(space.name in names for space in info.spaces()) for name in info.names}
+    still = [i.key.replace("{base}", "") for i in infos if i.name in shapes and i.name not in moved]
+    reasons = [*_still_streams(architecture, options, tied), *architecture.limits, *_limits(architecture, options)]
+    if still:
+        examples = ", ".join(list(dict.fromkeys(still))[:6])
+        reasons.append(f"{len(still)} tensors have no axis in a matched space and are merged as they are: {examples}")
+    return {
+        "family": architecture.family,
+        "lines": [*_streams(architecture, groups), *_local(architecture, options)],
+        "matched": sum(sizes.get(name, 0) for name in moved),
+        "parameters": sum(sizes.values()),
+        "unaligned": reasons,
+        "streams": {name: list(admissible) for name, admissible in architecture.stream_groups.items()},
+    }
+
+
+def _streams(architecture: Architecture, groups: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     for name, stream in architecture.streams.items():
         possible = [group for group in architecture.stream_groups.get(name, ()) if group != "none"]
-        group = groups.get(name, "not matched")
-        choices = f"possible: {', '.join(possible)}" if possible else "none is possible"
-        lines.append(SpaceLine(name, "stream", _sizes(stream), f"{group} ({choices})", 1, "whole model"))
-    for (name, kind, sizes, group), blocks in blocks_by_line.items():
-        lines.append(SpaceLine(name, kind, sizes, group, len(blocks), _ranges(blocks)))
-    return lines
+        group = f"{groups.get(name, UNMATCHED)} (possible: {', '.join(possible) or 'none'})"
+        line = {"space": name, "kind": "stream", "sizes": _sizes(stream), "group": group}
+        yield {**line, "count": 1, "blocks": "whole model"}
+
+
+def _local(architecture: Architecture, options: AlignConfig) -> Iterator[dict[str, Any]]:
+    """Equal local spaces, and where they are."""
+    alike: dict[tuple[str, ...], list[Block]] = {}
+    for block in architecture.blocks:
+        block_options = options.at(architecture, block)
+        matched = wanted_spaces(block, block_options)
+        for space in block.spaces.values():
+            if space in matched or not space.head:  # a head's is moved only where it is asked for
+                group = admitted(space, block_options).words if space in matched else UNMATCHED
+                alike.setdefault((_last(space), space.kind, _sizes(space), group), []).append(block)
+    for facts, blocks in alike.items():
+        line = dict(zip(("space", "kind", "sizes", "group"), facts, strict=True))
+        yield {**line, "count": len(blocks), "blocks": _ranges(blocks)}
+
+
+def _last(space: Space) -> str:
+    return space.name.rsplit(".", 1)[-1]
 
 
 def _ranges(blocks: list[Block]) -> str:
@@ -106,67 +83,43 @@ def _ranges(blocks: list[Block]) -> str:
     if not numbers:
         return blocks[0].name
     module = "" if blocks[0].module == "default" else f"{blocks[0].module} "
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{module}layers {numbers[0]}-{numbers[-1]}"
-    return f"{module}layers {', '.join(map(str, numbers))}"
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{module}layers {f'{numbers[0]}-{numbers[-1]}' if whole else ', '.join(map(str, numbers))}"
 
 
 def _sizes(space: Space) -> str:
-    s = space.sizes
+    sizes = space.sizes
     if space.kind == "attention":
-        values = "" if s["value_dim"] == s["head_dim"] else f", values {s['value_dim']}"
-        return f"{s['groups'] * s['per_group']} heads, {s['groups']} KV, of {s['head_dim']}{values}"
-    if space.kind == "experts":
-        return f"{s['count']} experts of {s['size']}"
-    return str(s["size"])
+        values = "" if sizes["value_dim"] == sizes["head_dim"] else f", values {sizes['value_dim']}"
+        return f"{sizes['groups'] * sizes['per_group']} heads, {sizes['groups']} KV, of {sizes['head_dim']}{values}"
+    return f"{sizes['count']} experts of {sizes['size']}" if space.kind == "experts" else str(sizes["size"])
 
 
-def _would_match(groups: Sequence[str], tied: bool) -> str:
-    """The option that would match a fixed stream, as `check_pair` admits it."""
-    largest = groups[-1] if groups else "none"
-    if largest == "none":
-        return ", which the outputs use"
-    if not (tied and largest == "rotation"):
-        return f"; 'residual: {largest}' would match it"
-    return (
-        f"; 'residual: {groups[-2]}' would match it, 'residual: rotation' only with 'untie: true', "
-        "as the embedding is also the output"
-    )
-
-
-def _unaligned(
-    architecture: Architecture, shapes: Shapes, options: AlignConfig, moved: list[TensorInfo], tied: str | None
-) -> list[str]:
-    reasons = []
+def _still_streams(architecture: Architecture, options: AlignConfig, tied: str | None) -> Iterator[str]:
     moving = residual_groups(architecture, options.residual)
     for name, groups in architecture.stream_groups.items():
         if name not in moving:
-            more = _would_match(groups, name == tied)
-            reasons.append(f"stream '{name}' keeps its coordinates (residual: {options.residual}){more}")
-    reasons += list(architecture.limits)
-    spaces = [space for block in architecture.blocks for space in block.spaces.values()]
-    for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
+            largest = groups[-1] if groups else "none"
+            words = f"'residual: {largest}' would match it" if largest != "none" else "the outputs use it"
+            words += " with 'untie: true', as its embedding is the output, too" * (
+                name == tied and largest == "rotation"
+            )
+            yield f"stream '{name}' keeps its coordinates (residual: {options.residual}); {words}"
+
+
+def _limits(architecture: Architecture, options: AlignConfig) -> Iterator[str]:
+    """What heads keep, and layers that are left out."""
+    spaces = [space for block in architecture.blocks for space in block.spaces.values() if space.kind == "attention"]
+    for name, space in {_last(space): space for space in spaces}.items():
         if space.norm is not None:
             words = admitted(space).groups["qk"][0].words
-            reasons.append(f"'{name}' normalises queries and keys; maps that commute with the norm: {words}")
+            yield f"'{name}' normalises queries and keys; maps that commute with the norm: {words}"
         elif space.rotary:
-            reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
-        if not space.free_order:
-            reasons.append(f"heads of '{name}' keep their order: positions are tied to it")
-        elif not space.free_groups:
-            reasons.append(f"KV heads of '{name}' keep their order: other layers share them")
+            yield f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane"
+        if not (space.free_order and space.free_groups):
+            yield f"heads of '{name}' keep their order: positions, or other layers, are tied to it"
         if space.values == "fixed":
-            reasons.append(f"values of '{name}' keep their coordinates")
+            yield f"values of '{name}' keep their coordinates"
     if options.layer_ranges() is not None:
-        matched_layers = sum(
-            block.index is not None and options.matches_layer(block.index) for block in architecture.blocks
-        )
-        reasons.append(f"only layers {options.layers} are matched ({matched_layers} layers)")
-    known = {info.name for info in moved}
-    unlabelled = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
-    if unlabelled:
-        names = ", ".join(list(dict.fromkeys(info.key.replace("{base}", "") for info in unlabelled))[:6])
-        reasons.append(
-            f"{len(unlabelled)} tensors have no axis in a matched space and are merged as they are, such as {names}"
-        )
-    return reasons
+        count = sum(block.index is not None and options.matches_layer(block.index) for block in architecture.blocks)
+        yield f"only layers {options.layers} are matched ({count} layers)"

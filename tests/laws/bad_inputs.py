@@ -92,7 +92,7 @@ LINES = [
     call("doctor file", "names no merge_method"),
     call("push anchor a/b/c", "names no repository"),
     call("push anchor org/name", "no such file"),
-    call("push file org/name", "is a file"),
+    call("push file org/name", "no such file"),
     Row(
         "code of a checkpoint",
         ("donor",),

@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a doctor's recipe of nothing": (["doctor", "none.yml"], "none.yml"),
     "a doctor's bytes": (["doctor", "bytes.yml"], "is not a text file"),
     "a model that nobody merged, pushed": (["push", LLAMAS[0], "org/name"], "no such file"),
-    "a file, pushed": (["push", "file", "org/name"], "is a file"),
+    "a file, pushed": (["push", "file", "org/name"], "no such file"),
     "a repository's name": (["push", LLAMAS[0], "a/b/c"], "names no repository"),
     "weights, inspected": (["inspect", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
     "junk, inspected": (["inspect", "junk.safetensors"], "cannot be read"),

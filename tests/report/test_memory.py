@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rotation_merge import AlignConfig
@@ -10,7 +12,7 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.report import memory as module
 from rotation_merge.report.memory import averaging_memory, itemsize_of, peak_memory
-from rotation_merge.report.spaces import MatchedSpaces, matched_spaces
+from rotation_merge.report.spaces import matched_spaces
 
 ARCHITECTURE = table.sample(shipped()["llama"])
 """Two layers of width 64: 4 heads of 16 in 2 KV groups, 64 neurons."""
@@ -21,15 +23,9 @@ SHAPES = {
     if info.name.endswith(("proj.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight"))
     and all(axis.size or axis.label == "vocabulary" for axis in info.axes)
 }
-
-ATTENTION = 64 * 64 + 32 * 64 + 32 * 64 + 64 * 64
-"""Weights of queries, keys, values and outputs of one layer."""
-FFN = 3 * 64 * 64
-ENDS = 5 * 64 + 64 + 5 * 64
-"""Embedding, last norm, head."""
-ALL = 2 * (ATTENTION + FFN + 2 * 64) + ENDS
+ATTENTION, FFN = 2 * (64 + 32) * 64, 3 * 64 * 64
 BLOCK = ATTENTION + FFN + 2 * 64
-HEADS = AlignConfig(heads="permutation")
+ALL = 2 * BLOCK + (5 + 1 + 5) * 64
 ROTATION = AlignConfig(residual="rotation")
 WIDE = {name: (50_000, 64) if name.split(".")[-2] in ("embed_tokens", "lm_head") else x for name, x in SHAPES.items()}
 
@@ -38,7 +34,7 @@ def memory(options: AlignConfig | None = None, itemsize: int = 2, carried: bool 
     return peak_memory(ARCHITECTURE, WIDE if wide else SHAPES, options or AlignConfig(), itemsize, carried)
 
 
-def spaces(options: AlignConfig | None = None) -> MatchedSpaces:
+def spaces(options: AlignConfig | None = None) -> dict[str, Any]:
     return matched_spaces(ARCHITECTURE, SHAPES, options or AlignConfig())
 
 
@@ -49,19 +45,17 @@ def test_a_merge_holds_a_block_of_each_model(monkeypatch: pytest.MonkeyPatch) ->
         assert memory(options) > 2 * 2 * BLOCK
         assert memory(options, carried=True) - memory(options) == 2 * BLOCK
         assert memory(options, itemsize=4) > memory(options)
-    assert memory(ROTATION) > memory()
-    whole = memory()
+    single, whole = memory(ROTATION), memory()
+    assert single > whole
     monkeypatch.setattr(module, "SHARD", 1000)
     assert whole - memory() == 2 * ALL - 1000
-    one = memory(ROTATION)
     monkeypatch.setattr(module, "workers_for", lambda _: 3)
-    assert one < memory(ROTATION) < 3 * one
+    assert single < memory(ROTATION) < 3 * single
 
 
 def test_long_vocabularies_are_held_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """In writing, and in averages in float64 of the largest map of the changes."""
-    whole = memory(ROTATION, wide=True)
-    averaged = averaging_memory(ARCHITECTURE, WIDE, 2, tied=True)
+    whole, averaged = memory(ROTATION, wide=True), averaging_memory(ARCHITECTURE, WIDE, 2, tied=True)
     assert whole > 9 * 2 * 50_000 * 64
     assert averaged > 8 * 8 * 50_000 * 64
     assert averaging_memory(ARCHITECTURE, SHAPES, 2) > 8 * 8 * 64 * 64
@@ -76,32 +70,22 @@ def test_weights_have_the_size_of_the_dtype_of_the_config() -> None:
     assert [itemsize_of(config) for config in configs] == [2, 2, 8, 4, 4]
 
 
-def test_layers_that_are_left_out_are_not_matched() -> None:
-    assert (spaces().parameters, spaces().matched) == (ALL, 2 * (ATTENTION + FFN))
-    assert spaces(AlignConfig(residual="signed_permutation")).matched == ALL
+def test_spaces_that_are_matched_and_what_stays() -> None:
+    """Layers that are left out are not matched; limits are told with the option that would lift them."""
+    facts, lines = spaces(), {line["space"]: line for line in spaces(AlignConfig(heads="permutation"))["lines"]}
+    assert (facts["parameters"], facts["matched"]) == (ALL, 2 * (ATTENTION + FFN))
+    assert "head order: permutation; query/key: a rotation for each RoPE pair" in lines["attn"]["group"]
+    assert [lines["attn"][key] for key in ("sizes", "count", "blocks")] == ["4 heads, 2 KV, of 16", 2, "layers 0-1"]
+    assert (lines["ffn"]["group"], lines["ffn"]["sizes"]) == ("permutation, signed rescaling", "64")
+    assert "permutation, signed_permutation, rotation" in lines["residual"]["group"]
+    for words in ("'residual: rotation'", "'attn' uses rotary positions", "7 tensors have no axis"):
+        assert any(words in line for line in facts["unaligned"]), words
+    moved = spaces(AlignConfig(residual="signed_permutation"))
+    assert moved["matched"] == ALL
+    assert not any("stream" in line for line in moved["unaligned"])
     half = spaces(AlignConfig(layers="1"))
-    assert half.matched == ATTENTION + FFN
-    assert [(line.space, line.blocks) for line in half.lines if line.group == "not matched"] == [
-        ("attn", "layers 0-0"),
-        ("ffn", "layers 0-0"),
-    ]
+    assert half["matched"] == ATTENTION + FFN
+    unmatched = [(line["space"], line["blocks"]) for line in half["lines"] if line["group"] == "not matched"]
+    assert unmatched == [("attn", "layers 0-0"), ("ffn", "layers 0-0")]
     varying = VaryingOptions(AlignConfig(), lambda name, place: AlignConfig(attention="none" if place else "rotation"))
-    assert spaces(varying).matched == ATTENTION + 2 * FFN
-
-
-def test_lines_say_what_is_matched() -> None:
-    lines = {line.space: line for line in spaces(HEADS).lines}
-    assert lines["attn"].group == (
-        "head order: permutation; query/key: a rotation for each RoPE pair; value/output: orthogonal maps"
-    )
-    assert (lines["attn"].sizes, lines["attn"].count, lines["attn"].blocks) == ("4 heads, 2 KV, of 16", 2, "layers 0-1")
-    assert (lines["ffn"].group, lines["ffn"].sizes) == ("permutation, signed rescaling", "64")
-    assert lines["residual"].group == "not matched (possible: permutation, signed_permutation, rotation)"
-
-
-def test_what_stays_and_why() -> None:
-    said = spaces().unaligned
-    assert any("'residual: rotation' would match it" in line for line in said)
-    assert any("'attn' uses rotary positions" in line for line in said)
-    assert any(line.startswith("7 tensors have no axis in a matched space") for line in said)
-    assert not any("stream" in line for line in spaces(AlignConfig(residual="permutation")).unaligned)
+    assert spaces(varying)["matched"] == ATTENTION + 2 * FFN

@@ -5,7 +5,8 @@ They are compared with each other, with transformers' model, and with the parent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rotation_merge.model.contents import Contents
 from rotation_merge.report.integrity.companions import check_companions
@@ -15,16 +16,7 @@ from rotation_merge.report.integrity.keys import check_keys
 from rotation_merge.report.integrity.tokens import check_tokens
 from rotation_merge.report.integrity.weight_files import check_weight_files
 
-__all__ = ["CHECKS", "Contents", "Defect", "check_folder"]
-
-CHECKS: tuple[Callable[[Contents, Sequence[Contents]], Iterator[Defect]], ...] = (
-    check_weight_files,
-    check_fields,
-    check_keys,
-    check_tokens,
-    check_companions,
-)
-"""Each takes a folder and those of its parents, the base first."""
+__all__ = ["Contents", "Defect", "check_folder"]
 
 
 def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
@@ -35,14 +27,24 @@ def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
     Args:
         parents: folders of the models that it was merged from, the base first; others are not looked at.
     """
-    contents, parent_contents = Contents(folder), [Contents(parent) for parent in parents]
-    defects = list(dict.fromkeys(_defects(contents, parent_contents)))
+    parent_contents = [Contents(parent) for parent in parents]
+    defects = list(dict.fromkeys(_defects(Contents(folder), parent_contents)))
     if any(defect.fatal for defect in defects):
-        inherited = {defect.key for parent in parent_contents for defect in _defects(parent, ())}
-        defects = [defect.inherited() if defect.key in inherited else defect for defect in defects]
+        inherited = {(defect.kind, defect.what) for parent in parent_contents for defect in _defects(parent, ())}
+        defects = [
+            replace(defect, what=f"{defect.what} (as in a parent)", fatal=False)
+            if (defect.kind, defect.what) in inherited
+            else defect
+            for defect in defects
+        ]
     return sorted(defects, key=lambda defect: not defect.fatal)
 
 
 def _defects(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    for check in (check_weight_files, check_tokens) if contents.is_adapter else CHECKS:
-        yield from check(contents, parents)
+    yield from check_weight_files(contents)
+    if not contents.is_adapter:
+        yield from check_fields(contents, parents)
+        yield from check_keys(contents, parents)
+    yield from check_tokens(contents)
+    if not contents.is_adapter:
+        yield from check_companions(contents, parents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rotation_merge.errors import named
@@ -24,58 +24,6 @@ class Correction:
     file: str
     words: str
     make: Callable[[str], None] = field(repr=False)
-
-
-def json_entries(file: str, entries: Mapping[str, Any]) -> Correction:
-    """Sets entries of a JSON file, by path (`text_config.vocab_size`); a value of None removes the entry."""
-
-    def make(path: str) -> None:
-        with open(path, encoding="utf-8") as stream:
-            content: dict[str, Any] = json.load(stream)
-        for place, value in entries.items():
-            *steps, last = place.split(".")
-            part = content
-            for step in steps:
-                part = part.setdefault(step, {})
-            part[last] = value
-            if value is None:
-                del part[last]
-        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-    changes = (f"{key} removed" if value is None else f"{key}: {value!r}" for key, value in entries.items())
-    return Correction(file, named(changes), make)
-
-
-def json_file(file: str, content: Mapping[str, Any]) -> Correction:
-    """Writes a JSON file anew."""
-    return Correction(file, "written anew", lambda path: write_text(path, json.dumps(content, indent=2) + "\n"))
-
-
-def file_copy(file: str, source: str) -> Correction:
-    """Copies a file of a parent."""
-
-    def make(path: str) -> None:
-        with replacing(path) as temporary:
-            shutil.copyfile(source, temporary)
-
-    return Correction(file, f"copied from {source}", make)
-
-
-def shard_header(file: str, names: Mapping[str, str] | None = None) -> Correction:
-    """Sets the format of a safetensors file, and gives tensors other names: by present name the new one."""
-    new_names = names or {}
-
-    def make(path: str) -> None:
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
-        with safe_open(path, framework="pt") as stream:
-            metadata = stream.metadata() or {}
-            tensors = {new_names.get(name, name): stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, {"format": "pt", **metadata})
-
-    return Correction(file, f"header, {f'{len(new_names)} tensors renamed' if new_names else 'format set'}", make)
 
 
 @dataclass(frozen=True)
@@ -99,14 +47,59 @@ class Defect:
     corrections: tuple[Correction, ...] = field(default=(), compare=False)
 
     @property
-    def key(self) -> tuple[str, str]:
-        """A key that is equal for the same defect in two folders."""
-        return self.kind, self.what
-
-    @property
     def line(self) -> str:
         return f"{self.kind}: {self.where}: {self.what}; {self.remedy}"
 
-    def inherited(self) -> Defect:
-        """The defect, marked as one of a parent, too."""
-        return replace(self, what=f"{self.what} (as in a parent)", fatal=False)
+
+def json_file(file: str, content: Mapping[str, Any]) -> Correction:
+    """Writes a JSON file anew."""
+    return Correction(file, "written anew", lambda path: _write(path, content))
+
+
+def json_entries(file: str, entries: Mapping[str, Any]) -> Correction:
+    """Sets entries of a JSON file, by path (`text_config.vocab_size`); a value of None removes the entry."""
+
+    def make(path: str) -> None:
+        with open(path, encoding="utf-8") as stream:
+            content: dict[str, Any] = json.load(stream)
+        for place, value in entries.items():
+            *steps, last = place.split(".")
+            part = content
+            for step in steps:
+                part = part.setdefault(step, {})
+            part[last] = value
+            if value is None:
+                del part[last]
+        _write(path, content)
+
+    return Correction(file, named(f"{key}: {value!r}" for key, value in entries.items()), make)
+
+
+def _write(path: str, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def file_copy(file: str, source: str) -> Correction:
+    """Copies a file of a parent."""
+
+    def make(path: str) -> None:
+        with replacing(path) as temporary:
+            shutil.copyfile(source, temporary)
+
+    return Correction(file, f"copied from {source}", make)
+
+
+def shard_header(file: str, names: Mapping[str, str]) -> Correction:
+    """Sets the format of a safetensors file, and gives tensors other names: by present name the new one."""
+
+    def make(path: str) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        with safe_open(path, framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {names.get(name, name): stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, {"format": "pt", **metadata})
+
+    return Correction(file, f"header written anew, {len(names)} tensors renamed", make)

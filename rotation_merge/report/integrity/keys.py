@@ -6,16 +6,15 @@ import copy
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from rotation_merge.errors import CheckpointError, named, short
+from rotation_merge.errors import named, short
 from rotation_merge.model.contents import CONFIG, Contents, check_config
-from rotation_merge.report.integrity.defect import Defect, json_entries, shard_header
+from rotation_merge.report.integrity.defect import Defect, file_copy, shard_header
 
 IGNORED = (
     *("rotary_emb.inv_freq", "position_ids", "token_type_ids", ".attn.bias", ".attention.bias", ".masked_bias"),
@@ -23,162 +22,101 @@ IGNORED = (
 )
 """Suffixes of unused buffers that older releases stored."""
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("num_local_experts", "num_experts", "moe_intermediate_size", "vocab_size", "num_labels", "id2label", "label2id"),
-    *("max_position_embeddings", "attention_bias", "mlp_bias", *LAYERS),
-)
-"""Config entries that decide shapes."""
 
-
-Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+# --- what transformers expects ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The messages of transformers on loading a checkpoint.
+    """What transformers says on loading a checkpoint.
 
     Attributes:
-        model_class: its class.
+        model: on the meta device.
         missing, unexpected: names of the model that are not stored, and stored ones that it does not read.
-        mismatched: by name, the shape that is stored and the model's.
-        names: of all tensors of the model.
-        embedding: name of its input embedding; None where it has none.
-        tied: names of tensors that are others' once it is loaded.
-        prefix: in front of the names of its base model.
+        mismatched: name, stored shape and the model's.
     """
 
-    model_class: str
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    names: frozenset[str]
-    embedding: str | None
-    tied: frozenset[str]
-    prefix: str
+    model: Any
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, Sequence[int], Sequence[int]], ...] = ()
 
+    @property
+    def tied(self) -> frozenset[str]:
+        """Names of tensors that are others' once the model is loaded."""
+        return frozenset(getattr(self.model, "all_tied_weights_keys", None) or {})
 
-def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    """Compare names and shapes; corrections of the config are taken from the first parent that has the same shapes."""
-    if not contents.whole_files or not contents.config:
-        return
-    loading = loading_of(contents)
-    if isinstance(loading, Defect):
-        yield loading
-        return
-    if loading is None:
-        return
-    missing, unexpected = set(loading.missing), set(loading.unexpected)
-    yield from _prefix(contents, loading, missing, unexpected)
-    yield from _differences(contents, parents, loading, missing, unexpected)
-    yield from _stored_head(contents, loading)
-
-
-def embedding_rows(contents: Contents) -> int | None:
-    """Number of rows of the stored input embedding; None if unknown."""
-    loading = loading_of(contents)
-    if not isinstance(loading, Loading) or loading.embedding is None:
-        return None
-    name = _stored_name(contents, loading.embedding)
-    return None if name is None else contents.whole.shapes[name][0]
+    @property
+    def embedding(self) -> str | None:
+        """Name of the input embedding; None where there is none."""
+        try:
+            weight = self.model.get_input_embeddings().weight
+        except (AttributeError, NotImplementedError):
+            return None
+        return next((name for name, parameter in self.model.named_parameters() if parameter is weight), None)
 
 
 @dataclass(frozen=True)
 class _Headers:
-    """Cache key of transformers' loading messages for a folder; a merge and its parents mostly share it."""
+    """Cache key of `_loading`: a merge and its parents mostly share it, and a model takes long to make."""
 
     config: str
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    folder: str = field(compare=False)
-
-
-def loading_of(contents: Contents) -> Loading | Defect | None:
-    """The messages of transformers; a defect if it cannot make the model, None if its code is custom."""
-    whole = contents.whole
-    tensors = tuple((name, whole.kinds[name], shape) for name, shape in sorted(whole.shapes.items()))
-    text = contents.text(CONFIG) if contents.config else None
-    return _loading(_Headers(text or "", tensors, contents.folder))
+    settings: Any = field(compare=False)
 
 
 def settings_of(contents: Contents) -> Any:
     """The config as transformers reads it, or a defect; None for custom code."""
-    return _settings(_Headers(contents.text(CONFIG) or "", (), contents.folder)) if contents.config else None
-
-
-@lru_cache(maxsize=8)
-def _settings(headers: _Headers) -> Any:
     import transformers
 
-    config = json.loads(headers.config)
+    config = contents.config
     classes = config.get("architectures") or [""]
-    if config.get("auto_map") and not hasattr(transformers, str(classes[0])):
+    if not config or (config.get("auto_map") and not hasattr(transformers, str(classes[0]))):
         return None
     try:
-        check_config(headers.folder)
-        return transformers.AutoConfig.from_pretrained(headers.folder, local_files_only=True)
-    except CheckpointError as error:
-        return Defect("config that cannot be loaded", error.what, CONFIG, error.remedy or "correct it")
+        check_config(contents.folder)
+        with _quiet():
+            return transformers.AutoConfig.from_pretrained(contents.folder, local_files_only=True)
     except Exception as error:  # of many classes
-        return Defect("config that cannot be loaded", short(error), CONFIG, "correct it, or update transformers")
+        kind = "RoPE" if "`rope_parameters`" in str(error) else "config that cannot be loaded"
+        remedy = getattr(error, "remedy", None) or "correct it, or update transformers"
+        return Defect(kind, getattr(error, "what", short(error)), CONFIG, remedy)
+
+
+def loading_of(contents: Contents) -> Loading | Defect | None:
+    """The messages of transformers; a defect if it cannot make the model, None if its code is custom."""
+    settings, whole = settings_of(contents), contents.whole
+    if settings is None or isinstance(settings, Defect):
+        return settings
+    tensors = tuple((name, whole.kinds[name], shape) for name, shape in sorted(whole.shapes.items()))
+    return _loading(_Headers(contents.text(CONFIG) or "", tensors, settings))
 
 
 @lru_cache(maxsize=8)
 def _loading(headers: _Headers) -> Loading | Defect | None:
-    import torch
     import transformers
+    from transformers import AutoModel
 
-    settings = _settings(replace(headers, tensors=())) if headers.config else None
-    config = json.loads(headers.config) if settings is not None else {}
-    if settings is None or isinstance(settings, Defect) or config.get("quantization_config"):
-        return settings if isinstance(settings, Defect) else None
-    classes = config.get("architectures")
-    model_class = getattr(transformers, classes[0], None) if classes else _base_class(settings)
+    config = json.loads(headers.config)
+    if config.get("quantization_config"):
+        return None
+    name = next(iter(config.get("architectures") or ()), None)
+    mapped = AutoModel._model_mapping.get(type(headers.settings), None)
+    model_class = mapped if name is None else getattr(transformers, name, None)
     if model_class is None:
-        problem = (
-            f"transformers {transformers.__version__} has no {classes[0] if classes else config.get('model_type')}"
-        )
+        problem = f"transformers {transformers.__version__} has no {name or config.get('model_type')}"
         return Defect("unknown architecture", problem, CONFIG, "set 'architectures' to the model's class")
-    if (loading := _exact(model_class, settings, headers)) is not None:
-        return loading
-    state = {name: torch.empty(shape, dtype=_dtype(dtype), device="meta") for name, dtype, shape in headers.tensors}
     try:
         with _quiet():
-            model, info = model_class.from_pretrained(
-                *(None,),
-                config=copy.deepcopy(settings),
-                state_dict=state,
-                device_map="meta",
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            return _exact(model_class, headers) or _compared(model_class, headers)
     except Exception as error:
         if "automatic conversion" in str(error):  # of tensors that transformers brings together
             problem = f"{model_class.__name__} cannot combine the tensors that are stored separately"
             return Defect("wrong shape", problem, CONFIG, "correct the config's sizes, or merge again")
         return Defect("config that makes no model", short(error), CONFIG, "correct it")
-    return _loading_into(
-        model,
-        tuple(sorted(info["missing_keys"])),
-        tuple(sorted(name for name in info["unexpected_keys"] if not name.endswith(IGNORED))),
-        {name: (tuple(stored), tuple(expected)) for name, stored, expected in info["mismatched_keys"]},
-    )
 
 
-def _loading_into(model: Any, missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: Shapes) -> Loading:
-    return Loading(
-        type(model).__name__,
-        missing,
-        unexpected,
-        mismatched,
-        frozenset(model.state_dict()),
-        _input_embedding(model),
-        frozenset(getattr(model, "all_tied_weights_keys", None) or {}),
-        f"{model.base_model_prefix}." if model.base_model_prefix else "",
-    )
-
-
-def _exact(model_class: Any, settings: Any, headers: _Headers) -> Loading | None:
+def _exact(model_class: Any, headers: _Headers) -> Loading | None:
     """Loading of a checkpoint with exactly the model's names and shapes, tied ones left out or not; None for others.
 
     Most checkpoints are, and making a model takes a quarter of the time of loading into one.
@@ -186,26 +124,32 @@ def _exact(model_class: Any, settings: Any, headers: _Headers) -> Loading | None
     import torch
 
     try:
-        with _quiet(), torch.device("meta"):
-            model = model_class(copy.deepcopy(settings))
-    except Exception:  # what stands in the way, loading says
+        with torch.device("meta"):
+            loading = Loading(model_class(copy.deepcopy(headers.settings)))
+    except Exception:  # `_compared` says what stands in the way
         return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in loading.model.state_dict().items()}
     stored = {name: shape for name, _, shape in headers.tensors}
-    loading = _loading_into(model, (), (), {})
     return loading if shapes.keys() - loading.tied <= stored.keys() and stored.items() <= shapes.items() else None
 
 
-def _base_class(settings: Any) -> Any:
-    from transformers import AutoModel
-
-    return AutoModel._model_mapping.get(type(settings), None)
-
-
-def _dtype(code: str) -> Any:
+def _compared(model_class: Any, headers: _Headers) -> Loading:
+    """Loading by transformers itself, which renames and combines tensors of older layouts."""
     import torch
 
-    return getattr(torch, code, torch.float32)
+    dtypes = {kind: getattr(torch, kind, torch.float32) for _, kind, _ in headers.tensors}
+    state = {name: torch.empty(shape, dtype=dtypes[kind], device="meta") for name, kind, shape in headers.tensors}
+    model, info = model_class.from_pretrained(
+        None,
+        config=copy.deepcopy(headers.settings),
+        state_dict=state,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    unexpected = sorted(name for name in info["unexpected_keys"] if not name.endswith(IGNORED))
+    mismatched = sorted(info["mismatched_keys"])
+    return Loading(model, tuple(sorted(info["missing_keys"])), tuple(unexpected), tuple(mismatched))
 
 
 @contextmanager
@@ -224,134 +168,92 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _input_embedding(model: Any) -> str | None:
-    try:
-        weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):
-        return None
-    return next((name for name, parameter in model.named_parameters() if parameter is weight), None)
+def embedding_rows(contents: Contents) -> int | None:
+    """Number of rows of the stored input embedding; None if unknown."""
+    loading = loading_of(contents)
+    name = _stored_embedding(contents, loading) if isinstance(loading, Loading) else None
+    return None if name is None else contents.whole.shapes[name][0]
 
 
-def _stored_name(contents: Contents, name: str) -> str | None:
-    """The stored name of a model's tensor, allowing for other prefixes."""
-    if name in contents.files:
-        return name
-    steps = name.split(".")
-    for start in range(1, len(steps) - 1):
+def _stored_embedding(contents: Contents, loading: Loading) -> str | None:
+    """The stored name of the input embedding, allowing for other prefixes."""
+    steps = (loading.embedding or "").split(".")
+    for start in range(max(1, len(steps) - 1)):
         end = ".".join(steps[start:])
-        names = [stored for stored in contents.files if stored == end or stored.endswith(f".{end}")]
-        if len(names) == 1:
-            return names[0]
+        names = [name for name in contents.files if f".{name}".endswith(f".{end}")]
+        if end in names or len(names) == 1:
+            return end if end in names else names[0]
     return None
 
 
-def _prefix(contents: Contents, loading: Loading, missing: set[str], unexpected: set[str]) -> Iterator[Defect]:
-    """Names that are the model's behind, or without, a prefix."""
-    before, after = _prefixes(unexpected, missing)
-    names = {
-        name: after + name.removeprefix(before)
-        for name in contents.files
-        if (before and name.startswith(before)) or (after and not name.startswith(after))
-    } or (_bare(contents, loading) if not before and not after else {})
-    if not names:
-        return
-    unexpected -= {name for name in unexpected if name.startswith(before)}
-    missing -= {name for name in missing if name.startswith(after)}
+# --- what is stored --------------------------------------------------------------------------------------------------
+
+
+def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """Compare names and shapes; the config is corrected by that of the first parent with these shapes."""
+    loading = loading_of(contents) if contents.whole_files else None
+    if isinstance(loading, Defect):
+        yield loading
+    elif loading is not None:
+        names = _new_names(contents, loading)
+        yield from _prefix(contents, names) if names else _differences(contents, parents, loading)
+        yield from _stored_head(contents, loading)
+
+
+def _new_names(contents: Contents, loading: Loading) -> dict[str, str]:
+    """Names by the stored ones, where all stand behind a wrapper's prefix, or lack that of the class with a head.
+
+    transformers adds the latter itself; vLLM and llama.cpp's converter do not.
+    """
+    names, stored = loading.model.state_dict().keys(), contents.files
+    steps, expected = ({name.partition(".")[0] for name in keys} for keys in (stored, names))
+    if loading.missing and loading.unexpected and len(stored) > 1 and len(steps) == 1 and not steps & expected:
+        return {name: name.partition(".")[2] for name in stored}
+    prefix = f"{loading.model.base_model_prefix}."
+    causal = type(loading.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    if not causal or any(name.startswith(prefix) for name in stored):
+        return {}
+    return {name: prefix + name for name in stored if prefix + name in names and name not in names}
+
+
+def _prefix(contents: Contents, names: Mapping[str, str]) -> Iterator[Defect]:
     files = sorted({contents.files[name] for name in names})
-    fits = all(file.endswith(".safetensors") for file in files)
     corrections = tuple(
-        shard_header(file, {old: new for old, new in names.items() if contents.files[old] == file}) for file in files
+        shard_header(file, {old: new for old, new in names.items() if contents.files[old] == file})
+        for file in files
+        if file.endswith(".safetensors")
     )
     old, new = next(iter(names.items()))
     problem = f"{len(names)} tensors have names like '{old}', the model expects '{new}'"
-    yield Defect("prefix", problem, named(files), "rename them ('--mend')", corrections=corrections if fits else ())
+    yield Defect("prefix", problem, named(files), "rename them ('--mend')", corrections=corrections)
 
 
-def _prefixes(unexpected: set[str], missing: set[str]) -> tuple[str, str]:
-    """The prefixes by which most unexpected and most missing names differ; empty if there are none.
-
-    transformers brings some tensors together before it compares, so that these names need not be those of the files.
-    """
-    pairs: Counter[tuple[str, str]] = Counter()
-    ends = {name.partition(".")[2]: name for name in missing}
-    for name in unexpected:
-        steps = name.split(".")
-        shorter = next((suffix for k in range(1, len(steps)) if (suffix := ".".join(steps[k:])) in missing), None)
-        if shorter is not None:
-            pairs[name.removesuffix(shorter), ""] += 1
-        elif name in ends:
-            pairs["", ends[name].removesuffix(name)] += 1
-    (before, after), count = max(pairs.items(), key=lambda pair: pair[1], default=(("", ""), 0))
-    return (before, after) if count * 2 > len(missing) else (_wrapper(unexpected, missing), "")
-
-
-def _wrapper(unexpected: set[str], missing: set[str]) -> str:
-    """The first step of all unexpected names, if they share one that no missing name has: the prefix of a wrapper."""
-    steps = {name.partition(".")[0] for name in unexpected}
-    shared = len(steps) == 1 and len(missing) > 1 and len(unexpected) > 1
-    return f"{steps.pop()}." if shared and not steps & {name.partition(".")[0] for name in missing} else ""
-
-
-def _bare(contents: Contents, loading: Loading) -> dict[str, str]:
-    """Tensors without the prefix of the class with a head.
-
-    transformers adds it; vLLM and llama.cpp's converter do not.
-    """
-    if not loading.model_class.endswith(("ForCausalLM", "LMHeadModel")) or not loading.prefix:
-        return {}
-    names = {n: f"{loading.prefix}{n}" for n in contents.files if f"{loading.prefix}{n}" in loading.names}
-    behind = any(name.startswith(loading.prefix) for name in contents.files)
-    return {} if behind or set(names) & loading.names else names
-
-
-def _differences(
-    contents: Contents, parents: Sequence[Contents], loading: Loading, missing: set[str], unexpected: set[str]
-) -> Iterator[Defect]:
-    """Other names than the model's, and other shapes; corrected where a parent with these tensors has other sizes."""
-    corrections = tuple(json_entries(CONFIG, entries) for entries in (_sizes(contents, parents),) if entries)
-    if missing:
-        problem = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
+def _differences(contents: Contents, parents: Sequence[Contents], loading: Loading) -> Iterator[Defect]:
+    """Other names than the model's, and other shapes; corrected by the config of a parent with these tensors."""
+    parent = next((parent for parent in parents if parent.whole.shapes == contents.whole.shapes), None)
+    corrections = (
+        () if parent is None or parent.config == contents.config else (file_copy(CONFIG, parent.path(CONFIG)),)
+    )
+    place, name = contents.index or named(contents.weight_files), type(loading.model).__name__
+    if loading.missing:
+        problem = f"{len(loading.missing)} tensors of {name} are not stored: {named(loading.missing)}"
         remedy = "merge again, from parents that have them"
-        yield Defect("missing tensors", problem, _place(contents), remedy, corrections=corrections)
-    if unexpected:
-        problem = f"{loading.model_class} does not read {len(unexpected)} tensors: {named(sorted(unexpected))}"
+        yield Defect("missing tensors", problem, place, remedy, corrections=corrections)
+    if loading.unexpected:
+        problem = f"{name} does not read {len(loading.unexpected)} tensors: {named(loading.unexpected)}"
         remedy = "correct the config's number of layers or its class, or merge again without them"
-        yield Defect("unexpected tensors", problem, _place(contents), remedy, corrections=corrections)
-    if loading.mismatched:
-        name, (stored, expected) = next(iter(sorted(loading.mismatched.items())))
+        yield Defect("unexpected tensors", problem, place, remedy, corrections=corrections)
+    for tensor, stored, expected in loading.mismatched[:1]:
         shapes = f"stored as {list(stored)}, {list(expected)} by config.json"
-        problem = f"{len(loading.mismatched)} tensors, '{name}' first: {shapes}"
+        problem = f"{len(loading.mismatched)} tensors, '{tensor}' first: {shapes}"
         yield Defect("wrong shape", problem, CONFIG, "correct the config's sizes", corrections=corrections)
-
-
-def _place(contents: Contents) -> str:
-    return contents.index or named(contents.weight_files)
-
-
-def _sizes(contents: Contents, parents: Sequence[Contents]) -> dict[str, Any]:
-    """Entries that decide shapes, as the first parent with tensors of the same shapes has them."""
-    shapes = contents.whole.shapes
-    parent = next((p for p in parents if p.whole.shapes == shapes), None)
-    if parent is None:
-        return {}
-    return dict(_changes(contents.config, parent.config))
-
-
-def _changes(config: Mapping[str, Any], expected: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key in {**config, **expected}:
-        ours, value = config.get(key), expected.get(key)
-        if isinstance(ours, dict) and isinstance(value, dict) and key not in SIZES:
-            yield from _changes(ours, value, f"{before}{key}.")
-        elif key in SIZES and ours != value:
-            yield before + key, value
 
 
 def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
     """A head that is stored although the config ties it to the embeddings."""
-    heads = [name for name in loading.tied if name in contents.files]
-    embedding = None if loading.embedding is None else _stored_name(contents, loading.embedding)
-    if heads and embedding is not None and embedding not in heads:
-        problem = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
+    head = next((name for name in loading.tied if name in contents.files), None)
+    embedding = _stored_embedding(contents, loading)
+    if head is not None and embedding not in (None, head):
+        problem = f"'{head}' is stored, and config.json ties it to '{embedding}': its weights count twice"
         remedy = "merge again without it; if it is a separate head, set 'tie_word_embeddings': false"
-        file = os.path.basename(contents.files[heads[0]])
-        yield Defect("tied head stored", problem, file, remedy, fatal=False)
+        yield Defect("tied head stored", problem, os.path.basename(contents.files[head]), remedy, fatal=False)

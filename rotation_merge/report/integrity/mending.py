@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from safetensors import SafetensorError
 
@@ -13,7 +13,6 @@ from rotation_merge.files import locked
 from rotation_merge.model.writing import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.companions import check_companions
-from rotation_merge.report.integrity.defect import Correction
 
 ROUNDS = 6
 """Defects may hide others, such as a damaged index those of the config; so often a folder is looked at again."""
@@ -28,33 +27,14 @@ def mend(folder: str, parents: Sequence[str] = ()) -> list[str]:
     Raises:
         RotationMergeError: a file cannot be written; those before it have been.
     """
-    done: list[str] = []
+    lines: list[str] = []
     with locked(folder):
         for _ in range(ROUNDS):
-            corrections = _open(check_folder(folder, parents))
-            if not corrections:
+            corrected = _correct(folder, check_folder(folder, parents))
+            lines += [f"{file}: {words}" for file, words in corrected.items()]
+            if not corrected:
                 break
-            for correction in corrections:
-                _carry_out(folder, correction)
-                done.append(f"{correction.file}: {correction.words}")
-    return done
-
-
-def copy_companions(folder: str, parents: Sequence[str], without: Collection[str]) -> list[str]:
-    """Copy the small files that parents have and a folder that is being written lacks; gives their names.
-
-    Args:
-        without: kinds of defects that stay.
-    """
-    copies = {
-        correction.file: correction
-        for defect in check_companions(Contents(folder), [Contents(parent) for parent in parents])
-        for correction in defect.corrections
-        if defect.kind not in without
-    }
-    for correction in copies.values():
-        _carry_out(folder, correction)
-    return list(copies)
+    return lines
 
 
 def mended_copy(folder: str, out: str, parents: Sequence[str]) -> list[str]:
@@ -64,21 +44,28 @@ def mended_copy(folder: str, out: str, parents: Sequence[str]) -> list[str]:
         return mend(staging, parents)
 
 
-def _open(defects: Sequence[Defect]) -> list[Correction]:
-    """The first correction of each file: one may make another unnecessary."""
-    firsts: dict[str, Correction] = {}
-    for defect in defects:
-        for correction in defect.corrections:
-            firsts.setdefault(correction.file, correction)
-    return list(firsts.values())
+def copy_companions(folder: str, parents: Sequence[str], without: Collection[str]) -> list[str]:
+    """Copy the small files that parents have and a folder that is being written lacks; gives their names.
+
+    Args:
+        without: kinds of defects that stay.
+    """
+    defects = check_companions(Contents(folder), [Contents(parent) for parent in parents])
+    return list(_correct(folder, (defect for defect in defects if defect.kind not in without)))
 
 
-def _carry_out(folder: str, correction: Correction) -> None:
-    path = os.path.join(folder, correction.file)
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        correction.make(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise RotationMergeError(
-            f"cannot be corrected ({error})", where=path, remedy="check permissions and free space"
-        ) from error
+def _correct(folder: str, defects: Iterable[Defect]) -> dict[str, str]:
+    """Make the first correction of each file (one may make another unnecessary); gives words for each by file."""
+    words: dict[str, str] = {}
+    for correction in (correction for defect in defects for correction in defect.corrections):
+        if correction.file in words:
+            continue
+        path = os.path.join(folder, correction.file)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            correction.make(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            problem = f"cannot be corrected ({error})"
+            raise RotationMergeError(problem, where=path, remedy="check permissions and free space") from error
+        words[correction.file] = correction.words
+    return words

@@ -1,23 +1,24 @@
-"""Weight files and their index: all there, readable, of one model, each tensor once."""
+"""Weight files and their index: all present, readable, of one model, each tensor once."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rotation_merge.errors import named
 from rotation_merge.model.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, INDEX, MEND, SETS, Contents
-from rotation_merge.report.integrity.defect import Defect, json_entries, json_file, shard_header
+from rotation_merge.report.integrity.defect import Correction, Defect, json_entries, json_file, shard_header
 
-INDEX_OF_SHARDS = ("damaged index", "index disagrees")
+DISAGREES = "index disagrees"
+INDEX_OF_SHARDS = ("damaged index", DISAGREES)
 """Faults that go when the index is written anew."""
 
 
-def check_weight_files(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
-    """Look at index and headers; `parents` are of no use here."""
+def check_weight_files(contents: Contents) -> Iterator[Defect]:
+    """Look at index and headers."""
     if contents.is_adapter:
         if not any(map(contents.has, ADAPTER_WEIGHTS)):
             yield Defect("no weights", "there is no adapter_model.safetensors", ADAPTER_CONFIG, AGAIN)
@@ -25,25 +26,28 @@ def check_weight_files(contents: Contents, parents: Sequence[Contents]) -> Itera
     for kind, error in contents.faults():
         name = os.path.relpath(error.where or "", contents.folder)
         mends = kind in INDEX_OF_SHARDS and contents.shards and contents.whole_files
-        corrections = (json_file(name, index_of(contents)),) if mends else ()
-        yield Defect(kind, error.what, name, error.remedy or AGAIN, corrections=corrections)
+        yield Defect(
+            kind, error.what, name, error.remedy or AGAIN, corrections=(_index(contents, name),) if mends else ()
+        )
     if contents.index is None:
         yield from _without_index(contents)
     elif contents.weight_map:
-        yield from _index(contents, contents.index)
+        yield from _beside_index(contents, contents.index)
     yield from _format(contents)
 
 
-def index_of(contents: Contents, more: Mapping[str, Iterable[str]] | None = None) -> dict[str, Any]:
-    """The index of the shards as they are.
+def _index(contents: Contents, name: str, more: tuple[str, ...] = ()) -> Correction:
+    """The index of the shards as they are, and of `more` that no index names yet."""
+    files = {file: _names(contents, file) for file in (*contents.by_file, *more)}
+    weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+    total = sum(_bytes(contents, file) for file in files)
+    return json_file(name, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
-    Args:
-        more: tensors of shards that no index names yet, by file.
-    """
-    files = {**{name: head.shapes for name, head in contents.by_file.items()}, **(more or {})}
-    sizes = sum(_bytes(contents, name) for name in files)
-    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    return {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
+
+def _names(contents: Contents, file: str) -> list[str]:
+    """Names of the tensors of a weight file; none of a damaged one."""
+    head = contents.header(file)
+    return [] if head is None else [*head.shapes]
 
 
 def _bytes(contents: Contents, name: str) -> int:
@@ -60,27 +64,23 @@ def _without_index(contents: Contents) -> Iterator[Defect]:
     elif contents.shards and contents.whole_files:
         name = re.sub(r"-\d+-of-\d+", "", contents.shards[0]) + INDEX
         problem = f"{len(contents.shards)} shards, but no index names them"
-        yield Defect("no index", problem, name, MEND, corrections=(json_file(name, index_of(contents)),))
+        yield Defect("no index", problem, name, MEND, corrections=(_index(contents, name),))
 
 
-def _index(contents: Contents, index: str) -> Iterator[Defect]:
+def _beside_index(contents: Contents, index: str) -> Iterator[Defect]:
     """Tensors and files that the index lacks, and its total size."""
     stray = [name for name in contents.shards if name not in contents.weight_map.values()]
-    headers = {name: head.shapes for name in stray if (head := contents.header(name)) is not None}
-    unnamed = {name: shapes for name, shapes in headers.items() if not shapes.keys() & contents.files.keys()}
-    if unnamed and contents.whole_files:
-        corrections = (json_file(index, index_of(contents, unnamed)),)
-        problem = f"lacks {named(unnamed)}, whose tensors are in no other file"
-        yield Defect("index disagrees", problem, index, MEND, corrections=corrections)
-    elif stray:
+    unnamed = tuple(name for name in stray if (names := _names(contents, name)) and not contents.files.keys() & names)
+    if stray and not (unnamed and contents.whole_files):
         problem = f"no index names {named(stray)}"
         yield Defect("stray shard", problem, stray[0], "remove the files of another model", fatal=False)
     if not contents.whole_files:
         return
-    if lacking := [name for name in contents.files if name not in contents.weight_map]:
-        problem = f"lacks {len(lacking)} tensors of its shards, '{lacking[0]}' first"
-        yield Defect("index disagrees", problem, index, MEND, corrections=(json_file(index, index_of(contents)),))
-    metadata = contents.mapping(index).get("metadata")
+    tensors = [name for file in (*contents.by_file, *unnamed) for name in _names(contents, file)]
+    if lacking := [name for name in tensors if name not in contents.weight_map]:
+        problem = f"lacks {len(lacking)} tensors of the shards, '{lacking[0]}' first"
+        yield Defect(DISAGREES, problem, index, MEND, corrections=(_index(contents, index, unnamed),))
+    metadata: Any = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(_bytes(contents, name) for name in contents.by_file)
     if ".safetensors" in index and stated is not None and stated != size:
@@ -91,13 +91,8 @@ def _index(contents: Contents, index: str) -> Iterator[Defect]:
 
 def _format(contents: Contents) -> Iterator[Defect]:
     """Releases of transformers before 5 refuse a file whose header does not say 'pt'."""
-    unmarked = [
-        name
-        for name, head in contents.by_file.items()
-        if name.endswith(".safetensors") and head.metadata.get("format") is None
-    ]
-    if unmarked:
+    heads = {name: head for name, head in contents.by_file.items() if name.endswith(".safetensors")}
+    if unmarked := [name for name, head in heads.items() if head.metadata.get("format") is None]:
         problem = "its header lacks 'format', which transformers 4 refuses"
-        corrections = tuple(map(shard_header, unmarked))
-        remedy = "set it ('--mend')"
-        yield Defect("no format", problem, named(unmarked), remedy, fatal=False, corrections=corrections)
+        corrections = tuple(shard_header(name, {}) for name in unmarked)
+        yield Defect("no format", problem, named(unmarked), "set it ('--mend')", fatal=False, corrections=corrections)
