@@ -43,9 +43,9 @@ def _gap(sums: Tensor, block: str, layer: int | None, space: str, kind: str, ide
     """The gap of two sets of tensors, by their `_sums`."""
     anchor, *before_and_after = sums.tolist()
     pairs = before_and_after[:2], before_and_after[2:]
-    distances = (math.sqrt(max(anchor + square - 2 * inner, 0.0) / (anchor or 1.0)) for square, inner in pairs)
-    angles = (_angle(anchor, *pair) for pair in pairs)
-    return Gap(block, layer, space, kind, *distances, *angles, dict(identity))
+    before, after = (math.sqrt(max(anchor + s - 2 * inner, 0.0) / (anchor or 1.0)) for s, inner in pairs)
+    angles = [_angle(anchor, square, inner) for square, inner in pairs]
+    return Gap(block, layer, space, kind, before, after, angles[0], angles[1], dict(identity))
 
 
 def _angle(aa: float, bb: float, ab: float) -> float:

@@ -181,7 +181,7 @@ def _with_end(contents: Contents, kind: str, problem: str, number: int) -> Defec
 
 
 def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
-    ends, name = _ends(contents), _special(contents).get("eos_token")
+    ends, name = _ends(contents), _special(contents).get("eos_token", "")
     if ends and name in vocabulary.ids and vocabulary.ids[name] not in ends:
         yield _with_end(contents, "end of text", f"text ends with the tokenizer's '{name}'", vocabulary.ids[name])
 
