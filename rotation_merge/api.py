@@ -458,7 +458,7 @@ def merge(
     check_different(named)
     config = MergeConfig.of(config)
     sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
-    check_output(Output(place, "out", FOLDER), [Input(name, "model") for name in named], force=True)
+    check_output(Output(place, FOLDER), [Input(name, "model") for name in named], force=True)
     base = config.base and whole_path(config.base)
     whole = tuple(on_base(name, base) for name in named)
     if not set(named) & set(whole):

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -108,7 +109,7 @@ class Option:
         if self.kind is tuple:
             self.choices = get_args(get_args(plain_type)[0])
         self.above = Gt in facts
-        self.low = facts[Gt].gt if Gt in facts else facts[Ge].ge if Ge in facts else -math.inf
+        self.low = facts[Gt].gt if self.above else facts[Ge].ge if Ge in facts else -math.inf
         self.high = facts[Le].le if Le in facts else math.inf
 
     def name_in_recipes(self, field_name: str) -> str:
@@ -127,11 +128,11 @@ class Option:
 
     @property
     def values(self) -> list[str]:
-        """The allowed values: literals, and the kind of all others."""
+        """The allowed values: literals, and the kind of all others with its range."""
         if self.choices:
             return self.literals
         words = self.kind.words if isinstance(self.kind, Kind) else WORDS[self.kind]
-        if math.isfinite(self.low) and math.isfinite(self.high):
+        if math.isfinite(self.high):
             words = f"{words} from {self.low:g} to {self.high:g}"
         elif math.isfinite(self.low):
             words = f"{words} {'above' if self.above else 'of at least'} {self.low:g}"
@@ -148,15 +149,6 @@ class Option:
     def _adapter(self) -> TypeAdapter[Any]:
         return TypeAdapter(self.type, config=_STRICT)
 
-    def _holds(self, value: Any) -> bool:
-        if type(value) is int and bool in map(type, (*self.choices, *self.words)):
-            return False  # 1 equals True
-        try:
-            self._adapter.validate_python(value)
-        except ValidationError:
-            return False
-        return True
-
     def check(self, name: str, value: Any, noun: str = "option") -> None:
         """Check a value against the option's type.
 
@@ -166,16 +158,17 @@ class Option:
         Raises:
             RecipeError: the value is none that the option may have; names the option, its range and the nearest value.
         """
-        if self._holds(value):
-            return
+        number_for_bool = type(value) is int and bool in map(type, (*self.choices, *self.words))  # 1 equals True
+        with suppress(ValidationError):
+            if not number_for_bool:
+                self._adapter.validate_python(value)
+                return
         problem, word = f"{noun} '{name}' is {short(repr(value))}", value
         if self.kind is tuple and isinstance(value, tuple) and value:
             word = next(word for word in value if word not in self.choices)
             problem = f"{noun} '{name}' holds {short(repr(word))}"
-        remedy = f"it must be {self.allowed}"
-        if isinstance(word, str):
-            close = nearest(word, self.literals)
-            remedy = f"{close} {self.allowed}" if "did you mean" in close else remedy
+        close = nearest(word, self.literals) if isinstance(word, str) else ""
+        remedy = f"{close} {self.allowed}" if "did you mean" in close else f"it must be {self.allowed}"
         raise RecipeError(problem, remedy=remedy)
 
     def converted(self, value: Any) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -135,9 +134,9 @@ def _locked(path: str, wait: float) -> Iterator[None]:
             lock.acquire(timeout=wait, poll_interval=0.05)
         except OSError as error:
             busy = isinstance(error, Timeout) and os.path.exists(lock.lock_file)
-            why = f"cannot be written ({short(error.strerror or error).lower()})"
-            remedy = f"{'wait until that has ended, or ' if busy else ''}write somewhere else"
-            raise RotationMergeError("another run is writing it" if busy else why, where=path, remedy=remedy) from error
+            problem = "another run is writing it" if busy else f"cannot be written ({short(error.strerror or error)})"
+            remedy = "wait until that has ended, or write somewhere else" if busy else "write somewhere else"
+            raise RotationMergeError(problem, where=path, remedy=remedy) from error
         yield
     finally:
         with suppress(OSError):
@@ -171,34 +170,28 @@ class Input:
     kind: str
 
     def paths(self, cache: str | None = None) -> list[str]:
-        """Its path, and the targets of links in it; of a model of the hub, the folder in the cache."""
+        """Its paths, and the targets of links in a folder; of a model of the hub, the folder in the cache."""
         if self.kind == DATA and (self.name in WORDS or self.name.startswith("demo:")):
             return []
-        if os.path.isdir(self.name):
-            return [self.name, *(os.path.realpath(entry) for entry in os.scandir(self.name) if entry.is_symlink())]
         if os.path.lexists(self.name):
-            return [self.name]
-        parts = [part.partition("@")[0] for part in self.name.split("+")]
-        if len(parts) > 1:
-            return [path for part in parts if part for path in Input(part, self.kind).paths(cache)]
-        return [parts[0], *_in_cache(parts[0], cache)]
+            entries = os.scandir(self.name) if os.path.isdir(self.name) else ()
+            return [self.name, *(os.path.realpath(entry) for entry in entries if entry.is_symlink())]
+        if "+" in self.name:
+            return [path for part in self.name.split("+") if part for path in Input(part, self.kind).paths(cache)]
+        name = self.name.partition("@")[0]
+        return [name, *filter(os.path.isdir, [_in_cache(name, cache)])]
 
 
-def _in_cache(name: str, cache: str | None) -> list[str]:
+def _in_cache(name: str, cache: str | None) -> str:
     """The cache folder of a hub repository."""
-    match = re.match(r"(datasets/)?([\w-][\w.-]*/[\w.-]+)", name)
-    if match is None:
-        return []
-    if cache is None:
-        from huggingface_hub.constants import HF_HUB_CACHE as cache
-    kind = "datasets" if match[1] else "models"
-    folder = os.path.join(str(cache), f"{kind}--{match[2].replace('/', '--')}")
-    return [folder] if os.path.isdir(folder) else []
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    kind, repo = ("datasets", name.removeprefix("datasets/")) if name.startswith("datasets/") else ("models", name)
+    return os.path.join(cache or HF_HUB_CACHE, f"{kind}--{'--'.join(repo.split('/')[:2])}")
 
 
-FILE, FOLDER, ROOM, WORK = "file", "folder", "room", "work"
-"""Kinds of outputs: a file; a folder in which other files stay; a temporary folder inside another one; the folder of
-unfinished work beside an output."""
+FILE, FOLDER, WORK = "file", "folder", "work"
+"""Kinds of outputs: a file; a folder in which other files stay; the folder of unfinished work beside an output."""
 
 
 @dataclass(frozen=True)
@@ -207,19 +200,44 @@ class Output:
 
     Attributes:
         path: where.
-        option: its name for the user: an argument, an option, a key of the recipe.
-        kind: FILE, FOLDER, ROOM or WORK.
-        wrote: says of a file that is there whether this option wrote it, so that it may be replaced unasked.
-        beside: whether a new file, or one that the option wrote, may lie in a folder that is read.
+        kind: FILE, FOLDER or WORK.
+        wrote: says of a file that is there whether the same option wrote it, so that it may be replaced unasked.
+        beside: whether a new file, or one that the same option wrote, may lie in a folder that is read.
         remedy: for an output that cannot be written.
     """
 
     path: str
-    option: str
     kind: str = FILE
     wrote: Callable[[str], bool] = lambda _: False
     beside: bool = False
     remedy: str = "write somewhere else"
+
+    def overlap(self, read: str) -> str:
+        """How it lies to a path that is read, in words; empty if they lie apart."""
+        places, inputs = _places(self.path), _places(read)
+        if places & inputs:
+            return "is one of the inputs"
+        if any(place.is_relative_to(path) for place in places for path in inputs):
+            new = self.kind == WORK or not os.path.lexists(self.path) or self.wrote(self.path)
+            return "" if self.beside and new else "is inside one of the inputs"
+        holds = any(path.is_relative_to(place) for place in places for path in inputs)
+        return "holds one of the inputs" if holds else ""
+
+    def obstacle(self, force: bool) -> str:
+        """What lies at its path and may not be replaced, in words; empty if nothing does."""
+        if self.kind == WORK or not os.path.lexists(self.path):
+            return ""
+        is_folder = os.path.isdir(self.path)
+        if is_folder == (self.kind == FILE):
+            return f"is a {'directory' if is_folder else 'file'}, which is in the way"
+        replaced = bool(os.listdir(self.path)) if is_folder else not self.wrote(self.path)
+        return "already exists" if replaced and not force else ""
+
+
+def _places(path: str) -> set[Path]:
+    """The real places of a path: of itself, which may be a link, and of what it stands for."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(parent), name)}
 
 
 def check_output(
@@ -236,49 +254,17 @@ def check_output(
         RotationMergeError: names the place.
     """
     for read in dict.fromkeys(inputs):
-        for path in read.paths(cache):
-            if words := _overlap(output, path):
-                problem = f"{words} ({read.kind} {read.name})"
-                raise RotationMergeError(problem, where=output.path, remedy=output.remedy)
-    if output.kind != WORK and os.path.lexists(output.path):
-        _check_replaced(output, force, remedy or output.remedy)
+        if words := next(filter(None, map(output.overlap, read.paths(cache))), ""):
+            problem = f"{words} ({read.kind} {read.name})"
+            raise RotationMergeError(problem, where=output.path, remedy=output.remedy)
+    if words := output.obstacle(force):
+        raise RotationMergeError(words, where=output.path, remedy=remedy or output.remedy)
     place = os.path.realpath(os.path.dirname(output.path) if output.kind == FILE else output.path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
-    if not os.path.isdir(place):
-        raise RotationMergeError("a file stands in the way", where=place, remedy="write somewhere else")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise RotationMergeError("cannot be written into", where=place, remedy="write somewhere else")
-
-
-def _overlap(output: Output, read: str) -> str:
-    """How an output lies to an input, in words; empty if they lie apart."""
-    places, inputs = _places(output.path), _places(read)
-    if places & inputs:
-        return "is one of the inputs"
-    if any(place.is_relative_to(path) for place in places for path in inputs):
-        new = output.kind == WORK or not os.path.lexists(output.path) or output.wrote(output.path)
-        return "" if output.beside and new else "is inside one of the inputs"
-    around = output.kind != ROOM and any(path.is_relative_to(place) for place in places for path in inputs)
-    return "holds one of the inputs" if around else ""
-
-
-def _places(path: str) -> set[Path]:
-    """The real places of a path: of itself, which may be a link, and of what it stands for."""
-    parent, name = os.path.split(os.path.abspath(path))
-    return {Path(os.path.realpath(path)), Path(os.path.realpath(parent), name)}
-
-
-def _check_replaced(output: Output, force: bool, remedy: str) -> None:
-    is_folder = os.path.isdir(output.path)
-    if is_folder == (output.kind == FILE):
-        present, kind = ("a directory", "a file") if is_folder else ("a file", "a directory")
-        raise RotationMergeError(
-            f"is {present}, which is in the way", where=output.path, remedy=f"name {kind} to write"
-        )
-    replaced = bool(os.listdir(output.path)) if is_folder else not output.wrote(output.path)
-    if replaced and output.kind != ROOM and not force:
-        raise RotationMergeError("already exists", where=output.path, remedy=remedy)
+    if not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):
+        words = "cannot be written into" if os.path.isdir(place) else "a file stands in the way"
+        raise RotationMergeError(words, where=place, remedy="write somewhere else")
 
 
 # --- for a while -----------------------------------------------------------------------------------------------------
@@ -298,7 +284,7 @@ class TemporaryFolder:
     PREFIX, OWNER = "rotation-merge-", "owner.lock"
 
     def __init__(self, parent: str | None = None) -> None:
-        self._shared, place = parent is None, tempfile.gettempdir() if parent is None else parent
+        self._shared, place = parent is None, parent or tempfile.gettempdir()
         os.makedirs(place, exist_ok=True)
         for file in Path(place).glob(f"{self.PREFIX}*/{self.OWNER}"):
             with suppress(OSError), FileLock(file, blocking=False):  # else its owner lives, or it is somebody else's
@@ -312,18 +298,17 @@ class TemporaryFolder:
     def __enter__(self) -> str:
         return self.path
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
-        if error is not None and self._shared and no_space(error):
+        if self._shared and no_space(error):
             remedy = "free some space, or name a folder that has more in TMPDIR"
             raise SpaceError(f"the disk is full ({short(error)})", where=os.path.dirname(self.path), remedy=remedy)
 
 
-# --- kept for interrupted work ---------------------------------------------------------------------------------------
+# --- for interrupted work --------------------------------------------------------------------------------------------
 
-UNFINISHED, MATCHING = ".unfinished", ".matching"
+UNFINISHED, MATCHING_UNFINISHED = ".unfinished", ".matching.unfinished"
 """Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
-MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
 KEY, PART = "run.txt", ".pt"
 """In such a folder, the file that says which run it belongs to, and the ending of the others."""
 
@@ -333,6 +318,9 @@ class Store:
 
     As a context manager it is kept if the run is interrupted, and removed when it ends, and when a new one is of no
     use: without parts, or after an error of the user's.
+
+    Attributes:
+        path: of the folder.
 
     Args:
         out: the output that the folder lies beside.
@@ -346,7 +334,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wrong = isinstance(error, RotationMergeError) and not isinstance(error, SpaceError)
         if error is None or (self._new and (wrong or self.is_empty())):
             self.remove()
@@ -373,24 +361,24 @@ class Store:
 
     def is_of(self, key: str) -> bool:
         """Whether the folder belongs to the run with this key."""
-        try:
+        with suppress(OSError, ValueError):
             return self.file(KEY).read_text(encoding="utf-8") == key
-        except (OSError, ValueError):
-            return False
+        return False
 
     def is_empty(self) -> bool:
         """Whether there is nothing in the folder but its key."""
         return not self.path.exists() or all(path.name == KEY for path in self.path.iterdir())
 
     def remove(self) -> None:
-        """Remove the folder, unless no run wrote it."""
-        if self.file(KEY).exists():
-            for path in self.path.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path.name != KEY:
-                    path.unlink(missing_ok=True)
-            shutil.rmtree(self.path, ignore_errors=True)  # the key last: after a kill the next run knows the folder
+        """Remove the folder, unless no run wrote it; the key last, so that after a kill the next run knows it."""
+        if not self.file(KEY).exists():
+            return
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != KEY:
+                path.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def file(self, name: str) -> Path:
         """The place of a file in the folder."""

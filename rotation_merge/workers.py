@@ -19,11 +19,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -87,19 +86,10 @@ def keep_freed_memory() -> None:
         mallopt(-3, _OWN_PAGES)  # M_MMAP_THRESHOLD
 
 
-class Workload(Protocol):
-    """The shared part of all pieces, for instance two opened models; pickled, it stores paths instead of contents."""
-
-    @property
-    def at_once(self) -> int:
-        """The number of pieces that this process may run at once; 0: sequentially, on the calling thread."""
-
-    def on(self, device: str, home: str) -> Workload:
-        """The same workload on another device, with results moved to `home`."""
-
-    def piece(self, step: Any, item: Any) -> Any:
-        """Run a step on the piece that an item names."""
-
+Workload = Any
+"""What all pieces share, such as two opened models (pickled, it stores their paths): `piece(step, item)` runs a step on
+the piece that an item names; `at_once` says how many pieces this process may run (0: one after the other, on the
+calling thread); `on(device, home)` is the same workload on another device, with results moved to `home`."""
 
 Spread = Callable[[Workload, Any, Sequence[Any]], Iterator[Any]]
 """Runs a step of a workload on items, and returns results in the order of the items."""
@@ -216,11 +206,11 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
             import cloudpickle
 
             work = work if device == "cpu" else work.on(device, "cpu")
-            pickled, remaining = (cloudpickle.dumps(work), cloudpickle.dumps(step)), iter(items)
-            call = delayed(partial(_piece, __version__, torch.is_grad_enabled(), *pickled))
-            while chunk := list(islice(remaining, AHEAD * count)):
+            pickled = cloudpickle.dumps(work), cloudpickle.dumps(step)
+            call = partial(_piece, __version__, torch.is_grad_enabled(), *pickled)
+            for start in range(0, len(items), AHEAD * count):
                 try:
-                    results = parallel(map(call, chunk))
+                    results = parallel(map(delayed(call), items[start : start + AHEAD * count]))
                 except Exception as error:
                     raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error
                 for result in results:

@@ -105,7 +105,7 @@ class MergedAdapter:
             RotationMergeError: something lies there, or the name does not fit the format.
         """
         path = os.fspath(out)
-        output = Output(path, "out", FILE if path.endswith(SUFFIX) else FOLDER)
+        output = Output(path, FILE if path.endswith(SUFFIX) else FOLDER)
         check_output(output, [Input(source, "adapter") for source in self.sources], force)
         self.adapter.save(path)
 

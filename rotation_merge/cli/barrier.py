@@ -112,7 +112,7 @@ def command(
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
         paths = Paths(models[0], donors, sources, config, progress, ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
-        click.get_current_context().with_resource(hold_outputs([Output(picture, "--plot") for picture in pictures]))
+        click.get_current_context().with_resource(hold_outputs([Output(picture) for picture in pictures]))
         barriers = paths.barriers(chosen)
     progress.close()
     facts = [barrier.to_dict() for barrier in barriers]

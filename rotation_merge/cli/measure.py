@@ -50,7 +50,7 @@ def command(model: str, data: str, out: str | None, by_layer: bool | None, devic
     checkpoint = open_model(model)
     place = Path(out) if out is not None else default_statistics_path(checkpoint.reference)
     if out is None:
-        click.get_current_context().with_resource(hold_outputs(STATISTICS.outputs(str(place), "--out")))
+        click.get_current_context().with_resource(hold_outputs(STATISTICS.outputs(str(place))))
     device = usable_device(device)
     loaded = model_for(checkpoint, config, data, device, by_layer)
     limit = config.samples or (SAMPLES if data in SOURCES else None)

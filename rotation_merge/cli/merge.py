@@ -70,16 +70,13 @@ def _models_and_out(arguments: tuple[str, ...]) -> tuple[list[str], str]:
 
 def _show(outcome: Outcome, out: str | None) -> None:
     from rotation_merge.model.naming import shortened
-    from rotation_merge.model.verdict import TRIED, attempts, results, sentences
+    from rotation_merge.model.verdict import sentences, tables
 
     verdict = outcome.verdict
     parents = [parent.name for parent in verdict.parents]
     first, *details = sentences(verdict)
     say(first)
-    for caption, (headers, *rows) in (
-        (f"On {verdict.samples}:", results(verdict, shortened(parents))),
-        (TRIED, attempts(verdict)),
-    ):
+    for caption, (headers, *rows) in tables(verdict, shortened(parents)).items():
         table(caption, headers, rows, range(1, len(headers)))
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")

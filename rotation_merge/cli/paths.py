@@ -85,7 +85,7 @@ class Writes(click.types.StringParamType):
     ) -> None:
         self.kind, self.work, self.within, self.wrote, self.beside = kind, work, within, wrote, beside
 
-    def outputs(self, value: str, option: str) -> list[Output]:
+    def outputs(self, value: str) -> list[Output]:
         """Return the outputs that one parameter names.
 
         Raises:
@@ -96,8 +96,8 @@ class Writes(click.types.StringParamType):
             raise RotationMergeError("no such directory", where=value, remedy=remedy)
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
         kind = FILE if self.kind == ADAPTER and path.endswith(".safetensors") else self.kind
-        written = Output(path, option, FOLDER if kind == ADAPTER else kind, self.wrote, self.beside)
-        return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
+        written = Output(path, FOLDER if kind == ADAPTER else kind, self.wrote, self.beside)
+        return [written, *(Output(f"{path}{ending}", WORK, beside=self.beside) for ending in self.work)]
 
 
 class ReadsModelsAndWrites(click.types.StringParamType):
@@ -109,8 +109,8 @@ class ReadsModelsAndWrites(click.types.StringParamType):
     def inputs(self, values: Sequence[str]) -> list[Input]:
         return MODEL.inputs(values[:-1])
 
-    def outputs(self, value: Sequence[str], option: str) -> list[Output]:
-        return self.writes.outputs(value[-1], option)
+    def outputs(self, value: Sequence[str]) -> list[Output]:
+        return self.writes.outputs(value[-1])
 
 
 def inputs_of(context: click.Context) -> list[Input]:
@@ -129,7 +129,7 @@ def outputs_of(context: click.Context) -> list[Output]:
         written
         for parameter, value in _values(context)
         if hasattr(parameter.type, "outputs")
-        for written in parameter.type.outputs(value, parameter.human_readable_name)
+        for written in parameter.type.outputs(value)
     ]
 
 

@@ -290,7 +290,7 @@ class Alignment:
             RotationMergeError: there is a file at that place that holds no alignment; it stays as it is.
         """
         remedy = "name another file, or move it away"
-        check_output(Output(str(path), "path", wrote=lambda file: has_format(file, FORMAT), remedy=remedy))
+        check_output(Output(str(path), wrote=lambda file: has_format(file, FORMAT), remedy=remedy))
         replace(self, metadata={**self.metadata, **(metadata or {})}).write(path, half)
 
     def write(self, path: Path | str, half: bool = False) -> None:

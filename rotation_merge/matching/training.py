@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rotation_merge.files import ROOM, Output, check_output
+from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.run.ledger import Ledger, kept_beside
 
 STATE = "state"
@@ -104,7 +104,7 @@ def kept_in(folder: Path | None, key: Callable[[], str]) -> AbstractContextManag
         RotationMergeError: there is a file in its place, or a folder that no run wrote.
     """
     if folder is not None:
-        check_output(Output(str(folder), "state", ROOM))
+        check_output(Output(str(folder), FOLDER), force=True)
     return kept_beside(None if folder is None else str(folder), key, ending="")
 
 

@@ -220,13 +220,13 @@ def inputs_in(path: str) -> list[Input]:
 
 def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:
     """All outputs of a recipe: the folder, and files in it that parameters name."""
-    outputs = [Output(out, "OUT", FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", "OUT", WORK)]
+    outputs = [Output(out, FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", WORK)]
     if (name := (config.parameters or {}).get("save_alignment")) not in (None, False, "none"):
         donors = len({entry.model for entry in entries(config)} - {config.base_model})
         wrote: Callable[[str], bool] = lambda file: merged and has_format(file, FORMAT)  # noqa: E731
         merged, remedy = os.path.isfile(os.path.join(out, REPORT_FILE)), "name another file, or move it away"
         for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):
-            outputs.append(Output(file, "parameters.save_alignment", wrote=wrote, remedy=remedy))
+            outputs.append(Output(file, wrote=wrote, remedy=remedy))
     return outputs
 
 

@@ -288,34 +288,27 @@ def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> 
     Args:
         number: which expert's tensor it is, where each has one.
     """
-    change, info = part.change, part.info
+    change, stacked = part.change, part.info.stacked
     tensor = tensor if part.target is None else tensor.narrow(*part.target)
-    tensor = tensor[part.expert] if part.expert is not None and not info.stacked else tensor
+    tensor = tensor[part.expert] if part.expert is not None and not stacked else tensor
 
     def stored(key: str) -> Tensor:
-        value = adapter.tensors[key][number] if part.experts and info.stacked else adapter.tensors[key]
-        return value if part.source is None else value.narrow(*part.source)
+        value = adapter.tensors[key][number] if part.experts and stacked else adapter.tensors[key]
+        return (value if part.source is None else value.narrow(*part.source)).to(tensor.dtype)
 
     if change.value:
         tensor.copy_(stored(change.value))
     if change.shift:
-        tensor += change.scale * stored(change.shift).to(tensor.dtype)
-    if not change.a:
-        return
-    low = _factors(adapter, part)
-    if not part.experts:
-        _multiply(low, part, tensor)
-        return
-    for expert, matrix in {number: tensor}.items() if info.stacked else enumerate(tensor):
-        _multiply(low.of_expert(expert), part, matrix)
+        tensor += change.scale * stored(change.shift)
+    if change.a:
+        low = _factors(adapter, part)
+        experts = {number: tensor} if stacked else dict(enumerate(tensor)) if part.experts else {-1: tensor}
+        for expert, matrix in experts.items():
+            of_expert = part.narrowed(low.of_expert(expert) if part.experts else low, part.source)
+            of_expert.to(matrix.dtype).add_to(matrix.mT if part.flipped else matrix)
 
 
 @lru_cache(maxsize=1)
 def _factors(adapter: Adapter, part: AdapterPart) -> LowRank:
     """The factors of a change, kept while the experts that they are of are read one after the other."""
     return part.factors(adapter)
-
-
-def _multiply(low: LowRank, part: AdapterPart, matrix: Tensor) -> None:
-    """Add a product of factors to a matrix, in place."""
-    part.narrowed(low, part.source).to(matrix.dtype).add_to(matrix.mT if part.flipped else matrix)

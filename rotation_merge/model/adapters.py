@@ -50,17 +50,11 @@ PARTS = {"A": "a", "down": "a", "B": "b", "up": "b", "magnitude": "magnitude"}
 HEADER_CONFIG = "lora_adapter_metadata"
 """Name under which diffusers stores peft's configs in a file's header, by `PREFIX.ENTRY`."""
 
-BEYOND = {
-    "alora_invocation_tokens": "it acts only after certain tokens",
-    "arrow_config": "it chooses among experts token by token",
-    "kasa_config": "KaSA changes the base weights",
-    "layer_replication": "it repeats layers",
-    "monteclora_config": "its weights are drawn at random",
-    "trainable_token_indices": "it trains single tokens",
-    "use_bdlora": "its factors are block-diagonal",
-    "use_qalora": "its factors act on groups of inputs",
-}
-"""Entries of an adapter's config that make it more than W + s B A, with their meaning."""
+BEYOND = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
+    *("trainable_token_indices", "use_bdlora", "use_qalora"),
+)
+"""Entries of an adapter's config that make it more than W + s B A."""
 
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
@@ -145,14 +139,14 @@ class Adapter:
             CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
         """
         single = path.endswith(SUFFIX) and os.path.isfile(path)
-        if not single and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
+        config, files = os.path.join(path, ADAPTER_CONFIG), [os.path.join(path, name) for name in WEIGHTS]
+        if not single and not os.path.isfile(config):
             remedy = f"{ADAPTER_CONFIG} is needed" if os.path.isdir(path) else f"name a folder or a {SUFFIX} file"
             raise CheckpointError("there is no LoRA adapter", where=path, remedy=remedy)
-        adapter = cls({} if single else read_json(os.path.join(path, ADAPTER_CONFIG)), {}, path=path)
+        adapter = cls({} if single else read_json(config), {}, path=path)
         if not single:
             adapter._check_config()
-        files = [path] if single else [os.path.join(path, name) for name in WEIGHTS]
-        file = next(filter(os.path.isfile, files), None)
+        file = path if single else next(filter(os.path.isfile, files), None)
         if file is None:
             raise CheckpointError("the adapter has no weights", where=path, remedy=f"{WEIGHTS[0]} is needed")
         tensors = adapter._stored(file)
@@ -206,23 +200,19 @@ class Adapter:
 
     def refusal(self, problem: str) -> CheckpointError:
         """The error of an adapter that is more than W + s B A."""
-        remedy = "name a plain LoRA, or merge this one into its base model first"
-        if self.config:
-            remedy = "merge it into its base model with peft, and name the result"
-        return CheckpointError(problem, where=self.path, remedy=remedy)
+        remedy = "merge it into its base model with peft, and name the result"
+        return CheckpointError(problem, where=self.path, remedy=remedy if self.config else "name a plain LoRA")
 
     def _damaged(self, problem: str) -> CheckpointError:
         return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")
 
     def _check_config(self) -> None:
-        kind = self.config.get("peft_type")
+        kind, begun = self.config.get("peft_type"), str(self.config.get("init_lora_weights"))
         if kind != "LORA":
             raise self.refusal(f"is an adapter of kind {kind}, not a LoRA")
-        for entry, meaning in BEYOND.items():
-            if self.config.get(entry):
-                raise self.refusal(f"'{entry}' is set: {meaning}")
-        begun = self.config.get("init_lora_weights")
-        if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
+        if entry := next(filter(self.config.get, BEYOND), None):
+            raise self.refusal(f"'{entry}' is set, which makes it more than W + s B A")
+        if begun.lower().startswith(SHIFTS_BASE):
             raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 
     def _stored(self, file: str) -> Tensors:
@@ -245,9 +235,7 @@ class Adapter:
         if not key:
             return change
         factor = change.b or key.removesuffix("bias") + "weight"
-        if factor not in self.shapes:
-            raise self._damaged(f"'{key}' has no matching '{factor}'")
-        a, b = self.shapes.get(change.a, ()), self.shapes[factor]
+        a, b = self.shapes.get(change.a, ()), self.shapes.get(factor, ())
         if len(b) < 2 or b[1] < 1 or any(n != 1 for n in b[2:]) or (change.a and (len(a) < 2 or a[0] != b[1])):
             raise self._damaged(f"the factors of '{change.module}' are {list(a)} and {list(b)}")
         if change.magnitude and math.prod(self.shapes[change.magnitude]) != b[0]:
@@ -267,12 +255,12 @@ class Adapter:
             special = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module))
             stated: Any = next(special, config.get("lora_alpha"))
             alpha = float(stated)
+            if math.isfinite(alpha) and rank > 0:
+                return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+            reason = f"lora_alpha of '{module}' is {alpha}, its rank {rank}"
         except (AttributeError, TypeError, ValueError, re.error) as error:
-            problem = f"'lora_alpha' or 'alpha_pattern' gives no number for '{module}' ({error})"
-            raise self._damaged(problem) from error
-        if not math.isfinite(alpha) or rank < 1:
-            raise self._damaged(f"lora_alpha of '{module}' is {alpha}, its rank {rank}")
-        return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+            reason = str(error)
+        raise self._damaged(f"'lora_alpha' or 'alpha_pattern' gives no number for '{module}' ({reason})")
 
     def _config_in_file(self, module: str, rank: int) -> dict[str, Any]:
         """Config of a module in a single file: its `alpha`, else what stands in the header, else the scale 1."""
@@ -284,7 +272,7 @@ class Adapter:
             raise self._damaged(f"'{HEADER_CONFIG}' in its header is no mapping") from error
         prefix = module.partition(".")[0] + "."
         config = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)} or stored
-        return config if "lora_alpha" in config else {"lora_alpha": rank}
+        return {"lora_alpha": rank, **config}
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter atomically: the two files that peft reads, and the files beside them.
@@ -296,7 +284,7 @@ class Adapter:
             CheckpointError: the folder holds something, or is a file.
         """
         out = os.fspath(folder)
-        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        check_output(Output(out, FOLDER, remedy="write to a new folder"))
         self.save(out)
 
     def save(self, out: str) -> None:
@@ -308,24 +296,18 @@ class Adapter:
         if out.endswith(SUFFIX) != (self.form != PEFT):
             kind = f"a {SUFFIX} file" if self.form != PEFT else "a folder"
             raise CheckpointError(f"adapters of {self.form} are {kind}", where=out, remedy=f"name {kind} to write")
+        with staged(out) if self.form == PEFT else replacing(out) as place:
+            self.write(place)
+
+    def write(self, place: str) -> None:
+        """Write the files into a folder, or the one file, that the caller puts into its place."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         if self.form == PEFT:
-            with staged(out) as staging:
-                self.write(staging)
-        else:
-            with replacing(out) as temporary:
-                self._write_tensors(temporary)
-
-    def write(self, folder: str) -> None:
-        """Write the files into a folder that the caller puts into its place."""
-        os.makedirs(folder, exist_ok=True)
-        self._write_tensors(os.path.join(folder, WEIGHTS[0]))
-        with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
-            json.dump(self.config, file, indent=2, sort_keys=True)
-            file.write("\n")
-        write_files(folder, self.beside)
-
-    def _write_tensors(self, path: str) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, path, {"format": "pt"})
+            os.makedirs(place, exist_ok=True)
+            config = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
+            write_files(place, {ADAPTER_CONFIG: config.encode(), **self.beside})
+            place = os.path.join(place, WEIGHTS[0])
+        save_file(tensors, place, {"format": "pt"})
 
 
 def plain_adapter(path: str) -> Adapter:
@@ -338,17 +320,14 @@ def plain_adapter(path: str) -> Adapter:
     """
     remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
     adapter = Adapter.open(fetched(ModelPath(path=path), patterns=ADAPTER_FILES) if remote else path)
-    reasons = {
-        "target_parameters": "changes stacked experts ('target_parameters')",
-        "use_dora": "is a DoRA: its changes are not of low rank",
-    }
-    problems = [words for entry, words in reasons.items() if adapter.config.get(entry)]
+    beyond = {"target_parameters": "of stacked experts", "use_dora": "a DoRA"}
+    problems = [f"it is {words} ('{entry}')" for entry, words in beyond.items() if adapter.config.get(entry)]
     for change in adapter.changes.values():
         if change.magnitude or change.shift or not change.a or (change.value and BASE_LAYER not in change.value):
             problems.append(f"changes '{change.name}' otherwise than by two factors")
     if problems:
         remedy = "merge it into its base model first, then merge the models"
-        raise CheckpointError(problems[0], where=path, remedy=remedy)
+        raise CheckpointError(f"is more than factors A and B: {problems[0]}", where=path, remedy=remedy)
     return adapter
 
 

@@ -68,6 +68,9 @@ differ, by up to 5.8e-6."""
 STATISTICS = "Its statistics are not published. They are measured first, on the same samples.\n\n"
 
 
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
 def front_matter(text: str) -> tuple[dict[str, Any], str]:
     """The metadata of a card, and the rest of it."""
     header = re.match(r"\A---\r?\n(.*?)\r?\n?---[ \t]*(?:\r?\n|\Z)", text, re.DOTALL)
@@ -85,9 +88,8 @@ def metadata_in(folder: str) -> dict[str, Any]:
 
 def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
     """A card, its metadata as YAML in front."""
-    text = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
-    if printable(text) != text:
-        text = yaml.safe_dump(dict(metadata), sort_keys=False)
+    readable = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+    text = readable if printable(readable) == readable else yaml.safe_dump(dict(metadata), sort_keys=False)
     return f"---\n{text}---\n{body}"
 
 
@@ -104,11 +106,9 @@ def metadata(
         measured: figures of `evaluate`.
         name: of the model, among its figures.
     """
-    card = dict(existing or {})
-    if parents := _hub_ids(report):
+    card = {key: value for key, value in (existing or {}).items() if key != "base_model" or value}
+    if parents := list(dict.fromkeys(facts["hub"] for facts in _parents(report).values() if facts.get("hub"))):
         card["base_model"] = parents if report.relation == "merge" else parents[0]
-    elif not card.get("base_model"):
-        card.pop("base_model", None)
     card["base_model_relation"] = report.relation
     card["library_name"] = "peft" if report.relation == "adapter" else "transformers"
     stated = _licences(report)
@@ -135,10 +135,6 @@ def _parents(report: MergeReport) -> dict[str, dict[str, Any]]:
         if adapter is not None:
             origins[str(adapter.get("name"))] = adapter
     return origins
-
-
-def _hub_ids(report: MergeReport) -> list[str]:
-    return list(dict.fromkeys(facts["hub"] for facts in _parents(report).values() if facts.get("hub")))
 
 
 def _licences(report: MergeReport) -> list[str | None]:
@@ -174,11 +170,13 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
         return []
     try:
         with open(path, encoding="utf-8") as file:
-            measurements = json.load(file)
-        return [{**measurement, **{name: measurement[name] for name in _FIGURES}} for measurement in measurements]
+            return [{**entry, **{name: entry[name] for name in _FIGURES}} for entry in json.load(file)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         remedy = "measure again with 'rotation-merge evaluate --keep'"
         raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
+
+
+# --- the section -----------------------------------------------------------------------------------------------------
 
 
 def section(
@@ -198,8 +196,15 @@ def section(
         lines += [f"\n![Relative distance by layer, before and after alignment]({picture})"] if picture else []
         lines += ["", "Per space: `rotation_merge.json`."]
     lines += [] if report.search is None else markdown(report.search)
-    lines += [*_origins(report), *_data(report)]
-    lines.append(_usage(report, name, config))
+    lines += _origins(report)
+    if rows := [[plain(used["of"]), str(used["samples"] or ""), plain(used["source"])] for used in report.data]:
+        lines += ["", "### Data", "", *table(["used for", "samples", "source"], rows)]
+    classes = config.get("architectures")
+    kind = str(classes[0]) if isinstance(classes, list) and classes else ""
+    usage = {"noun": "model", "library": "transformers", "kind": kind if kind.isidentifier() else "AutoModel"}
+    if report.relation == "adapter":
+        usage = {"noun": "adapter", "library": "peft", "kind": "AutoPeftModelForCausalLM"}
+    lines.append(RUN.format(**usage, name=json.dumps(name)))
     if report.relation == "merge":
         lines.append(_again(report, name, first))
     return "\n".join([*lines, "", END, ""])
@@ -219,15 +224,11 @@ def _done(report: MergeReport) -> list[str]:
     near = f" and line up with {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
     matched, rows = {row.donor for row in report.rows}, []
     for donor in report.donors():
-        figures = report.relative_distances(donor) if donor in matched else ()
-        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
-        rows.append([plain(donor), before, after, plain(report.verdict(donor))])
-    return [
-        f"Before the merge by {code(report.delegate)}, {tool} rewrote the weights of these models: they keep their "
-        f"outputs{near}.",
-        "",
-        *table(["model", "relative distance before", "after", ""], rows),
-    ]
+        distances = [f"{x:.4g}" for x in report.relative_distances(donor)] if donor in matched else ["", ""]
+        rows.append([plain(donor), *distances, plain(report.verdict(donor))])
+    words = f"{tool} rewrote the weights of these models: they keep their outputs{near}."
+    columns = ["model", "relative distance before", "after", ""]
+    return [f"Before the merge by {code(report.delegate)}, {words}", "", *table(columns, rows)]
 
 
 def _origins(report: MergeReport) -> list[str]:
@@ -236,14 +237,10 @@ def _origins(report: MergeReport) -> list[str]:
     for name, facts in {**{key: {} for key in report.fingerprints}, **report.models}.items():
         mark, adapter = report.fingerprints.get(name, ""), facts.get("adapter")
         rows.append([*_origin(name, facts), code(mark) if mark else ""])
-        if adapter:
-            rows.append([*_origin(str(adapter.get("name")), adapter), ""])
-    if not rows:
-        return []
-    lines = ["", *table(["model", "revision", "licence", "fingerprint of config and weights"], rows)]
-    if len(set(_licences(report))) > 1:
-        lines += ["", "The parents have different licences; all of them apply."]
-    return lines
+        rows += [[*_origin(str(adapter.get("name")), adapter), ""]] if adapter else []
+    lines = ["", *table(["model", "revision", "licence", "fingerprint of config and weights"], rows)] if rows else []
+    differ = rows and len(set(_licences(report))) > 1
+    return [*lines, *(["", "The parents have different licences; all of them apply."] if differ else [])]
 
 
 def _origin(name: str, facts: Mapping[str, Any]) -> list[str]:
@@ -254,51 +251,30 @@ def _origin(name: str, facts: Mapping[str, Any]) -> list[str]:
     return [link, plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")]
 
 
-def _data(report: MergeReport) -> list[str]:
-    rows = [[plain(used["of"]), str(used["samples"] or ""), plain(used["source"])] for used in report.data]
-    return ["", "### Data", "", *table(["used for", "samples", "source"], rows)] if rows else []
-
-
-def _usage(report: MergeReport, name: str, config: Mapping[str, Any]) -> str:
-    """Running the model, by the class of transformers that its config names."""
-    noun, library, classes = "model", "transformers", config.get("architectures")
-    kind = str(classes[0]) if isinstance(classes, list) and classes else ""
-    if report.relation == "adapter":
-        noun, library, kind = "adapter", "peft", "AutoPeftModelForCausalLM"
-    kind = kind if kind.isidentifier() else "AutoModel"
-    return RUN.format(noun=noun, library=library, kind=kind, name=json.dumps(name))
-
-
 def _again(report: MergeReport, name: str, first: Sequence[str]) -> str:
     """Making a merge again, with and without the plugin; a `name` with a slash is one of the hub."""
-    folder = os.path.basename(name)
-    merge = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
+    folder, delegate = os.path.basename(name), code(report.delegate)
+    commands = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
     compare = shlex.join(["rotation-merge", "verify", folder, "again"])
     if name.count("/") == 1:
-        merge = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
-        merge, compare = [*merge, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
-    makers = (f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch"))
+        commands = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
+        commands, compare = [*commands, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
+    makers = [f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")]
+    rotated = any(row.kind == "stream" and row.group == "rotation" for row in report.rows)
+    without_plugin = "It runs without the plugin. To make it again you need the plugin: "
+    if report.own_method or (report.donors() and rotated):
+        without_plugin += f"{delegate} is a method of it." if report.own_method else "it folds the norm gains."
+    elif report.donors():
+        without_plugin = "To merge without the plugin, write each donor in the anchor's coordinates with "
+        without_plugin += f"`rotation-merge align`; mergekit alone then merges them by {delegate}."
+    else:
+        without_plugin = f"mergekit alone makes it, too, by {delegate}."
     return MAKE_AGAIN.format(
         makers=", ".join(makers),
-        commands="\n".join(merge),
+        commands="\n".join(commands),
         statistics=STATISTICS if first else "",
         compare=code(compare),
-        without_plugin=_without_plugin(report),
-    )
-
-
-def _without_plugin(report: MergeReport) -> str:
-    """Instructions for readers without the plugin."""
-    delegate = code(report.delegate)
-    if report.own_method:
-        return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
-    if not report.donors():
-        return f"mergekit alone makes it, too, by {delegate}."
-    if any(row.kind == "stream" and row.group == "rotation" for row in report.rows):
-        return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
-    return (
-        "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "
-        f"mergekit alone then merges them by {delegate}."
+        without_plugin=without_plugin,
     )
 
 
@@ -335,24 +311,24 @@ def updated_card(
     return with_metadata(metadata(report, existing, measured, name), body)
 
 
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
 def shown_names(report: MergeReport) -> dict[str, str]:
     """The names in a merge's card of what lies on this machine: models, samples, files, by the report's names."""
-    known = {*_model_names(report), *_files(report)} if report.relation == "merge" else set()
+    known = set(_local_names(report)) if report.relation == "merge" else set()
     paths = [name for name in known if name.startswith((".", "~", "/")) or ("/" in name and os.path.exists(name))]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     shown = {path: hub.get(path, short) for path, short in shortened(paths).items()}
     return {form(path): form(short) for path, short in shown.items() for form in (encoded, plain, str)}
 
 
-def _model_names(report: MergeReport) -> list[str]:
-    """Every model that a report names, adapters separately; may hold duplicates."""
+def _local_names(report: MergeReport) -> Iterator[str]:
+    """Every model, adapter and file that a report and its recipe name; may hold duplicates."""
     adapters = [str(facts["adapter"]["name"]) for facts in report.models.values() if facts.get("adapter")]
     searched = [] if report.search is None else [parent.name for parent in report.search.parents]
     names = [report.anchor, *report.models, *report.fingerprints, *searched, *adapters]
-    return [part for name in names for part in name.split("+")]
-
-
-def _files(report: MergeReport) -> Iterator[str]:
+    yield from (part for name in names for part in name.split("+"))
     yield from report.files.values()
     yield from (str(used[key]) for used in report.data for key in ("source", "file") if used.get(key))
     try:
@@ -380,9 +356,9 @@ def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[
 def _facts(part: ModelPath, cache: str | None) -> dict[str, Any]:
     place = os.path.abspath(place_of(part, cache) or os.devnull)
     folder = place if os.path.isdir(place) else os.path.dirname(place)
-    snapshot, repo = _SNAPSHOT.search(folder), part.path.partition(":")[0]
-    if snapshot is not None:
+    if (snapshot := _SNAPSHOT.search(folder)) is not None:
         return {"hub": f"{snapshot[1]}/{snapshot[2]}", "revision": snapshot[3], "license": licence(folder)}
+    repo = part.path.partition(":")[0]
     hub = repo if is_hub_name(repo) and not os.path.exists(part.path) else None
     return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder)}
 

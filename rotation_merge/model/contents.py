@@ -36,15 +36,17 @@ DOWNLOAD, AGAIN = "download it again", "download or merge it again"
 MEND = "rewrite it ('rotation-merge doctor --mend')"
 SETS = "two sets of weights"
 APART = "move away the files of the other model: transformers and mergekit would read different weights"
+DEQUANTISE = (
+    "name the model in full precision, or write one: put 'quantization_config' back into config.json, then "
+    "CLASS.from_pretrained(PATH, dtype='bfloat16'), .dequantize() for integers, .save_pretrained(OUT)"
+)
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Floating types that weights are stored in, as safetensors and as torch call them."""
 _TYPES = FLOATS | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 """Types that torch calculates with."""
 _CODES = re.compile(r"u?int(8|16|32)|U(16|32)|F[468](_.*)?|float[468]_.*")
-"""Types that only quantised codes have."""
-_MATRICES = (2, 3)
-"""Dimensions of linear maps and stacks of them; masks of bytes that some models store have four."""
+"""Types that only quantised codes have, in matrices and stacks of them; masks of bytes have four dimensions."""
 
 _COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
 """Entries of a config that count modules."""
@@ -61,12 +63,12 @@ def read_json(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is not there, or is something else.
     """
+    folder, name = os.path.split(path)
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except FileNotFoundError:
-        folder, name = os.path.split(path)
-        if name == "config.json":
+        if name == CONFIG:
             refuse_adapter(folder)
         raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -126,10 +128,11 @@ def header(path: str) -> Header:
     try:
         facts = os.stat(path)
         return _header(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
-    except CheckpointError:
-        raise
     except Exception as error:  # of safetensors and pickle, which come in every class
-        problem = f"cannot be read: it is truncated, damaged or no weight file ({short(reason(error))})"
+        is_pickle = not path.endswith(".safetensors")  # of which torch advises to run the code
+        kind = "a pickle that holds no tensors, or more than tensors" if is_pickle else "no weight file"
+        words = "" if is_pickle and not isinstance(error, OSError) else f" ({short(reason(error))})"
+        problem = f"cannot be read: it is truncated, damaged or {kind}{words}"
         raise CheckpointError(problem, where=path, remedy=DOWNLOAD) from error
 
 
@@ -141,16 +144,11 @@ def _header(path: str, size: int, changed: int, number: int) -> Header:
     if path.endswith(".safetensors"):
         with safe_open(path, framework="pt") as file:
             return Header.of(file)
-    try:
-        state = torch.load(path, map_location="meta", weights_only=True)
-    except Exception as error:  # whose words advise to run the code in it
-        problem = "the pickle is damaged or holds more than plain tensors"
-        raise CheckpointError(problem, where=path, remedy=DOWNLOAD) from error
-    if isinstance(state, dict):
-        state = state.get("state_dict", state)
-    tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
+    state = torch.load(path, map_location="meta", weights_only=True)
+    state = state.get("state_dict", state)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise CheckpointError("the pickle holds no tensors by name", where=path, remedy=DOWNLOAD)
+        raise ValueError("no tensors by name")
     kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     return Header({name: tuple(tensor.shape) for name, tensor in tensors.items()}, kinds)
 
@@ -161,26 +159,18 @@ def codes(kinds: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
     Args:
         kinds: by name, as in `Header`.
     """
-    return {name: kind for name, kind in kinds.items() if len(shapes[name]) in _MATRICES and _CODES.fullmatch(kind)}
+    return {name: kind for name, kind in kinds.items() if len(shapes[name]) in (2, 3) and _CODES.fullmatch(kind)}
 
 
 def check_codes(kinds: Mapping[str, str], shapes: Shapes, label: str) -> None:
     """Refuse quantised weights whose config does not declare a quantisation.
 
-    Args:
-        kinds: as in `codes`.
-
     Raises:
         CheckpointError: names them and the ways to dequantise.
     """
-    for name, kind in codes(kinds, shapes).items():
-        raise CheckpointError(
-            f"its weights are quantised ({kind}, the first is '{name}') and cannot be aligned; config.json does not "
-            "say so",
-            where=label,
-            remedy="name the model in full precision, or write one: put 'quantization_config' back into config.json, "
-            "then CLASS.from_pretrained(PATH, dtype='bfloat16'), .dequantize() for integers, .save_pretrained(OUT)",
-        )
+    if first := next(iter(codes(kinds, shapes).items()), None):
+        problem = f"its weights are quantised ({first[1]}, the first is '{first[0]}') and cannot be aligned"
+        raise CheckpointError(f"{problem}; config.json does not say so", where=label, remedy=DEQUANTISE)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -216,11 +206,11 @@ class Contents:
 
     def text(self, name: str) -> str | None:
         """A text file; None if it is missing or not text."""
-        if not self.has(name):
-            return None
         try:
             with open(self.path(name), encoding="utf-8") as file:
                 return file.read()
+        except FileNotFoundError:
+            return None
         except (OSError, UnicodeDecodeError) as error:
             self.damaged[name] = short(error)
             return None
@@ -324,17 +314,15 @@ class Contents:
             yield SETS, self._error(f"{self.single} and {self.index} both exist", self.single, APART)
         if self.index is not None:
             yield from self._index_faults(self.index)
-        for name in self.weight_files:
-            if name not in self.by_file:
-                yield "damaged weight file", self._error(self.damaged[name], name)
-        holders: dict[str, list[str]] = {}
-        for file, head in self.by_file.items():
-            for name in head.shapes:
-                holders.setdefault(name, []).append(file)
-        for name, files in holders.items():
-            if len(files) > 1 and self.weight_map.get(name) != files[-1]:  # transformers reads the last of them
-                problem = f"more than one set of weights: tensor '{name}' is in {files[0]} and in {files[-1]}"
-                yield "tensor twice", self._error(problem, files[-1], APART)
+        for name in (name for name in self.weight_files if name not in self.by_file):
+            yield "damaged weight file", self._error(self.damaged[name], name)
+        for file, head in self.by_file.items():  # transformers reads the last of them
+            twice = [name for name in head.shapes if self.files[name] not in (file, self.weight_map.get(name))]
+            if twice:
+                problem = (
+                    f"more than one set of weights: tensor '{twice[0]}' is in {file} and in {self.files[twice[0]]}"
+                )
+                yield "tensor twice", self._error(problem, self.files[twice[0]], APART)
                 return
 
     def _error(self, problem: str, file: str, remedy: str = AGAIN) -> CheckpointError:
@@ -368,13 +356,10 @@ def tensor_files(folder: str) -> dict[str, str]:
         refuse_adapter(folder)
         remedy = "model.safetensors or pytorch_model.bin (or the index of shards of either) is needed"
         raise CheckpointError("there are no weights", where=folder, remedy=remedy)
-    stated = contents.config.get("transformers_weights")
-    if contents.has(ADAPTER_CONFIG):
-        problem = f"{contents.opened} and {ADAPTER_CONFIG} both exist"
-        raise CheckpointError(problem, where=folder, remedy=APART)
-    if stated not in (None, contents.opened):
-        problem = f"config.json names '{stated}' (transformers_weights), but the folder also has {contents.opened}"
-        raise CheckpointError(problem, where=folder, remedy=APART)
+    stated = contents.config.get("transformers_weights", contents.opened)
+    further = ADAPTER_CONFIG if contents.has(ADAPTER_CONFIG) else f"{stated} (config.json's transformers_weights)"
+    if contents.has(ADAPTER_CONFIG) or stated != contents.opened:
+        raise CheckpointError(f"two sets of weights: {contents.opened} and {further}", where=folder, remedy=APART)
     for _, error in contents.faults():
         raise error
     return contents.weight_map or dict.fromkeys(contents.files, contents.opened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError, nearest_path
 from rotation_merge.model import gguf
 from rotation_merge.model.contents import Contents, Header, header, tensor_files
-from rotation_merge.model.hub import in_cache, is_hub_name, sent
+from rotation_merge.model.hub import is_hub_name, sent
 from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors, by_name
 
@@ -33,14 +34,18 @@ _readers: weakref.WeakSet[ShardReader] = weakref.WeakSet()
 
 def place_of(part: ModelPath, cache: str | None = None) -> str | None:
     """Where a name's files are, on this disk or in the hub's cache: a folder, or a GGUF; None: not here."""
-    if os.path.exists(part.path):
-        return part.path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     repo, file = gguf.on_hub(part.path)
-    folder = in_cache(repo, part.revision, cache) if is_hub_name(repo) else None
-    if folder is None or not file:
-        return folder
-    paths = [os.path.join(folder, name) for name in gguf.split_files(file)]
-    return paths[0] if all(map(os.path.exists, paths)) else None
+    if os.path.exists(part.path) or not is_hub_name(repo):
+        return part.path if os.path.exists(part.path) else None
+    with suppress(LocalEntryNotFoundError, HFValidationError, OSError):
+        here = {"revision": part.revision, "cache_dir": cache, "allow_patterns": [], "local_files_only": True}
+        folder = snapshot_download(repo, **here)
+        paths = [os.path.join(folder, name) for name in gguf.split_files(file)] if file else [folder]
+        return paths[0] if all(map(os.path.exists, paths)) else None
+    return None
 
 
 def folder_of(part: ModelPath, cache: str | None = None) -> str | None:
@@ -62,31 +67,30 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
     Raises:
         CheckpointError: there is no such file, folder or repository, or it is a GGUF that is damaged.
     """
-    path = part.path
+    path, (repo, _) = part.path, gguf.on_hub(part.path)
     if os.path.isfile(path) and not gguf.is_gguf(path):
         raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
+    if not os.path.exists(path) and not is_hub_name(repo):
+        kind, fits = ("file", os.path.exists) if gguf.is_gguf(path) else ("directory", os.path.isdir)
+        raise CheckpointError(f"no such {kind}", where=path, remedy=nearest_path(path, "check the path", fits))
     return gguf.decoded(path if os.path.exists(path) else _downloaded(part, cache, patterns))
 
 
 def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> str:
     """Where a model's folder, or its GGUF, is in the hub's cache; a GGUF is downloaded once."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
-    path, revision, cached = part.path, part.revision, place_of(part, cache)
-    repo, file = gguf.on_hub(path)
-    if not is_hub_name(repo):
-        kind = ("file", os.path.exists) if gguf.is_gguf(path) else ("directory", os.path.isdir)
-        raise CheckpointError(f"no such {kind[0]}", where=path, remedy=nearest_path(path, "check the path", kind[1]))
+    cached, (repo, file) = place_of(part, cache), gguf.on_hub(part.path)
     if file and cached is not None:
         return cached
     names = gguf.split_files(file) if file else list(patterns)
-
-    download = partial(snapshot_download, repo, revision=revision, cache_dir=cache, allow_patterns=names)
-    folder = sent(path, cached, "file" if file else "folder", "check the name", download)
-    place = os.path.join(folder, file) if file else folder
-    if not os.path.exists(place) or (not file and not os.listdir(place)):  # nothing is in transformers' format
-        gguf.refuse_absent(path, revision)
-    return place
+    place = {"revision": part.revision, "cache_dir": cache, "allow_patterns": names}
+    folder = sent(part.path, cached, partial(snapshot_download, repo, **place))
+    path = os.path.join(folder, file) if file else folder
+    if not os.path.exists(path) or (not file and not os.listdir(path)):  # nothing is in transformers' format
+        listed = partial(HfApi().list_repo_files, repo, revision=part.revision)
+        gguf.refuse_absent(part.path, sent(part.path, None, listed))
+    return path
 
 
 def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
@@ -97,15 +101,16 @@ def fetched_weights(part: ModelPath, cache: str | None = None) -> str:
 
 def absent_parts(reference: ModelReference) -> list[ModelPath]:
     """A model, or its adapter, where it is on the hub and has not been downloaded; nothing is fetched."""
-    absent = []
-    for part in filter(None, (reference.model, reference.lora)):
-        on_hub = is_hub_name(gguf.on_hub(part.path)[0])
-        place = place_of(part) or ""
-        names = os.listdir(place) if os.path.isdir(place) else [place]  # in the cache may be small files alone
-        weights = any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
-        if on_hub and not os.path.exists(part.path) and not weights:
-            absent.append(part)
-    return absent
+    return [part for part in (reference.model, reference.lora) if part is not None and not _is_complete(part)]
+
+
+def _is_complete(part: ModelPath) -> bool:
+    """Whether a name is of this disk, or of a repository whose weights are in the cache, not small files alone."""
+    if os.path.exists(part.path) or not is_hub_name(gguf.on_hub(part.path)[0]):
+        return True
+    place = place_of(part) or ""
+    names = os.listdir(place) if os.path.isdir(place) else [place]
+    return any(name.lower().endswith((".safetensors", ".bin", ".gguf")) for name in names)
 
 
 class ShardReader:

@@ -12,13 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, named, nearest, no_space, short
+from rotation_merge.errors import CheckpointError, named, nearest, short
 from rotation_merge.files import locked, write_json
-from rotation_merge.model.contents import DOWNLOAD, Contents, reason
-from rotation_merge.model.hub import is_gguf_file, reachable
+from rotation_merge.model.contents import Contents, reason
+from rotation_merge.model.hub import is_gguf_file
 from rotation_merge.model.writing import staged
 
 LOG = logging.getLogger(__name__)
@@ -56,38 +55,22 @@ def on_hub(path: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (path, "")
 
 
-def refuse_absent(path: str, revision: str | None = None, names: Iterable[str] | None = None) -> None:
+def refuse_absent(path: str, names: Iterable[str]) -> None:
     """Refuse a GGUF that its repository does not have, or a repository that has nothing but GGUF files.
 
     Args:
-        names: of the files that it has; None: the hub is asked.
+        names: of the files that it has.
 
     Raises:
-        CheckpointError: names those that it has.
+        CheckpointError: names those in GGUF.
     """
-    from huggingface_hub import HfApi
-
     repo, file = on_hub(path)
-    with suppress(Exception):  # of the client of HTTP below, which is another each year
-        names = HfApi().list_repo_files(repo, revision=revision) if names is None and reachable() else names
-    known = sorted({split_files(name)[0] for name in names or () if is_gguf_file(name)})
+    known = sorted({split_files(name)[0] for name in names if is_gguf_file(name)})
     if file:
-        remedy = nearest(file, known) if known else "check the name"
-        raise CheckpointError("is not in the repository", where=path, remedy=remedy)
+        raise CheckpointError("is not in the repository", where=path, remedy=nearest(file, known))
     if known:
         remedy = f"name one of its files, as {repo}:{known[0]}"
         raise CheckpointError(f"holds models in GGUF: {named(known)}", where=repo, remedy=remedy)
-
-
-def _model_in(folder: str) -> str:
-    """The only GGUF model in a folder."""
-    names = sorted(filter(is_gguf_file, os.listdir(folder)))
-    models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
-    if len(models) != 1:
-        problem = f"holds {len(models)} models in GGUF: {', '.join(sorted(models))}"
-        problem = problem if models else f"holds no language model in GGUF, only {named(names)}"
-        raise CheckpointError(problem, where=folder, remedy="name one of the files")
-    return os.path.join(folder, *models.values())
 
 
 def quantised(folder: str) -> str:
@@ -108,26 +91,39 @@ def decoded(path: str) -> str:
 
     if not is_gguf(path):
         return path
-    path = _model_in(path) if os.path.isdir(path) else path
-    paths = split_files(path)
-    if missing := next((file for file in paths if not os.path.isfile(file)), None):
-        problem = f"is one of {len(paths)} files, but {os.path.basename(missing)} is missing"
-        raise CheckpointError(problem, where=path, remedy="download it, too")
+    paths = _files_of(path)
     name = f"{Path(paths[0]).stem[:80]}-{_mark(paths)}"
     folder = os.path.join(constants.HF_HOME, "rotation_merge", "gguf", name)
+    if os.path.isdir(folder):
+        return folder
     try:
-        with locked(folder, wait=FOREVER) if not os.path.isdir(folder) else nullcontext():
+        with locked(folder, wait=FOREVER):
             if not os.path.isdir(folder):
                 _decode(paths, folder)
     except CheckpointError:
         raise
     except Exception as error:  # numpy, torch, safetensors and tokenizers raise errors of many classes
-        if isinstance(error, OSError | NotImplementedError | RotationMergeError) or no_space(error):
-            problem = f"the weights of {path} cannot be written ({short(reason(error))})"
-            remedy = "set HF_HOME to a folder of your own, with room for all weights as float32"
-            raise CheckpointError(problem, where=folder, remedy=remedy) from error
-        raise CheckpointError(f"its metadata are damaged ({short(error)})", where=path, remedy=DOWNLOAD) from error
+        problem = f"its metadata are damaged, or {folder} cannot be written ({short(reason(error))})"
+        remedy = "download it again, or set HF_HOME to a folder with room for all weights as float32"
+        raise CheckpointError(problem, where=path, remedy=remedy) from error
     return folder
+
+
+def _files_of(path: str) -> list[str]:
+    """All files of the model that a file, or a folder with one language model, stands for."""
+    if os.path.isdir(path):
+        names = sorted(filter(is_gguf_file, os.listdir(path)))
+        models = sorted({split_files(name)[0] for name in names if not name.startswith("mmproj")})
+        if len(models) != 1:
+            words = f"{len(models)} models in GGUF: {named(models)}"
+            problem = f"holds {words if models else f'no language model in GGUF, only {named(names)}'}"
+            raise CheckpointError(problem, where=path, remedy="name one of the files")
+        path = os.path.join(path, models[0])
+    paths = split_files(path)
+    if missing := next((file for file in paths if not os.path.isfile(file)), None):
+        problem = f"is one of {len(paths)} files, but {os.path.basename(missing)} is missing"
+        raise CheckpointError(problem, where=path, remedy="download it, too")
+    return paths
 
 
 def _mark(paths: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ SAFETENSORS = "take the model in safetensors"
 SHARD = 1_000_000_000
 """Bytes of a shard at most, which are in memory at once."""
 
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors of a GGUF that are part of transformers' config: divisors of rotary frequencies."""
 
@@ -95,12 +96,20 @@ class GgufFile:
         return field.contents()
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Metadata of the architecture, such as `block_count`."""
-        return self.metadata(f"{self.architecture}.{key}", default)
+        """Metadata of the architecture, such as `block_count`; one value that is the same for all layers.
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor as torch has it, the dimension that is contiguous in memory last."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+        Raises:
+            CheckpointError: the layers have several.
+        """
+        value = self.metadata(f"{self.architecture}.{key}", default)
+        if isinstance(value, list) and len(set(value)) != 1:
+            problem = f"'{self.architecture}.{key}' is not the same in all layers, which transformers has no class for"
+            raise self.refusal(problem, SAFETENSORS)
+        return value[0] if isinstance(value, list) else value
+
+    def rows(self, name: str) -> int:
+        """Outer dimension of a tensor as torch has it: rows of a matrix, or experts."""
+        return int(self.tensors[name].shape[-1])
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor when read: floating-point numbers keep theirs, codes become float32."""
@@ -122,9 +131,8 @@ class GgufFile:
         try:
             numbers = gguf.dequantize(data, tensor.tensor_type)
         except NotImplementedError:
-            words = f"of type {tensor.tensor_type.name}, which the gguf package cannot turn into numbers"
-            remedy = "update gguf, or quantise the model again to another type"
-            raise self.refusal(f"tensor '{name}' is {words}", remedy) from None
+            problem = f"tensor '{name}' is of type {tensor.tensor_type.name}, which the gguf package does not decode"
+            raise self.refusal(problem, "update gguf, or quantise the model again to another type") from None
         return torch.from_numpy(np.ascontiguousarray(numbers, np.float32))
 
 
@@ -150,11 +158,11 @@ def open_gguf(paths: Sequence[str]) -> GgufFile:
 def _opened(path: str) -> CheckedReader:
     try:
         reader = CheckedReader(path)
+        if reader.byte_order == "S":
+            raise ValueError("it is big-endian")
     except (OSError, EOFError, ValueError, KeyError, OverflowError, MemoryError) as error:
         problem = f"is no GGUF file that the gguf package can read, or truncated ({short(reason(error))})"
         raise CheckpointError(problem, where=path, remedy=f"{DOWNLOAD}, or update gguf") from error
-    if reader.byte_order == "S":
-        raise CheckpointError("is big-endian", where=path, remedy="write it again with llama.cpp")
     return reader
 
 
@@ -209,14 +217,13 @@ class Family:
 def families() -> tuple[Family, ...]:
     """All families; of several that fit a file, the last one counts."""
     content = json.loads(Path(__file__).with_name("gguf_families.json").read_text(encoding="utf-8"))
-    return tuple(Family(**_extended(content, name)) for name in content)
 
+    def extended(name: str) -> dict[str, Any]:  # laid over the entry that it extends; null takes out
+        below = content[name].get("extends")
+        own = {key: value for key, value in content[name].items() if key != "extends"}
+        return overlay(extended(below) if below else {}, own)
 
-def _extended(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An entry laid over that which it extends; null takes out."""
-    values = dict(content[name])
-    below = values.pop("extends", None)
-    return overlay(_extended(content, below) if below else {}, values)
+    return tuple(Family(**extended(name)) for name in content)
 
 
 def family_of(model: GgufFile) -> Family:
@@ -238,6 +245,9 @@ def family_of(model: GgufFile) -> Family:
     return fitting[-1]
 
 
+# --- config
+
+
 def read_config(model: GgufFile, family: Family) -> dict[str, Any]:
     """The content of config.json, from a GGUF's metadata.
 
@@ -245,38 +255,30 @@ def read_config(model: GgufFile, family: Family) -> dict[str, Any]:
         CheckpointError: the metadata lack a size, or transformers' config cannot express one.
     """
     for key in ("embedding_length", "block_count", "attention.head_count"):  # from which all other sizes follow
-        size = _single(model, key)
+        size = model.value(key)
         if not isinstance(size, int) or size < 1:
             raise model.refusal(f"'{model.architecture}.{key}' is {size!r}, which is no size")
-    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.fixed}
-    stored = {entry: _single(model, key) for entry, key in family.config.items()}
-    config.update({entry: value for entry, value in stored.items() if value is not None})
-    config["vocab_size"] = model.shape("token_embd.weight")[0]
-    config["tie_word_embeddings"] = _tied(model)
-    config.update({entry: tensor in model.tensors for entry, tensor in family.present.items()})
+    stored = {entry: model.value(key) for entry, key in family.config.items()}
+    config = {**family.fixed, **{entry: value for entry, value in stored.items() if value is not None}}
     special = {word: model.metadata(f"tokenizer.ggml.{key}_token_id") for word, key in SPECIAL.items() if word != "unk"}
-    config.update({f"{word}_token_id": number for word, number in special.items()})
-    config.update(_heads(model, family))
-    matrices = [model.dtype(name) for name in model.tensors if len(model.shape(name)) > 1]
-    config["dtype"] = str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    matrices = [model.dtype(name) for name, tensor in model.tensors.items() if len(tensor.shape) > 1]
+    config |= {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "vocab_size": model.rows(EMBEDDING),
+        "tie_word_embeddings": _tied(model),
+        **{entry: tensor in model.tensors for entry, tensor in family.present.items()},
+        **{f"{word}_token_id": number for word, number in special.items()},
+        **_heads(model, family),
+        "dtype": str(max(matrices, key=lambda dtype: dtype.itemsize)).removeprefix("torch."),
+    }
     none = {key for key in family.fixed if config[key] == 0 and config[key] is not False}
-    return {key: None if key in none else value for key, value in config.items()}
-
-
-def _single(model: GgufFile, key: str) -> Any:
-    """A value that is the same for all layers."""
-    value = model.value(key)
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        problem = f"'{model.architecture}.{key}' is not the same in all layers, which transformers has no class for"
-        raise model.refusal(problem, SAFETENSORS)
-    return value[0]
+    return {**config, **dict.fromkeys(none)}
 
 
 def _tied(model: GgufFile) -> bool:
     """Whether the head is the embedding: it has no tensor, or one of the same bytes, as some converters write it."""
-    head, embedding = model.tensors.get("output.weight"), model.tensors["token_embd.weight"]
+    head, embedding = model.tensors.get(HEAD), model.tensors[EMBEDDING]
     if head is None:
         return True
     same_size = (head.tensor_type, head.n_bytes) == (embedding.tensor_type, embedding.n_bytes)
@@ -285,7 +287,7 @@ def _tied(model: GgufFile) -> bool:
 
 def _heads(model: GgufFile, family: Family) -> dict[str, Any]:
     """Entries on heads and rotary positions."""
-    heads, width = _single(model, "attention.head_count"), model.value("embedding_length")
+    heads, width = model.value("attention.head_count"), model.value("embedding_length")
     rotated = model.value("rope.dimension_count")
     size = model.value("attention.key_length") or (rotated if family.architecture == "llama" else None)
     size = size or width // heads
@@ -297,20 +299,18 @@ def _heads(model: GgufFile, family: Family) -> dict[str, Any]:
     if family.scalar:
         config["query_pre_attn_scalar"] = width // heads if model.value("block_count") == family.scalar else size
     if family.rope:
-        config["rope_parameters"] = _rope(model, family, (rotated or size) / size, rotated or size)
+        config["rope_parameters"] = _rope(model, family.rope != "every", (rotated or size) / size, rotated or size)
     return config
 
 
-def _rope(model: GgufFile, family: Family, share: float, rotated: int) -> dict[str, Any]:
-    split = family.rope == "global and local"
+def _rope(model: GgufFile, split: bool, share: float, rotated: int) -> dict[str, Any]:
+    """Rotary positions of a share of a head's dimensions; split: those of global and of local layers."""
     theta = model.value("rope.freq_base", 1e6 if split else THETA)
     rope = {"rope_type": "default", "rope_theta": theta, **_scaling(model, rotated)}
     if share != 1:
         rope["partial_rotary_factor"] = share
-    if not split:
-        return rope
     local = {"rope_type": "default", "rope_theta": model.value("rope.freq_base_swa", THETA)}
-    return {"full_attention": rope, "sliding_attention": local}
+    return {"full_attention": rope, "sliding_attention": local} if split else rope
 
 
 def _scaling(model: GgufFile, rotated: int) -> dict[str, Any]:
@@ -322,14 +322,11 @@ def _scaling(model: GgufFile, rotated: int) -> dict[str, Any]:
         return {"rope_type": "longrope", **factors, **original}
     if FREQUENCIES in model.tensors:
         return _llama3(model, model.read(FREQUENCIES), rotated)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        return {"rope_type": "yarn", "factor": factor, **original}
     if kind in ("none", "longrope"):  # which Phi-3 says of its short models, too
         return {}
-    problem = f"its rotary positions are scaled by '{kind}', which is not supported"
-    raise model.refusal(problem, SAFETENSORS)
+    if kind in ("linear", "yarn"):
+        return {"rope_type": kind, "factor": factor, **(original if kind == "yarn" else {})}
+    raise model.refusal(f"its rotary positions are scaled by '{kind}', which is not supported", SAFETENSORS)
 
 
 def _llama3(model: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
@@ -346,6 +343,9 @@ def _llama3(model: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
             return rope
     problem = f"'{FREQUENCIES}' scales rotary frequencies in a way that transformers cannot describe"
     raise model.refusal(problem, SAFETENSORS)
+
+
+# --- tensors
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:
@@ -393,12 +393,8 @@ def write_checkpoint(paths: Sequence[str], folder: str) -> str:
         writer.save_tensor(name, LAYOUTS[layout](model.read(stored, expert), config))
     writer.finalize()
     write_json(os.path.join(folder, "config.json"), config)
-    return _types(model)
-
-
-def _types(model: GgufFile) -> str:
-    kinds = Counter(tensor.tensor_type.name for tensor in model.tensors.values())
-    words, file = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), os.path.basename(model.paths[0])
+    kinds, file = Counter(tensor.tensor_type.name for tensor in model.tensors.values()), os.path.basename(paths[0])
+    words = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     if set(kinds) <= set(FLOATS):
         return f"was read from {file}, whose tensors are {words}"
     return f"was read from {file}, whose weights were quantised (tensors: {words}); they were read as float32"
@@ -406,29 +402,28 @@ def _types(model: GgufFile) -> str:
 
 def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:
     """Each tensor's name in the file, its layout there, and which expert of those in it."""
-    stems: dict[str, tuple[str, str]] = {}
-    for stem, place in family.tensors.items():
-        template, layout = (place, "") if isinstance(place, str) else place
-        stems[template] = stem, layout
+    layouts = {stem: (place, "") if isinstance(place, str) else place for stem, place in family.tensors.items()}
+    stems = {template: (stem, layout) for stem, (template, layout) in layouts.items()}
     places: dict[str, tuple[str, str, int | None]] = {}
-    read_elsewhere = {*ROPE_FACTORS, "output.weight" if config["tie_word_embeddings"] else ""}
-    for stored in sorted(model.tensors.keys() - read_elsewhere):
+    for stored in sorted(model.tensors.keys() - {*ROPE_FACTORS, HEAD if config["tie_word_embeddings"] else ""}):
         template, _, end = stored.rpartition(".")
         layer = re.match(r"blk\.(\d+)\.", stored)
         stem, layout = stems.get(template if layer is None else template.replace(layer[1], "{i}", 1), ("", ""))
         if not stem or end not in ("weight", "bias"):
             raise model.refusal(f"tensor '{stored}' has no place in a {family.class_name}", SAFETENSORS)
-        for expert in range(model.shape(stored)[0]) if "{e}" in stem else [None]:
-            name = stem.format(i=layer and layer[1], e=expert)
-            places[f"{name}.{end}"] = stored, layout, expert
+        for expert in range(model.rows(stored)) if "{e}" in stem else [None]:
+            places[f"{stem.format(i=layer and layer[1], e=expert)}.{end}"] = stored, layout, expert
     return dict(sorted(places.items()))
+
+
+# --- tokenizer
 
 
 def _write_tokenizer(model: GgufFile, folder: str) -> None:
     """The tokenizer beside the file, or the one in it as transformers reads it; none if there is no vocabulary."""
     source, file = os.path.split(os.path.abspath(model.paths[0]))
     kind, tokens = model.metadata("tokenizer.ggml.model"), model.metadata("tokenizer.ggml.tokens") or []
-    rows = model.shape("token_embd.weight")[0]
+    rows = model.rows(EMBEDDING)
     if tokens and len(tokens) != rows:
         raise model.refusal(f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows")
     types = model.metadata("tokenizer.ggml.token_type") or [1] * rows
@@ -449,14 +444,12 @@ def _check_vocabulary(path: str, tokens: Sequence[str], file: str) -> None:
 
     try:
         beside = Tokenizer.from_file(path)
+        wrong = [number for number, token in enumerate(tokens) if beside.id_to_token(number) not in (token, None)]
+        problem = f"has other tokens than {file} at {len(wrong)} ids, {wrong[0]} first" if wrong else ""
     except Exception as error:  # the class that tokenizers raises
         problem = f"cannot be read as a tokenizer ({short(error)})"
-        raise CheckpointError(problem, where=path, remedy="move it away") from error
-    wrong = [number for number, token in enumerate(tokens) if beside.id_to_token(number) not in (token, None)]
-    if wrong:
-        example = f"the first is {wrong[0]}: '{beside.id_to_token(wrong[0])}', there '{tokens[wrong[0]]}'"
-        problem = f"has other tokens than {file} at {len(wrong)} ids, {example}"
-        raise CheckpointError(problem, where=path, remedy="it is another model's; move it away")
+    if problem:
+        raise CheckpointError(problem, where=path, remedy="move it away, if it is another model's or damaged")
 
 
 def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> None:
@@ -470,8 +463,7 @@ def _convert_tokenizer(model: GgufFile, tokens: Sequence[str], folder: str) -> N
             source, gguf_file=file, model_max_length=model.value("context_length")
         )
         for word, key in SPECIAL.items():
-            number = model.metadata(f"tokenizer.ggml.{key}_token_id")
-            if number is not None:
+            if (number := model.metadata(f"tokenizer.ggml.{key}_token_id")) is not None:
                 setattr(tokenizer, f"{word}_token", tokens[number])
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of many classes

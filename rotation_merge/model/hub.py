@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from rotation_merge.errors import CheckpointError, nearest_path, short
+
+T = TypeVar("T")
 
 
 def is_hub_name(path: str) -> bool:
@@ -58,19 +61,11 @@ def no_answer() -> tuple[str, str]:
     return "HF_HUB_OFFLINE is set", "unset it, or name a folder"
 
 
-def in_cache(repo: str, revision: str | None = None, cache: str | None = None) -> str | None:
-    """The folder of a repository's files in the hub's cache, however many; None if there is none."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=[], local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None
-
-
-def sent(name: str, cached: str | None, kind: str, remedy: str, download: Callable[[], str]) -> str:
+def sent(name: str, cached: T | None, download: Callable[[], T], remedy: str = "check the name") -> T:
     """What the hub sends, or what is cached while it cannot be reached.
+
+    Args:
+        remedy: where the hub sends nothing.
 
     Raises:
         CheckpointError: neither is there.
@@ -79,7 +74,7 @@ def sent(name: str, cached: str | None, kind: str, remedy: str, download: Callab
         if cached is not None:
             return cached
         why, otherwise = no_answer()
-        problem = f"is neither a {kind} nor in the hub's cache, and {why}"
+        problem = f"is neither here nor in the hub's cache, and {why}"
         raise CheckpointError(problem, where=name, remedy=nearest_path(name, otherwise))
     try:
         return download()
@@ -105,10 +100,6 @@ class HubFile:
             return None
         return cls("dataset" if match[1] else "model", match[2], match[3], match[4])
 
-    def __str__(self) -> str:
-        end = f"@{self.revision}" if self.revision else ""
-        return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}/{self.name}{end}"
-
     def cached(self, cache: str | None = None) -> str | None:
         """Its path in the cache; None if it was not downloaded."""
         from huggingface_hub import try_to_load_from_cache
@@ -117,28 +108,20 @@ class HubFile:
         cached = try_to_load_from_cache(self.repo, self.name, cache_dir=cache, **place)
         return cached if isinstance(cached, str) else None
 
-    def fetched(self, cache: str | None = None) -> str:
-        """Its path in the cache, downloaded if needed; of a commit, the hub is not asked again.
-
-        Raises:
-            CheckpointError: it cannot be downloaded.
-        """
-        from huggingface_hub import hf_hub_download
-
-        cached = self.cached(cache)
-        if cached is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
-            return cached
-
-        place = {"revision": self.revision, "repo_type": self.kind, "cache_dir": cache}
-        download = partial(hf_hub_download, self.repo, self.name, **place)
-        return sent(str(self), cached, "file", "check the path; of the hub: org/repo/file@revision", download)
-
 
 def local_file(path: str, cache: str | None = None) -> str:
-    """The path of a local file, or of a file of the hub, downloaded if needed.
+    """The path of a local file, or of a file of the hub, downloaded if needed; of a commit, the hub is asked once.
 
     Raises:
         CheckpointError: it is not here, and cannot be downloaded.
     """
-    file = HubFile.of(path)
-    return path if file is None else file.fetched(cache)
+    from huggingface_hub import hf_hub_download
+
+    if (file := HubFile.of(path)) is None:
+        return path
+    cached = file.cached(cache)
+    if cached is not None and re.fullmatch(r"[0-9a-f]{40}", file.revision or ""):
+        return cached
+    place = {"revision": file.revision, "repo_type": file.kind, "cache_dir": cache}
+    download = partial(hf_hub_download, file.repo, file.name, **place)
+    return sent(path, cached, download, "check the path; of the hub: org/repo/file@revision")

@@ -85,14 +85,12 @@ def open_model(
 def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> View:
-    state = dict(state)
-    if odd := next((key for key, tensor in state.items() if not isinstance(tensor, Tensor)), None):
-        problem = f"entry '{odd}' of its state dict is of type {type(state[odd]).__name__}"
-        raise CheckpointError(problem, where=name, remedy="give a pair (state dict, config), with tensors of torch")
-    tensors = as_tensors(state, name)
-    if not stores_codes(config):
-        kinds = {key: str(dtype).removeprefix("torch.") for key, dtype in tensors.dtypes.items()}
-        check_codes(kinds, tensors.shapes, name)
+    if odd := [f"'{key}' is of type {type(x).__name__}" for key, x in state.items() if not isinstance(x, Tensor)]:
+        remedy = "give a pair (state dict, config), with tensors of torch"
+        raise CheckpointError(f"entry {odd[0]} in its state dict", where=name, remedy=remedy)
+    tensors = as_tensors(dict(state), name)
+    kinds = {key: str(dtype).removeprefix("torch.") for key, dtype in tensors.dtypes.items()}
+    _check_numbers(config, kinds, tensors.shapes, name)
     architecture = _architecture(name, config, tensors.shapes, untie, "error")
     return View(name, config, architecture, tensors, module=module, untie=untie)
 
@@ -110,25 +108,24 @@ def _values(config: Any, name: str) -> dict[str, Any]:
 
 def _with_class(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """A config with the class of transformers whose tensors are most like these, where it names none."""
-    specs = [spec for spec in families().values() if config.get("model_type") in spec.model_types]
-    if config.get("architectures") or not specs:
+    kinds = [k for spec in families().values() if config.get("model_type") in spec.model_types for k in spec.classes]
+    if config.get("architectures") or not kinds:
         return config
-    configs = [{**config, "architectures": [kind]} for spec in specs for kind in spec.classes]
-    return min(configs, key=lambda named: len(_keys_of(named) ^ set(names)))
+    return {**config, "architectures": [min(kinds, key=lambda kind: len(_keys_of(kind, config) ^ set(names)))]}
 
 
-def _keys_of(config: Mapping[str, Any]) -> set[str]:
-    """Names of the tensors of a new model of a config's class; none where transformers has no such class."""
+def _keys_of(kind: str, config: dict[str, Any]) -> set[str]:
+    """Names of the tensors of a new model of a class; none where transformers has no such class."""
     import transformers
 
-    model_class = getattr(transformers, config["architectures"][0], None)
+    model_class = getattr(transformers, kind, None)
     if model_class is None or model_class.config_class.model_type != config["model_type"]:
         return set()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # classes say how they are meant to be used
     try:
         with torch.device("meta"):
-            return set(model_class(model_class.config_class.from_dict(dict(config))).state_dict())
+            return set(model_class(model_class.config_class.from_dict(config)).state_dict())
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -137,16 +134,18 @@ def _open_files(
     reference: ModelReference, options: MergeOptions, untie: bool, unsupported: str, any_base: bool
 ) -> View:
     """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
-    name, lora, cache = str(reference), reference.lora, options.transformers_cache
-    adapter = None if lora is None else Adapter.open(fetched(lora, cache, ADAPTER_FILES))
+    name, lora, remarks = str(reference), reference.lora, list[str]()
+    adapter = None if lora is None else Adapter.open(fetched(lora, options.transformers_cache, ADAPTER_FILES))
     folder, config, tensors = read_stored(reference, options)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
     dtypes = tensors.dtypes
     if adapter is not None:
         tied = tied_head(config, list(tensors), name, None if untie else architecture)
         tensors = adapted(tensors, adapter, architecture, config, tied[0] if tied else None, name)
+        remarks += [] if adapter.base else [f"`{name}`: the adapter does not say which base it was trained on."]
+    remarks += [f"`{name}` {codes_read}." for codes_read in filter(None, [quantised(folder)])]
     files = Files(reference, folder, dtypes, options, adapter, tensors)
-    view = View(name, config, architecture, tensors, files, untie=untie, remarks=_remarks(name, folder, adapter))
+    view = View(name, config, architecture, tensors, files, untie=untie, remarks=tuple(remarks))
     if not any_base:
         check_own_base(view)
     return view
@@ -171,22 +170,26 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
     Raises:
         CheckpointError: config or weights are missing or damaged.
     """
-    cache = options.transformers_cache
+    cache, path = options.transformers_cache, reference.model.path
     folder = fetched(reference.model, cache)
     check_config(folder)
     stored = reference.model_copy(update={"model": ModelPath(path=folder), "lora": None})
     try:
         config: dict[str, Any] = stored.config(trust_remote_code=options.trust_remote_code).to_dict()
     except Exception as error:  # transformers raises errors of many classes here
-        remedy = "correct config.json" if folder == reference.model.path else DOWNLOAD
-        problem = f"its config cannot be loaded ({short(error)})"
-        raise CheckpointError(problem, where=reference.model.path, remedy=remedy) from error
+        remedy = "correct config.json" if folder == path else DOWNLOAD
+        raise CheckpointError(f"its config cannot be loaded ({short(error)})", where=path, remedy=remedy) from error
     folder = fetched_weights(reference.model, cache)
     modules = read_modules(folder)
     tensors, kinds = stored_tensors(folder, modules, options.lazy_unpickle)
-    if not stores_codes(config):  # with which the architecture refuses it
-        check_codes(kinds, tensors.shapes, str(reference))
+    _check_numbers(config, kinds, tensors.shapes, str(reference))
     return folder, {**config, SENTENCE: modules} if modules else config, tensors
+
+
+def _check_numbers(config: dict[str, Any], kinds: Mapping[str, str], shapes: Shapes, name: str) -> None:
+    """Refuse quantised codes, but for those that the config declares, with which `resolve` refuses it."""
+    if not stores_codes(config):
+        check_codes(kinds, shapes, name)
 
 
 def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool, unsupported: str) -> Architecture:
@@ -205,15 +208,6 @@ def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool
     LOG.info("%s: %s, %d blocks; %s", name, architecture.family, len(architecture.blocks), streams or "no stream")
     LOG.debug("%s: tensors are named with base %r and %s", name, architecture.base, architecture.spelling)
     return architecture
-
-
-def _remarks(name: str, folder: str, adapter: Adapter | None) -> tuple[str, ...]:
-    """Notes on a stored model for reports."""
-    codes_read = quantised(folder)
-    remarks = [f"`{name}` {codes_read}."] if codes_read else []
-    if adapter is not None and not adapter.config.get("base_model_name_or_path"):
-        remarks.append(f"`{name}`: the adapter does not say which base it was trained on.")
-    return tuple(remarks)
 
 
 def check_own_base(view: View, further_bases: Iterable[View] = (), remedy: str = OWN_BASE) -> None:
@@ -286,8 +280,7 @@ def weights_of(path: str) -> int:
     Raises:
         CheckpointError: it cannot be read.
     """
-    tensors = read_stored(parse_reference(path), MergeOptions())[2]
-    return sum(math.prod(shape) for shape in tensors.shapes.values())
+    return sum(map(math.prod, read_stored(parse_reference(path), MergeOptions())[2].shapes.values()))
 
 
 def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:

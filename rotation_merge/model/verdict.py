@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from rotation_merge.model.markdown import table
 from rotation_merge.record import Score, Verdict
 
 CORRELATIONS = ("Pearson", "Spearman")
 """Figures that are no shares."""
-
-TRIED = "Merges tried, with scores on the selection samples:"
 
 Table = list[list[str]]
 """Rows of cells, the headers first."""
@@ -39,41 +38,40 @@ def _share(verdict: Verdict, value: float | None) -> str:
     return f"{value:.4f}" if verdict.figure in CORRELATIONS else f"{value:.1%}"
 
 
-def results(verdict: Verdict, names: Mapping[str, str]) -> Table:
-    """Parents, ensemble, plain average and the best merge, with their scores.
+def tables(verdict: Verdict, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Table]:
+    """By caption, the scores of parents, ensemble, plain average and best merge; and of all merges that were tried.
 
     Args:
         names: names of models to show.
     """
-    scores = [(f"{names.get(parent.name, parent.name)} alone", parent) for parent in verdict.parents]
+    alone = [(f"{names.get(parent.name, parent.name)} alone", parent) for parent in verdict.parents]
     beside = (("ensemble of all", verdict.ensemble), ("plain average", verdict.plain))
-    scores += [(words, score) for words, score in beside if score is not None]
-    return _table(verdict, [*scores, (f"best merge: {verdict.best.name}", verdict.best)])
+    merges = [(words, score) for words, score in beside if score is not None]
+    scores = [*alone, *merges, (f"best merge: {verdict.best.name}", verdict.best)]
+    tried = [(f"{score.name}{' (stopped early)' if score.unfinished else ''}", score) for score in verdict.tried]
+    return {
+        f"On {verdict.samples}, less is better:": _table(verdict, scores),
+        "Merges tried, with scores on the selection samples:": _table(verdict, tried, timed=True),
+    }
 
 
-def attempts(verdict: Verdict) -> Table:
-    """All merges that were tried, with their scores and seconds."""
-    names = (f"{attempt.name}{' (stopped early)' if attempt.unfinished else ''}" for attempt in verdict.tried)
-    headers, *rows = _table(verdict, zip(names, verdict.tried, strict=True))
-    seconds = (f"{attempt.seconds:.0f}" for attempt in verdict.tried)
-    return [[*headers, "seconds"], *([*row, time] for row, time in zip(rows, seconds, strict=True))]
-
-
-def _table(verdict: Verdict, scores: Iterable[tuple[str, Score]]) -> Table:
+def _table(verdict: Verdict, scores: Iterable[tuple[str, Score]], timed: bool = False) -> Table:
     """Scores by their names, with the figures that the verdict has; unknown cells are empty."""
-    rows = [["", verdict.unit, verdict.figure, f"base's own text ({verdict.base or 0:.4f})"]]
-    for words, score in scores:
-        on_base = "" if score.on_base is None else f"{score.on_base:.4f}"
-        rows.append([words, f"{score.score:.4f}", _share(verdict, score.accuracy), on_base])
-    columns = [0, 1] + [2] * (verdict.best.accuracy is not None) + [3] * (verdict.base is not None)
-    return [[row[column] for column in columns] for row in rows]
+    cells: dict[str, Callable[[Score], str]] = {verdict.unit: lambda score: f"{score.score:.4f}"}
+    if verdict.best.accuracy is not None:
+        cells[verdict.figure] = lambda score: _share(verdict, score.accuracy)
+    if verdict.base is not None:
+        own_text = f"base's own text ({verdict.base:.4f})"
+        cells[own_text] = lambda score: "" if score.on_base is None else f"{score.on_base:.4f}"
+    if timed:
+        cells["seconds"] = lambda score: f"{score.seconds:.0f}"
+    return [["", *cells], *([words, *(cell(score) for cell in cells.values())] for words, score in scores)]
 
 
 def markdown(verdict: Verdict) -> list[str]:
     """The verdict as Markdown lines for a model card."""
     lines = ["", "### How this merge was chosen", "", " ".join(sentences(verdict))]
-    tables = {f"On {verdict.samples}, less is better:": results(verdict, {}), TRIED: attempts(verdict)}
-    for caption, (headers, *rows) in tables.items():
+    for caption, (headers, *rows) in tables(verdict).items():
         lines += ["", caption, "", *table(headers, rows)] if rows else []
     left_out = "; ".join(f"{name} ({why})" for name, why in verdict.left_out.items())
     return [*lines, *(["", f"Not tried: {left_out}."] if left_out else [])]

@@ -321,7 +321,7 @@ class View(Tensors):
             RotationMergeError: the folder holds something, or is a file; the size is none.
         """
         out, size = os.fspath(folder), parse_size(max_shard_size)
-        check_output(Output(out, "folder", FOLDER, remedy="write to a new folder"))
+        check_output(Output(out, FOLDER, remedy="write to a new folder"))
         with staged(out) as staging:
             self.write(staging, size)
 

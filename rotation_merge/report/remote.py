@@ -109,7 +109,7 @@ def _fetch(name: str, cache: str) -> RemoteModel:
     os.makedirs(snapshot, exist_ok=True)
     files = [file for file in set(Contents(snapshot).weight_map.values()) or SINGLE if file in sizes]
     if not files:
-        refuse_absent(name, names=sizes)
+        refuse_absent(name, sizes)
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
     with ThreadPoolExecutor(WORKERS) as pool:

@@ -149,7 +149,7 @@ class Statistics:
             RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
         """
         holds_statistics = partial(has_format, name=FORMAT)
-        check_output(Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away"))
+        check_output(Output(str(path), wrote=holds_statistics, remedy="name another file, or move it away"))
         self.write(path)
 
     def write(self, path: Path | str) -> None:

@@ -85,7 +85,7 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.equal(_read(name)["model.norm.weight"], _read(models / "b.gguf")["model.norm.weight"])
     result = run("verify", "org/b-GGUF:gone.gguf", models / "b")
     assert result.exit_code == 2
-    assert "org/b-GGUF:gone.gguf: is neither a file nor in the hub's cache" in result.output
+    assert "org/b-GGUF:gone.gguf: is neither here nor in the hub's cache" in result.output
 
 
 @pytest.mark.slow
