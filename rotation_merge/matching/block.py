@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Space
+from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.heads import match_heads
@@ -150,10 +150,16 @@ def compared(block: Block, tensors: Tensors) -> dict[str, Tensor]:
 
     Those add the same to all logits of a query.
     """
+
+    def unseen_key(part: Part) -> bool:
+        space = part.space
+        free = not space.visible_bias and not space.rotary and space.norm is None
+        return space.kind == "attention" and part.role == "k" and free
+
     result = dict(tensors)
     for info in (info for info in block.tensors if len(info.axes) == 1 and info.key in tensors):
         axis = info.axes[0]
-        unseen = [bool(piece) and all(p.role == "k" and p.space.hides_key_bias for p in piece) for piece in axis.pieces]
+        unseen = [bool(piece) and all(map(unseen_key, piece)) for piece in axis.pieces]
         if any(unseen):
             pieces = zip(split_axis(tensors[info.key], 0, axis), unseen, strict=True)
             parts = [torch.zeros_like(piece) if hidden else piece for piece, hidden in pieces]

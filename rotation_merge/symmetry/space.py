@@ -119,11 +119,6 @@ class Space:
     degree: int = 0
     head: bool = False
 
-    @property
-    def hides_key_bias(self) -> bool:
-        """Whether a bias of keys adds the same to all logits of a query, so that softmax does not see it."""
-        return self.kind == "attention" and not self.visible_bias and not self.rotary and self.norm is None
-
     def factors(self, role: str) -> tuple[int, ...]:
         """Dimensions an axis of this role splits into."""
         rule = ROLES[self.kind][role]
