@@ -258,8 +258,8 @@ def spoilt(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("A OUT", "two or more models"),
-        ("nowhere A B", "the directory to write comes last"),
+        ("A OUT", "name two or more"),
+        ("nowhere A B", "already exists"),
         ("A B OUT --budget soon", "a time such as 90s, 10m or 2h"),
         ("A nowhere OUT", "no such directory"),
         ("A B OUT --data one.txt --data demo:python --data demo:c", "3 data for 2 models"),
