@@ -66,6 +66,6 @@ def _dry_run(result: Publication) -> list[str | Table]:
         return [first, Table(("file", "size"), rows, "Files to publish:"), *texts, unknown]
     names = (f"{name} as {target}" for name, target in plan.names.items())
     weights = [place for place in sizes if is_weights(place)]
-    texts = ", ".join(place for place in sizes if place not in weights)
-    total = f"{len(sizes)} files, {decimal(sum(sizes.values()))}: {texts}; weights: {named(weights)}"
+    shown = ", ".join(place for place in sizes if place not in weights)
+    total = f"{len(sizes)} files, {decimal(sum(sizes.values()))}: {shown}; weights: {named(weights)}"
     return [first, total, f"Names on the hub: {', '.join(names) or 'none'}."]
