@@ -114,7 +114,7 @@ def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
 def _compared(merged: View, parents: Sequence[Parent], progress: Progress | None = None) -> Comparisons:
     """Every matrix of the layers beside those of the parents."""
     layers = [block for block in merged.architecture.blocks if block.index is not None]
-    compared = []
+    compared: Comparisons = []
     for number, block in enumerate(layers):
         if progress is not None:
             progress("comparing", number, len(layers))
