@@ -36,18 +36,18 @@ def command(
     facts: dict[str, Any] = {"recipe": recipe, "ok": not bad, "faults": list(map(asdict, faults)), "presets": []}
     lines = [f"{recipe}:{fault}{'' if fault.error else ' (a note)'}" for fault in faults]
     if needs is not None:
-        facts["needs"] = {**asdict(needs), "shortages": list(needs.shortages())}
+        facts["needs"] = needs
         facts["licences"] = {model.name: model.licence for model in remote}
     if bad:
         return Answer(facts, [*lines, f"{len(bad)} fault{'s' if len(bad) > 1 else ''}"], 1)
     presets, changes = suggestions(recipe), lengths_of_changes(recipe)
-    facts["presets"], lines = list(map(asdict, presets)), [*lines, *(preset.words for preset in presets)]
+    facts["presets"], lines = presets, [*lines, *(preset["words"] for preset in presets)]
     if needs is not None:
         licences = (f"{name} {licence or 'none stated'}" for name, licence in facts["licences"].items())
-        lines += [f"{needs.words}; nearness and fingerprints were not checked, they need weights"]
-        lines += [f"licences: {', '.join(licences)}", *facts["needs"]["shortages"]]
+        lines += [f"{needs['words']}; nearness and fingerprints were not checked, they need weights"]
+        lines += [f"licences: {', '.join(licences)}", *needs["shortages"]]
     if changes is not None:
-        facts["changes"], lines = asdict(changes), [*lines, changes.words]
+        facts["changes"], lines = changes, [*lines, changes["words"]]
     unseen = any(HUB_NOTE in fault.what for fault in faults)
     condition = ", if the models that were not checked exist and fit" if unseen else ""
     return Answer(facts, [*lines, f"the recipe is ready to run{condition}"])
