@@ -129,9 +129,9 @@ def carried_recipe(
         values = {name: value for name, value in values.items() if name not in (*MATCHING, "alignment")}
         values |= {**asdict(matched), **match_values}
     of_model, shared = ({name: values[name] for name in names if name in values} for names in (OF_MODEL, OF_EACH))
-    listed = [{"model": donor.anchor, "parameters": {"weight": 0.5}}]
+    listed: list[dict[str, Any]] = [{"model": donor.anchor, "parameters": {"weight": 0.5}}]
     listed.append({"model": donor.name, "parameters": {"weight": 0.5, **of_model}})
-    whole = {"merge_method": METHOD, "base_model": donor.anchor, "models": listed, "dtype": "float32"}
+    whole: dict[str, Any] = {"merge_method": METHOD, "base_model": donor.anchor, "models": listed, "dtype": "float32"}
     return Recipe.read(MergeConfiguration.model_validate({**whole, "parameters": {"delegate": "linear", **shared}}))
 
 
