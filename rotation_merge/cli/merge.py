@@ -12,7 +12,7 @@ from rotation_merge.run.sample_kinds import KINDS
 from rotation_merge.search.config import MergeConfig
 
 if TYPE_CHECKING:
-    from rotation_merge.search.outcome import Outcome
+    from rotation_merge.search.run import Outcome
 
 
 @cli_command(
