@@ -199,7 +199,7 @@ def spoilt(name: str, folder: Path) -> Path:
         ("A B OUT --base nowhere", "no such directory"),
         ("A B OUT --base V", "architecture is"),
         ("A GRANITE OUT", "attention_multiplier"),
-        ("A NAN OUT", "holds NaN or infinity"),
+        ("A NAN OUT", "holds NaN"),
         ("A MOVED OUT", "merge them by a recipe with 'tokenizer: {source: base}'"),
         ("BASE+LORA OTHER+LORA OUT", "is an adapter of llama-0, not of"),
         ("LORA_1 LORA_2 OUT", "is an adapter of llama-0, which is not on this machine; name its folder as"),
