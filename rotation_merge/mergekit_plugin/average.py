@@ -21,7 +21,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
-from rotation_merge.mergekit_plugin.keys import BY_NAME, MERGING, OPTIONS, PRESETS, UNMOVED
+from rotation_merge.mergekit_plugin.keys import BY_NAME, PRESETS, UNMOVED
 from rotation_merge.mergekit_plugin.own_methods import bound_method
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
@@ -31,8 +31,8 @@ from rotation_merge.model.writing import free_name
 from rotation_merge.run.batches import Batch, unpadded
 from rotation_merge.run.statistics import Statistics
 
-NOT_IN_PYTHON = ("unsupported", "statistics", "data", "samples")
-"""Parameters of merging that Python's call has as arguments of its own, or not at all."""
+IN_PYTHON = ("exclude", "heads_of", "targets", "start")
+"""Parameters of recipes that the call has, too."""
 
 
 def delegate_of(method: str) -> MergeMethod:
@@ -68,34 +68,22 @@ def recipe_of(
     Raises:
         RecipeError: there is no such method or parameter, or a value means nothing.
     """
-    delegate = delegate_of(method)
+    specs = {spec.name: spec for spec in delegate_of(method).spec.parameters}
     for name in parameters:
-        ours = name in BY_NAME and (name not in MERGING or name in NOT_IN_PYTHON)
-        if ours and name not in [spec.name for spec in delegate.spec.parameters]:
-            raise _misplaced(name)
+        if name in BY_NAME and name not in (*IN_PYTHON, *specs):
+            remedy = "give options of aligning to rotation_merge.align; all others need a recipe for mergekit-yaml"
+            raise RecipeError(f"'{name}' is a parameter of recipes, which average does not have", remedy=remedy)
     shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in parameters.items()}
+    weight = specs.get("weight")
+    if weight is not None and weight.required and weight.scope != ParameterScope.SHARED:
+        shared = {"weight": 1.0, **shared}
     value = {
         "merge_method": METHOD,
         "base_model": views[0].name,
         "models": [{"model": view.name, "parameters": dict(x)} for view, x in zip(views, of_model, strict=True)],
-        "parameters": {**_needed(delegate, shared), **PRESETS[UNMOVED], **shared, "delegate": method},
+        "parameters": {**PRESETS[UNMOVED], **shared, "delegate": method},
     }
     return Recipe.of(Document(value))
-
-
-def _misplaced(name: str) -> RecipeError:
-    """The error for a parameter of recipes that an average does not have."""
-    if name in (*OPTIONS, "match_on", "untie"):
-        problem = f"'{name}' is an alignment option, but average does not align"
-        return RecipeError(problem, remedy="give it to rotation_merge.align, and average alignment.apply(donor)")
-    problem = f"'{name}' is a parameter of recipes, which average does not have"
-    return RecipeError(problem, remedy="leave it out, or write a recipe for mergekit-yaml")
-
-
-def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Equal weights where the delegate asks for weights and none are given."""
-    specs = [p for p in delegate.spec.parameters if p.name == "weight" and p.scope != ParameterScope.SHARED]
-    return {"weight": 1.0} if specs and specs[0].required and "weight" not in parameters else {}
 
 
 @contextmanager

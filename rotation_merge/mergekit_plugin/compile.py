@@ -7,7 +7,7 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from rotation_merge.averaging.average import check_merged
 from rotation_merge.errors import RecipeError, not_written, short
 from rotation_merge.matching.pair import check_depth, check_shapes
 from rotation_merge.mergekit_plugin.document import with_models
-from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
+from rotation_merge.mergekit_plugin.donors import Donor, check_meaning, settled_donors
 from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
 from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
 from rotation_merge.mergekit_plugin.own_methods import Parameters, bound_method, refitted_view
@@ -128,10 +128,11 @@ def tensor_parameters(recipe: Recipe, blocks: Iterable[OutputBlock]) -> dict[str
                 )
             except RuntimeError as error:
                 raise RecipeError(short(error), remedy="give it a value for every tensor") from error
-            parameters[name] = shared | {
-                of_model.name: {m: values[of_model.name] for m, values in each.items() if of_model.name in values}
-                for of_model in spec.input_parameters
+            by_model = {
+                known.name: {m: v[known.name] for m, v in each.items() if known.name in v}
+                for known in spec.input_parameters
             }
+            parameters[name] = {**shared, **by_model}
     return parameters
 
 
@@ -190,29 +191,22 @@ def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
         RotationMergeError: the recipe or a model is at fault.
     """
     views, recipe, number = output_views(session), session.recipe, next(runs)
-    name, whole = f"rotation_merge:{recipe.delegate.spec.name}:{number}", recipe.on_whole_models
+    name, inner, parameters = f"rotation_merge:{number}", recipe.delegate, tensor_parameters(recipe, views.blocks)
     placed = {m: StandIn.of(m, session.models[m].folder, number, recipe.value("untie")) for m in views.stored}
     served = {model: views.served(model) for model in views.stored}
-    if whole:
-        served[recipe.base] = refitted_view(views)
-    parameters = {} if whole else tensor_parameters(recipe, views.blocks)
     stock = stock_recipe(views, name, placed)
-    inner = recipe.delegate
-    if recipe.own_method is not None and not whole:
+    if recipe.on_whole_models:
+        served[recipe.base], parameters = refitted_view(views, parameters), {}
+    elif recipe.own_method is not None:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         inner = bound_method(recipe.own_method, views, parameters, dtype_from_name(stock.out_dtype))
     stock._architecture = described(views)
-    finish = _finisher(session, stock.out_dtype)
-    _register(session, registry._METHODS, name, Delegated(name, inner, recipe.plain, parameters, finish))
-    for model, reference in placed.items():
-        _register(session, LoaderCache.loaders, reference, ViewLoader(served[model]))
+    delegated = Delegated(name, inner, recipe.plain, parameters, _finisher(session, stock.out_dtype))
+    loaders = {reference: ViewLoader(served[model]) for model, reference in placed.items()}
+    for registered, values in ((registry._METHODS, {name: delegated}), (LoaderCache.loaders, loaders)):
+        registered.update(values)
+        session.run.endings += [partial(registered.pop, key, None) for key in values]
     return stock, views
-
-
-def _register(session: Session, registered: MutableMapping[Any, Any], name: object, value: object) -> None:
-    """Make something known to mergekit until the session ends."""
-    registered[name] = value
-    session.run.endings.append(partial(registered.pop, name, None))
 
 
 def _finisher(session: Session, out_dtype: str | None) -> Callable[[str, Tensor], Tensor | None]:
@@ -238,12 +232,11 @@ def output_views(session: Session) -> RecipeViews:
     donors = settled_donors(session, blocks)
     check_meaning(session, blocks, donors)
     session.run.folded = tuple(dict.fromkeys(stream for donor in donors.values() for stream in donor.folded))
-    if left_out := anchor.ignored:
-        session.run.note(not_written(left_out))
+    if anchor.ignored:
+        session.run.note(not_written(anchor.ignored))
     for out in blocks:
         check_tensors(session.recipe, session.models, out)
-    carried = [model for model, donor in donors.items() if donor.origin is not None]  # whose changes go by tokens
-    _check_tokens(session, blocks, carried)
+    _check_tokens(session, blocks, donors)
     return RecipeViews(session, blocks, donors)
 
 
@@ -252,17 +245,28 @@ def _open_models(session: Session) -> View:
     recipe, models = session.recipe, session.models
     config, references = recipe.config, recipe.config.referenced_models()
     models.together(recipe.base, references)
-    anchor = session.base
-    recipe.settle([anchor, *map(models.__getitem__, references)])
+    recipe.settle([session.base, *(models[reference] for reference in references)])
     for part in (config, *(config.modules or {}).values()):
         whole = [models[model.model] for model in part.models or []]
         for model in whole:
             check_depth(whole[0], model, "pair the layers under 'slices'")
-    resized = bool(config.tokenizer or config.tokenizer_source or session.options.unsafe_truncate_embeddings)
-    carried = tuned_from(config)
+    resized, carried = recipe.new_tokens or session.options.unsafe_truncate_embeddings, tuned_from(config)
     for reference in references:
-        check_shapes(anchor, models[reference], recipe.excluded, resized or reference in carried)
-    return anchor
+        check_shapes(session.base, models[reference], recipe.excluded, resized or reference in carried)
+    return session.base
+
+
+def _check_tokens(session: Session, blocks: Iterable[OutputBlock], donors: Mapping[ModelReference, Donor]) -> None:
+    """Refuse models whose rows are averaged by token id without having the base's ids; changes go by tokens."""
+    recipe = session.recipe
+    rows = [
+        out
+        for out in blocks
+        if any(i.vocabulary_axis is not None and not all(map(recipe.excluded, i.names)) for i in out.block.tensors)
+    ]
+    for model in dict.fromkeys(model for out in rows for model in out.sources) if not recipe.new_tokens else ():
+        if model in donors and donors[model].origin is None:
+            check_token_ids(session.base, session.models[model])
 
 
 def stock_recipe(views: RecipeViews, name: str, placed: Mapping[ModelReference, StandIn]) -> CompiledRecipe:
@@ -272,10 +276,9 @@ def stock_recipe(views: RecipeViews, name: str, placed: Mapping[ModelReference, 
     for out in views.blocks:
         if (index := out.block.index) is None:
             continue
-        sources = [
-            InputSliceDefinition.model_construct(model=placed[model], layer_range=(index, index + 1))
-            for model in ([recipe.base] if recipe.on_whole_models else out.sources)
-        ]
+        layers = index, index + 1
+        models = [recipe.base] if recipe.on_whole_models else out.sources
+        sources = [InputSliceDefinition.model_construct(model=placed[model], layer_range=layers) for model in models]
         module = modules.setdefault(out.block.module, OutputModuleDefinition.model_construct(slices=[]))
         module.slices.append(OutputSliceDefinition.model_construct(sources=sources))
 
@@ -285,20 +288,3 @@ def stock_recipe(views: RecipeViews, name: str, placed: Mapping[ModelReference, 
     tokens = {key: with_models(getattr(config, key), stand_in) for key in ("tokenizer", "tokenizer_source")}
     values = {**dict(config), **tokens, "modules": modules, "models": None, "slices": None}
     return CompiledRecipe.model_construct(**{**values, "merge_method": name, "base_model": placed[recipe.base]})
-
-
-def _check_tokens(session: Session, blocks: Sequence[OutputBlock], carried: Sequence[ModelReference]) -> None:
-    """Refuse models whose rows are averaged by token id without having the base's ids."""
-    recipe = session.recipe
-    if recipe.config.tokenizer or recipe.config.tokenizer_source:
-        return
-    by_id = dict.fromkeys(
-        model
-        for out in blocks
-        for info in out.block.tensors
-        if info.vocabulary_axis is not None and not all(map(recipe.excluded, info.names))
-        for model in out.sources
-    )
-    for model in by_id:
-        if model != recipe.base and model not in carried:
-            check_token_ids(session.base, session.models[model])

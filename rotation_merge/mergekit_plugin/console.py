@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -72,7 +73,9 @@ def line(error: Exception) -> str:
         return str(RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again"))
     for marks, (problem, remedy) in MEANINGS.items():
         if any(mark in f"{type(error).__name__}: {text}" for mark in marks):
-            return str(RotationMergeError(f"{problem} ({short(text)})" if text else problem, remedy=remedy))
+            size = re.search(r"ried to allocate [\d.]+ ?\w+", text)
+            detail = f" (t{size[0]})" if size else f" ({short(text)})" if text else ""
+            return str(RotationMergeError(f"{problem}{detail}", remedy=remedy))
     if isinstance(error, SafetensorError | OSError):
         return str(_file_error(error, text))
     if type(error) in (RuntimeError, ValueError) and text:

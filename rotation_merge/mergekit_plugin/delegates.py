@@ -18,8 +18,7 @@ OWN: dict[str, MergeMethod] = {method.spec.name: method for method in METHODS}
 
 def names() -> list[str]:
     """Everything that can be a delegate."""
-    known = [method.spec.name for method in merge_methods.registered_methods()]
-    return sorted({*OWN, *known})
+    return sorted({*OWN, *(method.spec.name for method in merge_methods.registered_methods())})
 
 
 def get(name: str) -> MergeMethod:
@@ -30,11 +29,7 @@ def get(name: str) -> MergeMethod:
 class RotationMergeMethod(MergeMethod):
     """Entry in the registry, so that recipes can name the method; they are compiled, and called directly it refuses."""
 
-    spec = MergeMethodSpec(
-        name=METHOD,
-        pretty_name="Rotation Merge",
-        reference_url="https://arxiv.org/abs/2502.00264",
-    )
+    spec = MergeMethodSpec(name=METHOD, pretty_name="Rotation Merge", reference_url="https://arxiv.org/abs/2502.00264")
 
     def validate_inputs(
         self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None

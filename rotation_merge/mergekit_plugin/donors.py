@@ -24,8 +24,7 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, options_of
-from rotation_merge.matching.stream import Transforms
-from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, UNMOVED
+from rotation_merge.mergekit_plugin.keys import MATCHING, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session, settle_presets
@@ -37,7 +36,6 @@ from rotation_merge.model.heads import compared
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.open import check_own_base
-from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, on_shared_rows, shared_rows
 from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices
@@ -46,8 +44,6 @@ LOG = logging.getLogger(__name__)
 
 ASKS = (*MATCHING, "carry", "carry_scale", "data")
 """Parameters with which a recipe asks for matching, or lets samples judge."""
-
-WHOLE_ONLY = "whole models can only be aligned layer by layer; use 'residual: none' with slices"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +65,10 @@ class Donor:
     def value(self, name: str) -> Any:
         """A parameter of it; its default where it is not given."""
         return self.session.recipe.value(name, self.reader, self.model)
+
+    def fault(self, problem: str, remedy: str) -> RecipeError:
+        """The error for a recipe that asks of it what cannot be done."""
+        return RecipeError(problem, where=str(self.model), remedy=remedy)
 
     @cached_property
     def origin(self) -> ModelReference | None:
@@ -96,35 +96,31 @@ class Donor:
     @cached_property
     def pair(self) -> Pair:
         """The anchor and the matched model, checked to fit together under its options; doubts become notes."""
-        session, origin, words = self.session, self.origin, ""
-        check_adapter(session.models[self.model], None if origin is None else session.models[origin])
-        if origin is not None and self.value("alignment") is None:
-            unmoved, words = self._added_as_it_is(session.models[origin])
-            if unmoved:
-                session.recipe.relations[self.model] = UNMOVED
-        options = session.recipe.varying(self.reader, self.model) if self.value("alignment") is None else NOTHING
+        session, options, notes = self.session, NOTHING, list[str]()
+        check_adapter(session.models[self.model], None if self.origin is None else session.models[self.origin])
+        if self.value("alignment") is None:
+            notes = self._settle_nearness()
+            options = session.recipe.varying(self.reader, self.model)
         pair = self._checked(self.model, options, self.layers)
-        if words:
-            session.run.note(words)
-            pair = replace(pair, warnings=(*pair.warnings, words))
-        if self.means is None and (origin is not None or pair.options.residual != "none"):
-            pair = replace(pair, shared=self._shared_rows())
-        return pair
+        for note in notes:
+            session.run.note(note)
+        shared = self.means is None and (self.origin is not None or pair.options.residual != "none")
+        return replace(pair, warnings=(*pair.warnings, *notes), shared=self._shared_rows() if shared else None)
 
-    def _added_as_it_is(self, origin: View) -> tuple[bool, str]:
-        """Whether its change is added without alignment, and a note on it.
-
-        This holds if its base and the anchor share their coordinates and the recipe asks for no matching.
-        """
-        base = self.session.base
+    def _settle_nearness(self) -> list[str]:
+        """A note on a fine-tune whose base shares the anchor's coordinates; nothing moves then, unless it is asked."""
+        base, origin = self.session.base, self.session.models[self.matched]
+        if self.origin is None:
+            return []
         near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
         if not near.shared:
-            return False, ""
+            return []
         words = f"`{self.model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
         options = [name for scope in self.reader.parameter_sources(self.model) for name in scope or () if name in ASKS]
         if options:
-            return False, f"{words}: its change could be added as it is, but '{options[0]}' is set."
-        return True, f"{words}: its change is added as it is."
+            return [f"{words}: its change could be added as it is, but '{options[0]}' is set."]
+        self.session.recipe.relations[self.model] = UNMOVED
+        return [f"{words}: its change is added as it is."]
 
     def _checked(self, model: ModelReference, options: AlignConfig, layers: Layers | None) -> Pair:
         """The pair under these options, with the classes of it, and of `model`, in the order of the anchor."""
@@ -141,14 +137,12 @@ class Donor:
 
     def _shared_rows(self) -> RowPair | None:
         """Rows of shared tokens if it has another vocabulary than the anchor, or its base other ids."""
-        base, donor, config = self.session.base, self.session.models[self.matched], self.session.recipe.config
-        rows = shared_rows([base, donor])
-        if rows is None:
+        base, donor = self.session.base, self.session.models[self.matched]
+        if (rows := shared_rows([base, donor])) is None:
             return None
-        if self.origin is not None and (config.tokenizer or config.tokenizer_source):
-            problem = f"the task vector is carried to the token ids of {config.base_model}, which differ from its own"
-            remedy = "leave out 'tokenizer' and 'tokenizer_source'"
-            raise RecipeError(problem, where=str(self.matched), remedy=remedy)
+        if self.origin is not None and self.session.recipe.new_tokens:
+            problem = f"the task vector is carried to the token ids of {base.reference}, which differ from its own"
+            raise self.fault(problem, "leave out 'tokenizer' and 'tokenizer_source'")
         self.session.run.note(matched_on(base, donor, len(rows[0])))
         return rows
 
@@ -189,44 +183,30 @@ class Donor:
         match = matcher(how, *names, **samples, device=session.devices[0])
         if self.pair.options.residual == "none" and match is match_model and not session.recipe.on_whole_models:
             return None
-        check_depth(session.base, self.pair.donor, WHOLE_ONLY)
+        check_depth(session.base, self.pair.donor, "align them layer by layer: 'residual: none' with slices")
         return cache(partial(match_whole, session, self.pair, self.name, match))
-
-    def whole_transforms(self) -> Transforms:
-        """Those of its alignment across the whole model."""
-        assert self.whole is not None
-        return self.whole().transforms
 
     @cached_property
     def transfer(self) -> TransferConfig:
         """What the recipe says of carrying its change."""
         recipe = self.session.recipe
-        keys = {name: option.name_in_recipes(name) for name, option in TransferConfig.options().items()}
-        keys["alignment"] = "alignment"
-        known = {name: key for name, key in keys.items() if key in OF_MODEL}
-        values = {name: recipe.given(key, self.reader, self.model) for name, key in known.items()}
-        values = {name: value for name, value in values.items() if value is not None}
-        config = TransferConfig(**values, match=self.pair.options, seed=self.session.seed, untie=recipe.value("untie"))
+        values = recipe.fields(TransferConfig, self.reader, self.model) | {"alignment": self.value("alignment")}
+        facts = {"match": self.pair.options, "seed": self.session.seed, "untie": recipe.value("untie")}
+        config = TransferConfig(**values, **facts)
         try:
             config.check_use()
         except RecipeError as error:
-            raise RecipeError(error.what, where=str(self.model), remedy=error.remedy) from error
+            raise self.fault(error.what, error.remedy or "") from error
         if self.origin is None and config.method != "weights":
-            remedy = "name the model that it was tuned from ('finetuned_from')"
             problem = f"'carry: {config.method}' applies to fine-tunes only"
-            raise RecipeError(problem, where=str(self.model), remedy=remedy)
+            raise self.fault(problem, "name the model that it was tuned from ('finetuned_from')")
         return config
-
-    @property
-    def scale(self) -> float:
-        """The factor of its task vector."""
-        return 1.0 if self.transfer.factor is None else self.transfer.factor
 
     @cached_property
     def carried(self) -> Callable[[], View] | None:
         """Gives the anchor with its change, where samples choose that; None: the change is added by its factor."""
-        run, config = self.session.run, None if self.means is not None else self.transfer
-        if config is None or (origin := self.origin) is None:
+        run, origin = self.session.run, self.origin
+        if self.means is not None or not (config := self.transfer) or origin is None:
             return None
         if types := quantised(folder_of(self.model.model, self.session.options.transformers_cache) or ""):
             run.note(f"`{self.model}` {types}.")
@@ -236,8 +216,9 @@ class Donor:
             return None
         if self.pair.shared is not None:
             problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
-            remedy = "leave out 'carry' and 'carry_scale: auto': weights alone can be carried to other ids"
-            raise RecipeError(problem, where=str(self.model), remedy=remedy)
+            raise self.fault(
+                problem, "leave out 'carry' and 'carry_scale: auto': only weights are carried to other ids"
+            )
         return cache(partial(carried_on_samples, self.session, str(self.model), origin, config))
 
     def preparations(self) -> list[Callable[[], object]]:
@@ -260,7 +241,6 @@ def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[Mode
         LOG.info("%s is aligned %s: %s", donor.name, how, options)
     if means is not None:
         _check_same_options(donors)
-        _sources_of_mean(session, donors)
     return donors
 
 
@@ -275,14 +255,12 @@ def carried_on_samples(session: Session, donor: str, origin: ModelReference, con
     from rotation_merge.carrying.bases import Transfer  # not for every merge: they import all ways of carrying
     from rotation_merge.carrying.transfer import carried as transferred
 
-    run = session.run
-    models = donor, str(origin), str(session.recipe.base)
+    run, names = session.run, (donor, str(origin), str(session.recipe.base))
     settings: dict[str, Any] = {"device": str(session.options.device or "cpu"), "dtype": "float32", "untie": True}
-    with tqdm.tqdm(desc=f"Carrying {donor}", disable=session.options.quiet) as bar:
-        watch = lambda *_: bar.update(1)  # noqa: E731
-        job = Transfer.of(*models, config, **settings, progress=watch)
+    with progress_bar(f"Carrying {donor}", session.options.quiet) as progress:
+        job = Transfer.of(*names, config, **settings, progress=progress)
         job = replace(job, chat="")  # the merge has the anchor's tokenizer
-        view = transferred(job, progress=watch)
+        view = transferred(job, progress=progress)
     assert isinstance(view, View)
     run.used(f"carrying {donor}", config.data, config.sample_count)
     run.aligned(title(donor, origin), job.alignment)
@@ -293,7 +271,9 @@ def carried_on_samples(session: Session, donor: str, origin: ModelReference, con
     return view
 
 
-CARRY_FIRST = "carry the donor first ('rotation-merge carry') and {} the output, or use delegate task_arithmetic"
+# --- donors that an average of our own cannot take ---
+
+CARRY_FIRST = "carry the donor first ('rotation-merge carry'), measure and merge the output, or use task_arithmetic"
 
 
 def check_meaning(session: Session, blocks: Sequence[OutputBlock], donors: Mapping[ModelReference, Donor]) -> None:
@@ -301,45 +281,37 @@ def check_meaning(session: Session, blocks: Sequence[OutputBlock], donors: Mappi
     recipe, method = session.recipe, session.recipe.own_method
     if method is None:
         return
-    name = f"delegate {method.spec.name}"
     method.check_known(session.base)
-    words = [t.name for t in session.base.architecture.tensors() if t.vocabulary_axis is not None]
+    name = f"delegate {method.spec.name}"
+    words = (t.name for t in session.base.architecture.tensors() if t.vocabulary_axis is not None)
     by_row = bool(method.statistics) and not method.maps_only and not all(map(recipe.excluded, words))
-    config, options = recipe.config, session.options
-    rearranged = config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings
-    if method.whole_models:
-        _check_layers(session, blocks)
+    for model in readers_of(blocks) if method.whole_models else ():
+        _check_all_layers(session, model, layers_of(model, blocks))
     for model, donor in donors.items():
-        if method.whole_models and donor.origin is None:
-            _one_vocabulary(session, model, f"{name} runs all models on one set of token ids", "use another delegate")
         if method.statistics and donor.carried is not None:
-            problem = f"{name} needs statistics of the carried model, but these are the donor's"
-            raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
-        if by_row and rearranged:
-            _one_vocabulary(session, model, f"{name} weighs the row of every token", "use delegate regmean")
-        if method.on_samples and donor.value("data") is not None:
-            remedy = "leave 'data' out: plans then come from weights"
-            _one_vocabulary(session, model, f"{name} compares activations on the same tokens", remedy)
+            raise donor.fault(f"{name} needs statistics of the carried model, but these are the donor's", CARRY_FIRST)
         if method.no_changes and donor.origin is not None:
-            raise RecipeError(f"{name} {method.no_changes}", where=str(model), remedy=CARRY_FIRST.format("merge"))
+            raise donor.fault(f"{name} {method.no_changes}", CARRY_FIRST)
+        reasons = {
+            "runs all models on one set of token ids": method.whole_models and donor.origin is None,
+            "weighs the row of every token": by_row
+            and (recipe.new_tokens or session.options.unsafe_truncate_embeddings),
+            "compares activations on the same tokens": method.on_samples and donor.value("data") is not None,
+        }
+        why = next((words for words, applies in reasons.items() if applies), None)
+        if why and shared_rows([session.base, session.models[model]]) is not None:
+            problem = f"{name} {why}, but its tokens are not those of {session.base.reference}"
+            raise donor.fault(problem, "use another delegate (regmean weighs no rows, ot_fusion without 'data')")
 
 
-def _check_layers(session: Session, blocks: Sequence[OutputBlock]) -> None:
-    """Check that every model gives all of its layers in their order."""
-    for name in {out.block.module for out in blocks}:
-        of_module = [out.sources for out in blocks if out.block.module == name and out.block.index is not None]
-        for model in dict.fromkeys(model for sources in of_module for model in sources):
-            layers = [sources[model].index for sources in of_module if model in sources]
-            if layers != list(range(len(session.base.architecture.layers(name)))):
-                problem = f"delegate refit runs whole models, but the slices take layers {layers}"
-                remedy = "take all layers in their order ('models:'), or another delegate"
-                raise RecipeError(problem, where=str(model), remedy=remedy)
-
-
-def _one_vocabulary(session: Session, model: ModelReference, why: str, remedy: str) -> None:
-    if shared_rows([session.base, session.models[model]]) is not None:
-        problem = f"{why}, but its tokens are not those of {session.base.reference}"
-        raise RecipeError(problem, where=str(model), remedy=remedy)
+def _check_all_layers(session: Session, model: ModelReference, layers: Layers) -> None:
+    """Check that a model gives all of its layers in their order."""
+    for module, pairs in layers.items():
+        numbers = [number for _, number in pairs]
+        if numbers != list(range(len(session.base.architecture.layers(module)))):
+            problem = f"delegate refit runs whole models, but the slices take layers {numbers}"
+            remedy = "take all layers in their order ('models:'), or another delegate"
+            raise RecipeError(problem, where=str(model), remedy=remedy)
 
 
 # --- alignments of whole models: one block of each in memory at a time ---
@@ -364,38 +336,36 @@ def match_whole(session: Session, pair: Pair, name: str, match: Match) -> Alignm
 
 
 def _check_same_options(donors: Mapping[ModelReference, Donor]) -> None:
-    """Refuse donors with different options, which the mean of all models cannot have."""
+    """Refuse donors that cannot be aligned to their mean: with different options, or next to no tokens in common."""
     by_block: list[AlignConfig] = []
-    for model, donor in donors.items():
+    for donor in donors.values():
         of_last, architecture = by_block, donor.pair.architecture
         by_block = [donor.pair.options.at(architecture, block) for block in architecture.blocks]
         if of_last and by_block != of_last:
-            problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once, under the"
-            raise RecipeError(problem, where=str(model), remedy=f"{remedy} recipe's parameters")
+            problem = "'anchor: mean' needs the same options for all donors"
+            raise donor.fault(problem, "set them once, under the recipe's parameters")
+    _rows_of_mean(donors)
 
 
-def _sources_of_mean(session: Session, donors: Mapping[ModelReference, Donor]) -> dict[str, Tensors]:
-    """The tensors of all models to compare, by name, the base first.
-
-    Raises:
-        CheckpointError: their vocabularies have next to nothing in common.
-    """
-    base, pairs = session.base, {str(model): donor.pair for model, donor in donors.items()}
-    sources = {str(session.recipe.base): base.tensors, **{name: pair.sources[1] for name, pair in pairs.items()}}
-    turning = any(pair.options.residual != "none" for pair in pairs.values())
-    if not turning or (rows := shared_rows([base, *(pair.donor for pair in pairs.values())])) is None:
-        return sources
-    return dict(zip(sources, on_shared_rows(base.architecture, list(sources.values()), rows), strict=True))
+def _rows_of_mean(donors: Mapping[ModelReference, Donor]) -> tuple[torch.Tensor, ...] | None:
+    """Rows of the tokens that all models share, if streams move and vocabularies differ."""
+    pairs = [donor.pair for donor in donors.values()]
+    turning = any(pair.options.residual != "none" for pair in pairs)
+    return shared_rows([pairs[0].anchor, *(pair.donor for pair in pairs)]) if turning else None
 
 
 def match_to_means(session: Session, donors: Mapping[ModelReference, Donor]) -> dict[str, Alignment]:
     """The alignments of all models but the base to their running mean, by name."""
-    devices, recipe, run = session.devices, session.recipe, session.run
-    sources = {name: source.on(devices[0]) for name, source in _sources_of_mean(session, donors).items()}
-    pairs, over = [donor.pair for donor in donors.values()], in_threads if len(devices) == 1 else on_devices(devices)
+    devices, recipe, run, pairs = session.devices, session.recipe, session.run, [d.pair for d in donors.values()]
+    names = [str(model) for model in (recipe.base, *donors)]
+    tensors = [session.base.tensors, *(pair.sources[1] for pair in pairs)]
+    if (rows := _rows_of_mean(donors)) is not None:
+        tensors = on_shared_rows(session.base.architecture, tensors, rows)
+    sources = {name: source.on(devices[0]) for name, source in zip(names, tensors, strict=True)}
+    over = in_threads if len(devices) == 1 else on_devices(devices)
     architecture = compared(session.base, [pair.donor for pair in pairs], recipe.own_heads, recipe.excluded)
     with progress_bar("Aligning to the mean", session.options.quiet) as progress:
-        matched = architecture, sources, str(recipe.base), pairs[0].options
+        matched = architecture, sources, names[0], pairs[0].options
         alignments = match_to_mean(*matched, progress, over, ledger=run.ledger)
     for name, alignment in alignments.items():
         run.aligned(name, alignment)
@@ -413,12 +383,14 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
 
     Progress also goes to the thread's listener, and the bar shows progress within the block.
     """
-    tell = listener()
-    with tqdm.tqdm(desc=title, disable=quiet, leave=True) as bar:
+    tell, label = listener(), ""
+    with tqdm.tqdm(desc=title, disable=quiet) as bar:
 
         def show(step: str, done: float, total: float) -> None:
+            nonlocal label
             tell(step, done, total)
-            if getattr(bar, "desc", None) != f"{title} ({step})":
+            if step != label:
+                label = step
                 bar.reset(total)
                 bar.set_description(f"{title} ({step})", refresh=False)
             bar.update(done - bar.n)

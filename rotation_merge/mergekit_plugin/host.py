@@ -17,7 +17,6 @@ SUPPORTED = " to ".join(dict.fromkeys((OLDEST, NEWEST)))
 BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.common:ModelReference": ("config",),
     "mergekit.merge": ("run_merge", "_set_chat_template", "MultiGPUExecutor", "get_architecture_info"),
-    "mergekit.card": ("generate_card", "is_hf", "maybe_link_hf"),
     "mergekit.parameter_resolver": ("resolve_parameters",),
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t"),

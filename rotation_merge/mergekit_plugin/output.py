@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, InputModelDefinition, InputSliceDefinition, OutputSliceDefinition
 
-from rotation_merge.architecture.model import Block, Part, TensorInfo
+from rotation_merge.architecture.model import Block
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Models
@@ -74,22 +75,44 @@ def layers_of(model: ModelReference, blocks: Iterable[OutputBlock]) -> dict[str,
     return layers
 
 
+PLACES = ("before", "layer", "after")
+
+
 def output_blocks(recipe: Recipe, models: Models) -> list[OutputBlock]:
     """All blocks of a recipe's output, in their order; refuses layers and modules that a model lacks."""
     base, blocks = models[recipe.base], list[OutputBlock]()
-    for name, slices, reader in _modules(recipe, base):
+    for module, slices, reader in _modules(recipe, base):
         numbers = itertools.count()
-        for number, piece in enumerate(slices):
-            of_piece, count = reader.for_out_slice(piece), len(range(*piece.sources[0].layer_range))
-            if number == 0:
-                blocks += [_block(recipe, base, *met, of_piece) for met in _outside(models, name, "before", piece)]
-            for offset in range(count):
-                layers = {source.model: _layer(models, source, name, offset) for source in piece.sources}
-                of_layer = of_piece.with_t(offset / (count - 1) if count > 1 else 1.0)
-                blocks.append(_block(recipe, base, next(numbers), layers, of_layer))
-            if piece is slices[-1]:
-                blocks += [_block(recipe, base, *met, of_piece) for met in _outside(models, name, "after", piece)]
+        for piece in slices:
+            ends = piece is slices[0], True, piece is slices[-1]
+            places = [place for place, present in zip(PLACES, ends, strict=True) if present]
+            parts = {source.model: _part(models[source.model], module, source, places) for source in piece.sources}
+            meeting: dict[str | int, Sources] = {}
+            for model, part in parts.items():
+                for key, block in part.items():
+                    meeting.setdefault(key, {})[model] = block
+            last, of_piece = len(range(*piece.sources[0].layer_range)) - 1, reader.for_out_slice(piece)
+            for key, sources in sorted(meeting.items(), key=lambda item: _rank(item[1])):
+                of_layer = of_piece.with_t(key / last if last else 1.0) if isinstance(key, int) else of_piece
+                index = next(numbers) if isinstance(key, int) else None
+                blocks.append(_block(recipe, base, index, sources, of_layer))
     return blocks
+
+
+def _rank(sources: Sources) -> int:
+    return PLACES.index(next(iter(sources.values())).place)
+
+
+def _part(model: View, module: str, source: InputSliceDefinition, places: Sequence[str]) -> dict[str | int, Block]:
+    """The blocks of a model in a slice: layers by their number there, those before and after them by name."""
+    blocks = [block for block in model.architecture.blocks if block.module == module]
+    layers, (first, end) = model.architecture.layers(module), source.layer_range
+    if end > len(layers):
+        problem = f"layers {first} to {end - 1} are asked for, the model has {len(layers)}"
+        raise RecipeError(problem, where=f"slices, {source.model}", remedy="correct layer_range")
+    part: dict[str | int, Block] = dict(enumerate(layers[first:end]))
+    part.update((block.name, block) for block in blocks if block.index is None and block.place in places)
+    return part
 
 
 def _modules(recipe: Recipe, base: View) -> Iterator[tuple[str, list[OutputSliceDefinition], ConfigReader]]:
@@ -128,48 +151,27 @@ def same_block(model: View, block: Block) -> Block:
     raise CheckpointError(f"has no block like {block.name}", where=model.name, remedy="merge models of one depth")
 
 
-def _outside(models: Models, module: str, place: str, piece: OutputSliceDefinition) -> list[tuple[None, Sources]]:
-    """The blocks before or after the layers, which have no number, with their sources."""
-    blocks: dict[str, Sources] = {}
-    for source in piece.sources:
-        for block in models[source.model].architecture.blocks:
-            if block.module == module and block.place == place:
-                blocks.setdefault(block.name, {})[source.model] = block
-    return [(None, sources) for sources in blocks.values()]
-
-
-def _layer(models: Models, source: InputSliceDefinition, module: str, offset: int) -> Block:
-    layers, number = models[source.model].architecture.layers(module), source.layer_range[0] + offset
-    if number >= len(layers):
-        problem = f"layer {number} is asked for, the model has {len(layers)}"
-        raise RecipeError(problem, where=f"slices, {source.model}", remedy="correct layer_range")
-    return layers[number]
-
-
 def _block(recipe: Recipe, base: View, index: int | None, sources: Sources, reader: ConfigReader) -> OutputBlock:
+    """A block of the output; the same of the anchor may stand elsewhere, too, and its spaces get names of their own."""
     anchor = sources.get(recipe.base) or same_block(base, next(iter(sources.values())))
     infos = (replace(info, names=base.architecture.names(info, index)) for info in anchor.tensors)
     block = replace(anchor, index=index, tensors=tuple(infos))
-    return OutputBlock(block if index == anchor.index else _with_own_spaces(block), anchor, sources, reader)
+    names = {space.name: f"{space.name} as {index}" for space in anchor.spaces.values()}
+    return OutputBlock(block if index == anchor.index else _renamed(block, names), anchor, sources, reader)
 
 
-def _with_own_spaces(block: Block) -> Block:
-    """A block with other names of its local spaces than the anchor's block has, which may stand elsewhere, too."""
-    spaces = {key: replace(space, name=f"{space.name} as {block.index}") for key, space in block.spaces.items()}
-    renamed = {block.spaces[key].name: space for key, space in spaces.items()}
-
-    def part(known: Part) -> Part:
-        return replace(known, space=renamed.get(known.space.name, known.space))
-
-    def named(info: TensorInfo) -> TensorInfo:
-        axes = (replace(axis, pieces=tuple(tuple(map(part, piece)) for piece in axis.pieces)) for axis in info.axes)
-        common = info.common and renamed.get(info.common.name, info.common)
-        return replace(info, axes=tuple(axes), common=common)
-
-    names = {name: space.name for name, space in renamed.items()}
-    norms = tuple(replace(norm, stream=names.get(norm.stream, norm.stream)) for norm in block.norms)
-    scales = tuple(replace(scale, stream=names.get(scale.stream, scale.stream)) for scale in block.scales)
-    return replace(block, tensors=tuple(map(named, block.tensors)), spaces=spaces, norms=norms, scales=scales)
+def _renamed(part: Any, names: Mapping[str, str]) -> Any:
+    """A block, or a part of one, with other names of spaces."""
+    if isinstance(part, str):
+        return names.get(part, part)
+    if isinstance(part, tuple):
+        return tuple(_renamed(item, names) for item in part)
+    if isinstance(part, dict):
+        return {key: _renamed(item, names) for key, item in part.items()}
+    if not is_dataclass(part):
+        return part
+    entries = {field.name: _renamed(getattr(part, field.name), names) for field in fields(part) if field.init}
+    return replace(part, **entries)  # type: ignore[type-var]
 
 
 def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:
@@ -185,7 +187,6 @@ def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:
             lacking.insert(0, recipe.base)
         if lacking and not recipe.excluded(info.name):
             holder = next(model for model in sources if model not in lacking)
+            problem = f"tensor '{info.name}' is missing, {holder} has it"
             remedy = "merge models with the same heads, or name the tensor under 'exclude' to copy it from base_model"
-            raise CheckpointError(
-                f"tensor '{info.name}' is missing, {holder} has it", where=str(lacking[0]), remedy=remedy
-            )
+            raise CheckpointError(problem, where=str(lacking[0]), remedy=remedy)

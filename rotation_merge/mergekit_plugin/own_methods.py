@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader
 from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
@@ -56,8 +55,6 @@ def bound_method(
     recipe, run, log = views.recipe, views.session.run, MergeLog()
     if statistics is None:
         statistics = _statistics(method, views, parameters) if method.statistics else {}
-    if samples is None and method.on_samples:
-        samples = _samples(method, views)
     models = MergedModels(
         base=recipe.base,
         places=views.architecture.places(),
@@ -65,14 +62,14 @@ def bound_method(
         views={model: views.view(model) for model in views.stored},
         statistics={model: _moved(views, model, stored) for model, stored in statistics.items()},
         storage=lambda name: dtype or recipe.dtype or views.anchor.dtypes.get(name),
-        samples=samples,
+        samples=samples or (_samples(method, views) if method.on_samples else None),
         log=log,
     )
     method = method.on(models)
     for name, of_tensor in parameters.items():
         if recipe.value("heads_of") == "each" and of_tensor.get("stream") == "transport":
-            problem = "'heads_of: each' puts the body under every donor's head, but plans of the stream do not move"
-            raise RecipeError(f"{problem} heads", where="parameters", remedy="add 'stream: identity'")
+            problem = "'heads_of: each' puts the body under every donor's head, which plans of the stream do not move"
+            raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
         method.participants(name, of_tensor["weight"], of_tensor)
     known = tuple(log.lines)
     for line in known:
@@ -83,67 +80,55 @@ def bound_method(
 
 def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Batch]] | None:
     """Reads the one pool of samples that activations of all models are compared on; None: weights are compared."""
-    files = {views.recipe.value("data", views.blocks[0].reader, model) for model in views.stored}
-    if len(files) > 1:
+    data, *further = {views.recipe.value("data", views.blocks[0].reader, model) for model in views.stored}
+    if further:
         problem = f"delegate {method.spec.name} compares activations on the same samples, but models have their own"
         remedy = "write 'data' once, under the recipe's parameters"
         raise RecipeError(f"{problem} 'data'", where="parameters", remedy=remedy)
-    data = files.pop()
     if data is None:
         return None
     views.session.run.used("matching of activations", str(data), SAMPLES)
-    anchor, seed = str(views.recipe.base), views.session.seed
 
     def pool() -> Sequence[Batch]:
         from rotation_merge.run.batches import unpadded
         from rotation_merge.run.data import read_samples
 
-        batches = read_samples(anchor, str(data), SAMPLES, seed=seed).batches
+        batches = read_samples(str(views.recipe.base), str(data), SAMPLES, seed=views.session.seed).batches
         return unpadded(batches, str(data))
 
     return pool
 
 
 def _statistics(method: OwnMethod, views: RecipeViews, parameters: Parameters) -> dict[ModelReference, Statistics]:
-    """The statistics of all models that count; refuses, together, those that are of no use."""
+    """The statistics of all models that count, in the files that are named, or in those beside the models."""
     counting = {model for of_tensor in parameters.values() for model, weight in of_tensor["weight"].items() if weight}
-    opened, wrong, session = dict[ModelReference, Statistics](), list[StatisticsError](), views.session
-    for model, reader in views.readers.items():
-        if model not in counting:
-            continue
-        setting = session.recipe.value("statistics", reader, model)
-        try:
-            opened[model] = statistics = _opened(session.models[model], setting, method)
-        except StatisticsError as error:
-            wrong.append(error)
-            continue
+    opened, session = dict[ModelReference, Statistics](), views.session
+    for model in (model for model in views.readers if model in counting):
+        setting = session.recipe.value("statistics", views.readers[model], model)
+        opened[model] = statistics = _opened(session.models[model], setting, method)
         source, count = str(statistics.metadata.get("data")), int(statistics.metadata.get("samples") or 0)
         session.run.used(f"statistics of {model}", source, count, None if setting else str(statistics.path))
-    if len(wrong) == 1:
-        raise wrong[0]
-    if wrong:
-        problem, remedy = "; ".join(f"{e.where}: {e.what}" for e in wrong), "; ".join(str(e.remedy) for e in wrong)
-        raise StatisticsError(problem, remedy=remedy)
     return opened
 
 
 def _opened(model: View, setting: str | None, method: OwnMethod) -> Statistics:
-    """A model's statistics: those in the file that is named, or in the one beside the model."""
+    """A model's statistics, checked.
+
+    Raises:
+        StatisticsError: there are none, or they are of no use; says how to measure them.
+    """
     reference = model.reference
     folder = reference.lora.path if reference.lora is not None else reference.model.path
     beside = folder if model.files is None or os.path.isdir(folder) else model.files.folder
-    places = [os.path.join(beside, NAME)] if setting is None else [setting, os.path.join(beside, setting)]
-    path = next((place for place in places if os.path.isfile(place)), None)
-    if setting is not None and HubFile.of(setting) is not None and not os.path.isfile(places[1]):
+    places = [*([setting] if setting else []), os.path.join(beside, setting or NAME)]
+    path = next(filter(os.path.isfile, places), None)
+    if path is None and setting is not None and HubFile.of(setting) is not None:
         path = local_file(setting, model.files.options.transformers_cache if model.files else None)
     kinds = "" if method.statistics == "gram" else f" --kinds {method.statistics}"
-    out = f" --out {setting}" if setting and path is None else ""
-    hint = ", and name the file that it writes under 'statistics'" if setting and path is not None else ""
-    remedy = f"run 'rotation-merge measure {reference} --data DATA{kinds}{out}'{hint}"
+    remedy = f"run 'rotation-merge measure {reference} --data DATA{kinds}', and name its --out under 'statistics'"
     if path is None:
-        problem = f"there are no statistics at '{setting}'" if setting else "there are no statistics beside it"
-        needs = f"{problem}, delegate {method.spec.name} needs them"
-        raise StatisticsError(needs, where=str(reference), remedy=remedy)
+        problem = f"there are no statistics at '{places[0]}', delegate {method.spec.name} needs them"
+        raise StatisticsError(problem, where=str(reference), remedy=remedy)
     statistics = Statistics.open(path)
     statistics.check(method.statistics, model.fingerprint, str(reference), remedy)
     return statistics
@@ -164,11 +149,14 @@ def _moved(views: RecipeViews, model: ModelReference, stored: Statistics) -> Sta
     )
 
 
-def refitted_view(views: RecipeViews) -> View:
+def refitted_view(views: RecipeViews, parameters: Parameters) -> View:
     """The merge of a recipe's models, refitted to them once they are aligned, before single tensors are merged.
 
     Samples are read at once. The merge is there until the run ends; the run has its record. What is excluded is the
     anchor's.
+
+    Args:
+        parameters: of the delegate, the same for each tensor.
 
     Raises:
         RotationMergeError: models or data that nothing can be refitted to.
@@ -176,18 +164,21 @@ def refitted_view(views: RecipeViews) -> View:
     from rotation_merge.averaging.refit_models import ModelRefit  # not for every merge: it runs models on samples
 
     recipe, run, options = views.recipe, views.session.run, views.session.options
-    values: dict[str, Any] = {name: recipe.value(name) for name in ("targets", "start")}
-    first = next(iter(views.readers.values()))
-    values["ridge"] = _number("ridge", first, None, RefitConfig.ridge)
-    values["lambda_"] = _number("lambda", first, None, RefitConfig.lambda_)
-    refit = RefitConfig(**values, seed=views.session.seed)
+    values: dict[str, Any] = dict(next(iter(parameters.values()), {}))
+    if any(of_tensor != values for of_tensor in parameters.values()):
+        problem = "its parameters hold for whole models and take no lists or filters"
+        raise RecipeError(f"delegate refit: {problem}", where="parameters", remedy="give one number for each")
+    weights = values.pop("weight", {})
+    numbers = {"lambda_" if name == "lambda" else name: value for name, value in values.items()}
+    reader = next(iter(views.readers.values()))
+    config = RefitConfig(**{**recipe.fields(RefitConfig, reader), **numbers}, seed=views.session.seed)
     aligned = {model: views.view(model) for model in views.stored}  # one each: teachers are told by it
     base = aligned[recipe.base]
     try:
         solving = ModelRefit(
             base,
-            _teachers(views, aligned),
-            refit,
+            _teachers(views, aligned, weights),
+            config,
             exclude=lambda name: any(part in name for part in recipe.exclude),
             own_heads=recipe.value("heads_of") == "each",
             dtype=recipe.dtype,
@@ -213,12 +204,14 @@ def refitted_view(views: RecipeViews) -> View:
     return replace(base, tensors=Tensors(base.shapes, base.dtypes, by_name(read)))
 
 
-def _teachers(views: RecipeViews, aligned: dict[ModelReference, View]) -> list[Any]:
+def _teachers(
+    views: RecipeViews, aligned: Mapping[ModelReference, View], weights: Mapping[ModelReference, float]
+) -> list[Any]:
     """The models that answer, with the names of their samples."""
     from rotation_merge.averaging.refit_models import Teacher, shares_of, usual_source
 
-    shares = shares_of([_number("weight", reader, model, 1.0) for model, reader in views.readers.items()])
     teachers = []
+    shares = shares_of([float(weights.get(model, 1.0)) for model in views.readers])
     for (model, reader), share in zip(views.readers.items(), shares, strict=True):
         if share > 0:
             original = views.session.models[model]
@@ -227,12 +220,3 @@ def _teachers(views: RecipeViews, aligned: dict[ModelReference, View]) -> list[A
             teachers.append(Teacher(aligned[model], original, share, source, samples))
             views.session.run.used(f"refit to {model}", str(source), int(samples))
     return teachers
-
-
-def _number(name: str, reader: ConfigReader, model: ModelReference | None, default: float) -> float:
-    """A parameter of the delegate for a whole model."""
-    value = next((scope[name] for scope in reader.parameter_sources(model) if scope and name in scope), default)
-    if isinstance(value, int | float):
-        return float(value)
-    problem = f"parameter '{name}' takes no lists or filters with delegate refit"
-    raise RecipeError(problem, where=str(model or "parameters"), remedy="give one number")

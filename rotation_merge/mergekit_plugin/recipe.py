@@ -16,7 +16,7 @@ from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.config import MODEL, READ, Kind
+from rotation_merge.config import MODEL, READ, Config, Kind
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
 from rotation_merge.matching.alignment import FORMAT
@@ -122,12 +122,18 @@ class Recipe:
                     return checked(name, value)
         return None
 
+    def fields(
+        self, kind: type[Config], reader: ConfigReader, model: ModelReference | None = None, block: str = ""
+    ) -> dict[str, Any]:
+        """The fields of a config that the recipe gives for a model; filters see the block's module path."""
+        keys = {field: option.name_in_recipes(field) for field, option in kind.options().items()}
+        read = {field: self.given(key, reader, model, block) for field, key in keys.items() if key in BY_NAME}
+        return {field: value for field, value in read.items() if value is not None}
+
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
-        """The options for one donor in one block; filters see the block's module path."""
+        """The options for one donor in one block."""
         relation = UNMOVED if self.config.merge_method in OWN else self.relations.get(donor, "")
-        read = {name: self.given(name, reader, donor, block) for name in OPTIONS}
-        values = {name: value for name, value in read.items() if value is not None}
-        return AlignConfig.from_values({**PRESETS.get(relation, {}), **values})
+        return AlignConfig(**{**PRESETS.get(relation, {}), **self.fields(AlignConfig, reader, donor, block)})
 
     def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
         """The options for one donor, which know those of each block."""

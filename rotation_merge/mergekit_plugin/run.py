@@ -7,14 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from threading import Lock
-from typing import Any
-from unittest import mock
 
 import click
 import torch
 import yaml
-from mergekit import card, merge
+from mergekit import merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -41,7 +38,7 @@ from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
-from rotation_merge.model.markdown import plain
+from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
@@ -78,9 +75,13 @@ def run(
         check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
     with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
         try:
-            _run(stock, session, out_path, config_source or config.to_yaml())
+            report, defects = _written(stock, session, out_path, config_source or config.to_yaml())
         finally:
             session.run.end()
+    if not options.quiet:
+        lines = [f"rotation_merge: averaged by {report.delegate}, {report.seconds:.0f} s", *str(report).splitlines()]
+        lines += [f"check: {defect.line}" for defect in defects] or ["check: the folder is complete"]
+        say([*lines, f"report: {out_path}/{REPORT_FILE}; 'rotation-merge inspect {out_path} --report' shows it"])
 
 
 def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
@@ -120,22 +121,39 @@ def merge_recipe(text: str, out: str, tokenizer: bool = False, device: str = "cp
         close_files()
 
 
-def _run(stock: Callable[..., None], session: Session, out_path: str, source: str) -> None:
-    """`run`, once nothing speaks against writing."""
-    record, options, base = session.run, session.options, session.base
-    ledger = kept_beside(out_path, lambda: _mark(session), session.devices[0])
+def _written(
+    stock: Callable[..., None], session: Session, out_path: str, source: str
+) -> tuple[MergeReport, list[Defect]]:
+    """Merge into a staging folder, and add what mergekit does not write; gives the report and remaining defects."""
+    record, options, base, recipe = session.run, session.options, session.base, session.recipe
+    models = list(dict.fromkeys([*recipe.config.referenced_models(), *tuned_from(recipe.config).values()]))
+    ledger = kept_beside(out_path, lambda: _mark(session, models), session.devices[0])
     with ledger as record.ledger, staged(out_path) as staging:
-        with unchanged(session.models[model] for model in _read(session.recipe.config)):
+        with unchanged(session.models[model] for model in models):
             compiled_recipe, views = compiled(session)
             views.prepare()
             stock(compiled_recipe, staging, _stock_options(session))
         if base.modules:
             write_modules(base.folder, staging, session.apart)
-        if session.recipe.value("prove"):
+        if recipe.value("prove"):
             prove_files(views, staging)
-        report, defects = _completed(views, staging, source)
-    checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is complete"]
-    say([] if options.quiet else [*closing(report, out_path), *checked])
+        keep_alignments(views, staging)
+        defects = complete(session, staging)
+        report = _report(session, source)
+        report.write(os.path.join(staging, REPORT_FILE))
+        if recipe.value("heads_of") == "each":
+            _write_heads(views, staging, report)
+        if options.write_model_card:
+            _write_card(recipe.config, staging, source, report)
+    return report, defects
+
+
+def _mark(session: Session, models: Iterable[ModelReference]) -> str:
+    """A stable key of a merge: the files of its models and of the recipe, the recipe, and its options."""
+    recipe, options = session.recipe.config.to_yaml(), session.options
+    words = (str(event.value) for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent))
+    facts = {"recipe": recipe, "seed": options.random_seed, "lora_dtype": options.lora_merge_dtype}
+    return mark_of([session.models[model] for model in models], words, **facts)
 
 
 def _stock_options(session: Session) -> MergeOptions:
@@ -146,27 +164,28 @@ def _stock_options(session: Session) -> MergeOptions:
     return session.options.model_copy(update={"write_model_card": False, "copy_tokenizer": copy})
 
 
-def _completed(views: RecipeViews, staging: str, source: str) -> tuple[MergeReport, list[Defect]]:
-    """Add to a written merge what mergekit does not write: saved alignments, the report, heads, the card."""
-    session, recipe, record, options = views.session, views.recipe, views.session.run, views.session.options
-    marks, delegate, ours = fingerprints(session), recipe.delegate.spec.name, recipe.own_method is not None
-    keep_alignments(views, staging)
-    notes, defects = complete(recipe.config, staging, options)
-    for note in notes:
-        record.note(note)
-    models = origins(map(ModelReference.model_validate, marks), options.transformers_cache)
-    report = record.report(recipe.base, delegate, source, fingerprints=marks, models=models, own_method=ours)
-    report.write(os.path.join(staging, REPORT_FILE))
-    if recipe.value("heads_of") == "each":
-        donors = {str(m): session.models[m] for m in recipe.config.referenced_models() if m != recipe.base}
-        moved = [
-            with_moved_head(donor, record.folded, record.transforms_of(name), record.heads.get(name, {}))
-            for name, donor in donors.items()
-        ]
-        write_heads(staging, moved, report, options.out_shard_size)
-    if options.write_model_card:
-        _write_card(recipe.config, staging, source, report)
-    return report, defects
+def _report(session: Session, source: str) -> MergeReport:
+    """The report, with the fingerprints of all models that were read, from the tensors as they were loaded."""
+    recipe, prints = session.recipe, dict[str, str]()
+    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *session.models]):
+        model = session.models[reference]
+        whole = [name for name in model.architecture.named() if name in model]
+        if part := sum(name in model.mark for name in whole):
+            words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
+            prints[str(reference)] = model.mark.hexdigest(model.as_filed.config) + words
+    models = origins(map(ModelReference.model_validate, prints), session.options.transformers_cache)
+    facts = {"fingerprints": prints, "models": models, "own_method": recipe.own_method is not None}
+    return session.run.report(recipe.base, recipe.delegate.spec.name, source, **facts)
+
+
+def _write_heads(views: RecipeViews, folder: str, report: MergeReport) -> None:
+    """Write the merged body under every donor's head."""
+    session, record, moved = views.session, views.session.run, []
+    for model in session.recipe.config.referenced_models():
+        if model != session.recipe.base:
+            transforms, heads = record.transforms_of(str(model)), record.heads.get(str(model), {})
+            moved.append(with_moved_head(session.models[model], record.folded, transforms, heads))
+    write_heads(folder, moved, report, session.options.out_shard_size)
 
 
 def keep_alignments(views: RecipeViews, folder: str) -> None:
@@ -188,58 +207,44 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
         report = run.report(models[0], "none", options, models=origins(models))
         metadata = known.metadata if known is not None else file_metadata(report, str(models[1]))
         figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
-        alignment = Alignment(maps, folded, *figures, basis=pair.basis(), metadata=metadata)
-        alignment.save(path)
+        Alignment(maps, folded, *figures, basis=pair.basis(), metadata=metadata).save(path)
 
 
-ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
-"""Names of models on the hub."""
+CARD = """# {name}
 
-_CARD = Lock()
+This is a merge of pre-trained models created using [mergekit](https://github.com/arcee-ai/mergekit).
+
+## Merge Details
+
+This model was merged by {method}{base}.
+
+### Models Merged
+
+{models}
+
+### Configuration
+
+{fence}yaml
+{source}
+{fence}
+"""
 
 
 def _write_card(config: MergeConfiguration, folder: str, source: str, report: MergeReport) -> None:
-    """Write mergekit's card of the recipe as the user wrote it, with a section of ours, and the recipe itself.
-
-    The hub is asked for no local directory, names are escaped for Markdown, and the recipe stands between more
-    backticks than it holds itself.
-    """
-    is_hf, link, fence = card.is_hf, card.maybe_link_hf, "```"
-    while fence in source:
-        fence += "`"
-    instead: dict[str, Any] = {
-        "is_hf": lambda path: not os.path.exists(path) and is_hf(path),
-        "maybe_link_hf": lambda path: link(path) if ON_HUB.fullmatch(path) else plain(path),
-    }
-    with _CARD, mock.patch.multiple(card, **instead):
-        text = card.generate_card(config=config, config_yaml=source, name=os.path.basename(folder))
-    text = text.replace(f"```yaml\n{source}\n```", f"{fence}yaml\n{source}\n{fence}", 1)
-    name, config = os.path.basename(folder), Contents(folder).config
-    text = updated_card(text, report, name, config, picture=_picture(report, folder))
+    """Write a card with the recipe as the user wrote it and a section on the merge, and the recipe itself."""
+    name, fence = os.path.basename(folder), max(["``", *re.findall("`+", source)], key=len) + "`"
+    models = "\n".join(f"* {plain(model)}" for model in sorted(map(str, config.referenced_models())))
+    method = " and ".join(map(code, dict.fromkeys([config.merge_method, report.delegate])))
+    base = f" using {plain(config.base_model)} as a base" if config.base_model else ""
+    text = CARD.format(name=plain(name), method=method, base=base, models=models, fence=fence, source=source)
+    picture = None
+    try:
+        picture = save_distances(report, folder)
+    except Exception as error:  # of matplotlib, of every kind: no merge is lost
+        LOG.warning("the card has no picture (%s)", short(error))
+    text = updated_card(text, report, name, Contents(folder).config, picture=picture)
     write_text(os.path.join(folder, "README.md"), text)
     write_text(os.path.join(folder, "mergekit_config.yml"), source)
-
-
-def _picture(report: MergeReport, folder: str) -> str | None:
-    """The file name of the distances' picture; None where there is none, or it cannot be drawn: no merge is lost."""
-    try:
-        return save_distances(report, folder)
-    except Exception as error:  # of matplotlib, of every kind
-        LOG.warning("the card has no picture (%s)", short(error))
-        return None
-
-
-def _read(config: MergeConfiguration) -> list[ModelReference]:
-    """The models that a merge reads, each once: those it merges, and their bases."""
-    return list(dict.fromkeys([*config.referenced_models(), *tuned_from(config).values()]))
-
-
-def _mark(session: Session) -> str:
-    """A stable key of a merge: the files of its models and of the recipe, the recipe, and its options."""
-    config, options = session.recipe.config, session.options
-    recipe, models = config.to_yaml(), [session.models[reference] for reference in _read(config)]
-    words = (str(event.value) for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent))
-    return mark_of(models, words, recipe=recipe, seed=options.random_seed, lora_dtype=options.lora_merge_dtype)
 
 
 def prove_files(views: RecipeViews, place: str) -> None:
@@ -262,40 +267,32 @@ def prove_files(views: RecipeViews, place: str) -> None:
         run.note(f"`{view.name}`, moved by {file}: {proof.words}.")
 
 
-def fingerprints(session: Session) -> dict[str, str]:
-    """Fingerprints of all models that were read, the base first, from the tensors as they were loaded."""
-    recipe, prints = session.recipe, dict[str, str]()
-    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *session.models]):
-        model = session.models[reference]
-        whole = [name for name in model.architecture.named() if name in model]
-        if part := sum(name in model.mark for name in whole):
-            words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
-            prints[str(reference)] = model.mark.hexdigest(model.as_filed.config) + words
-    return prints
-
+# --- the final check -------------------------------------------------------------------------------------------------
 
 OF_TOKENIZER = ("no tokenizer", "no tokenizer config", "no chat template")
 """Defects of a folder that is to hold no tokenizer."""
 
 
-def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> tuple[list[str], list[Defect]]:
-    """Copy the base's small files that mergekit does not copy, and check the written folder.
+def complete(session: Session, folder: str) -> list[Defect]:
+    """Copy the base's small files that mergekit does not copy, check the written folder, and note what is found.
 
     Returns:
-        Notes for the report, and the remaining defects of the folder. An error of the check itself becomes such a line,
-        so that no merge is lost.
+        The remaining defects. An error of the check itself becomes one, so that no merge is lost.
     """
-    parents, copied = parent_folders(config, options), list[str]()
-    without = () if options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
+    config, run = session.recipe.config, session.run
+    parents, copied = parent_folders(config, session.options), list[str]()
+    without = () if session.options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
         copied = copy_companions(folder, list(parents.values()), without)
         defects = [defect for defect in check_folder(folder, list(parents.values())) if defect.kind not in without]
     except Exception as error:  # of readers and of transformers, of every kind
         problem, remedy = f"could not be checked ({short(error)})", "run 'rotation-merge doctor'"
         defects = [Defect("not checked", problem, os.path.basename(folder), remedy, fatal=False)]
-    notes = vocabulary_notes(parents, folder) if config.tokenizer or config.tokenizer_source else []
+    notes = vocabulary_notes(parents, folder) if session.recipe.new_tokens else []
     notes += [f"Copied from a parent: {', '.join(copied)}."] if copied else []
-    return [*notes, *(f"Check of the output: {defect.line}." for defect in defects)], defects
+    for note in (*notes, *(f"Check of the output: {defect.line}." for defect in defects)):
+        run.note(note)
+    return defects
 
 
 def parent_folders(config: MergeConfiguration, options: MergeOptions) -> dict[str, str]:
@@ -313,9 +310,7 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
 
 
 def vocabulary_notes(parents: Mapping[str, str], folder: str) -> list[str]:
-    """A note on which model's rows the tokens of combined vocabularies have.
-
-    Empty if a tokenizer cannot be read without its library.
+    """A note on whose rows the tokens of combined vocabularies have, where all tokenizers can be read.
 
     mergekit's `PermutedEmbeddings` decides: a token of one model has that model's row; for a token of several, those
     that lack it count with the base's row, or with the mean of the rows where the base lacks it, too.
@@ -324,15 +319,12 @@ def vocabulary_notes(parents: Mapping[str, str], folder: str) -> list[str]:
     result = Vocabulary.of(Contents(folder))
     if len(known) < 2 or not all(vocabulary.whole for vocabulary in (result, *known.values())):
         return []
-    holders = {token: [name for name in known if token in known[name].ids] for token in result.ids}
-    shared = sum(len(names) == len(known) for names in holders.values())
-    parts = [f"Vocabulary of {len(result.ids)} tokens: the rows of {shared} tokens that all models have are averaged"]
-    for name in known:
-        if tokens := [f"'{token}'" for token, names in holders.items() if names == [name]]:
+    parts = [f"Vocabulary of {len(result.ids)} tokens, averaged over the models that have them"]
+    for name, vocabulary in known.items():
+        others = set().union(*(other.ids for other in known.values() if other is not vocabulary))
+        if tokens := [f"'{token}'" for token in result.ids if token in vocabulary.ids and token not in others]:
             parts.append(f"{len(tokens)} tokens that only `{name}` has keep its rows ({named(tokens)})")
-    if partial := sum(1 < len(names) < len(known) for names in holders.values()):
-        parts.append(f"for {partial} tokens that some models lack, those models contribute the base's row, or the mean")
-    return [f"{'; '.join(parts)}."]
+    return [f"{'; '.join(parts)}; models that lack a token contribute the base's row, or the mean."]
 
 
 def say(lines: Iterable[str]) -> None:
@@ -342,21 +334,3 @@ def say(lines: Iterable[str]) -> None:
             click.echo(printable(line), err=True)
         else:
             LOG.info(line)
-
-
-DONORS, NOTES = 5, 3
-"""At most so many of either are shown; the report has them all."""
-
-
-def closing(report: MergeReport, out: str) -> list[str]:
-    """Lines on the alignment and its distances, further notes, and the path of the report."""
-    donors = report.donors()
-    lines = [f"rotation_merge: aligned to {report.anchor}, averaged by {report.delegate}, {report.seconds:.0f} s"]
-    lines += [f"  {donor}: {report.verdict(donor)}" for donor in donors[:DONORS]]
-    if not donors:
-        lines.append(f"  {report.unmoved()}")
-    if len(donors) > DONORS:
-        lines.append(f"  and {len(donors) - DONORS} more donors")
-    lines += [f"  {note}" for note in report.notes[:NOTES]]
-    lines.append(f"  report: {out}/rotation_merge.json; 'rotation-merge inspect {out} --report' shows it")
-    return lines

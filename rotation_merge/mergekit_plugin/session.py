@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from mergekit import common
@@ -32,9 +33,8 @@ class Models(dict[ModelReference, View]):
         self.options, self.unsupported, self.untie = options, unsupported, untie
 
     def __missing__(self, reference: ModelReference) -> View:
-        self[reference] = open_model(
-            reference, untie=self.untie, unsupported=self.unsupported, options=self.options, any_base=True
-        )
+        facts = {"untie": self.untie, "unsupported": self.unsupported, "options": self.options}
+        self[reference] = open_model(reference, any_base=True, **facts)
         return self[reference]
 
     def together(self, anchor: ModelReference, donors: Iterable[ModelReference], averaged: bool = False) -> None:
@@ -46,7 +46,7 @@ class Models(dict[ModelReference, View]):
         Raises:
             CheckpointError, ArchitectureError: name the model and what differs.
         """
-        references = [anchor, *(reference for reference in donors if reference != anchor)]
+        references = list(dict.fromkeys([anchor, *donors]))
         for reference in references:
             if reference not in self:
                 check_present(reference, self.options)
@@ -58,11 +58,9 @@ class Models(dict[ModelReference, View]):
 
 def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
     """Fill `recipe.relations`, and note the options of each preset."""
-    for donor in donors if recipe.value("preset") is not None else ():
-        if donor == recipe.base:
-            continue
-        preset = str(recipe.value("preset"))
-        words = f"Preset {preset}"
+    setting = recipe.value("preset")
+    for donor in () if setting is None else (donor for donor in donors if donor != recipe.base):
+        preset, words = str(setting), f"Preset {setting}"
         if preset == "auto":
             cosine = likeness(models[recipe.base], models[donor])
             preset = "near" if cosine >= RELATED else "far"
@@ -81,6 +79,8 @@ class Session:
         watched: whether there will be a report (as of `Run`).
 
     Attributes:
+        source: gives a model as the merge reads it, on the device of the thread that reads it. A tensor that is read
+            has to hold numbers, else a CheckpointError says so, and counts for the report, once.
         apart: tensors of sentence-transformers' modules, which have files of their own.
     """
 
@@ -88,7 +88,7 @@ class Session:
         self.recipe, self.options, self.run = recipe, options, Run(watched=watched)
         self.models = Models(options, recipe.value("unsupported"), recipe.value("untie"))
         self.apart: dict[str, Tensor] = {}
-        self._sources: dict[ModelReference, View] = {}
+        self.source = cache(self._source)
 
     @property
     def base(self) -> View:
@@ -119,26 +119,16 @@ class Session:
         device = torch.device(self.options.device or "cpu")
         return None if device.type == "cpu" else device
 
-    def source(self, model: ModelReference) -> View:
-        """A model as the merge reads it, on the device of the thread that reads it.
+    def _source(self, model: ModelReference) -> View:
+        view, seen = self.models[model], set[str]()
 
-        Each tensor that is read is looked at once: it has to hold numbers, and counts for the report.
+        def look(name: str, tensor: Tensor) -> Tensor:
+            if name not in seen:
+                check_finite(tensor, name, model)
+                seen.add(name)
+                if self.run.watched:
+                    view.mark.add(name, tensor)
+            return tensor if (device := self.device()) is None else tensor.to(device)
 
-        Raises:
-            CheckpointError: a tensor that is read holds NaN or infinity.
-        """
-        if model not in self._sources:
-            view, seen = self.models[model], set[str]()
-
-            def look(name: str, tensor: Tensor) -> Tensor:
-                if name not in seen:
-                    check_finite(tensor, name, model)
-                    seen.add(name)
-                    if self.run.watched:
-                        view.mark.add(name, tensor)
-                return tensor if (device := self.device()) is None else tensor.to(device)
-
-            tensors = watched(view, look)
-            dtypes = {**view.dtypes, **view.stored_dtypes}
-            self._sources[model] = replace(view, tensors=Tensors(tensors.shapes, dtypes, tensors.read))
-        return self._sources[model]
+        tensors = watched(view, look)
+        return replace(view, tensors=Tensors(tensors.shapes, {**view.dtypes, **view.stored_dtypes}, tensors.read))

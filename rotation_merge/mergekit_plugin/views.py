@@ -40,9 +40,6 @@ from rotation_merge.workers import in_order, workers_for
 
 Transforms = Mapping[str, Transform]
 
-Finder = tuple[Callable[[], Transforms], str]
-"""Gives the transforms that the one of a space is among, and its name there."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMatching:
@@ -51,7 +48,7 @@ class BlockMatching:
     Attributes:
         anchor, donor: the models' tensors, folded, by the names of the output.
         names: of both models.
-        whole: gives the alignment of the donor's streams, in which local spaces are matched.
+        streams: gives the transforms of the donor's streams, in which local spaces are matched.
     """
 
     out: OutputBlock
@@ -59,7 +56,7 @@ class BlockMatching:
     donor: Tensors
     names: tuple[str, str]
     options: AlignConfig
-    whole: Callable[[], Alignment] | None = None
+    streams: Callable[[], Transforms]
 
     @property
     def key(self) -> str:
@@ -73,16 +70,13 @@ class BlockMatching:
         return sum(math.prod(self.anchor.shapes.get(name, (0,))) for name in names)
 
     def match(self, device: torch.device | None = None) -> BlockMatch:
-        """Reads both blocks and matches them."""
-        anchor, donor = self._read(self.anchor), self._read(self.donor)
-        streams = {} if self.whole is None else on_device(self.whole().transforms, device)
+        """Reads those tensors of both blocks that have local spaces, and matches them."""
+        block, local = self.out.block, {space.name for space in self.out.block.spaces.values()}
+        compared = [info for info in block.tensors if any(space.name in local for space in info.spaces())]
+        part = replace(block, tensors=tuple(compared))
+        anchor, donor = read_block(part, self.anchor), read_block(part, self.donor)
         with named(*self.names):
-            return match_block(self.out.anchor, anchor, donor, self.options, streams)
-
-    def _read(self, source: Tensors) -> dict[str, Tensor]:
-        local = {space.name for space in self.out.block.spaces.values()}
-        compared = [i for i in self.out.block.tensors if any(space.name in local for space in i.spaces())]
-        return read_block(replace(self.out.block, tensors=tuple(compared)), source)
+            return match_block(self.out.anchor, anchor, donor, self.options, on_device(self.streams(), device))
 
 
 def on_device(transforms: Transforms, device: torch.device | None) -> Transforms:
@@ -126,9 +120,7 @@ class BlockMatches:
         """All matches, in the order in which the merge will ask for them."""
         jobs, threads = sorted(self.jobs, key=lambda job: job.out.label), torch.get_num_threads()
         count = 1 if self.single else workers_for(max(job.weights for job in jobs))
-        matches = in_order([self._match] * count, jobs)  # which ends with this generator
-        for job in jobs:
-            match = next(matches)
+        for job, match in zip(jobs, in_order([self._match] * count, jobs), strict=True):
             torch.set_num_threads(max(1, threads - count))
             yield job, match
 
@@ -141,10 +133,10 @@ class LazyTransforms(dict[str, Transform]):
     """Transforms by space, each found whenever it is asked for.
 
     Args:
-        finders: by space; none: nothing moves.
+        finders: by space: gives transforms, and the space's name among them; without any nothing moves.
     """
 
-    def __init__(self, finders: Mapping[str, Finder]) -> None:
+    def __init__(self, finders: Mapping[str, tuple[Callable[[], Transforms], str]]) -> None:
         super().__init__()
         self.finders = finders
 
@@ -153,9 +145,7 @@ class LazyTransforms(dict[str, Transform]):
         return find()[name]
 
     def __contains__(self, space: object) -> bool:
-        if space not in self.finders:
-            return False
-        find, name = self.finders[str(space)]
+        find, name = self.finders.get(str(space), (dict, ""))
         return name in find()
 
 
@@ -174,7 +164,7 @@ class RecipeViews:
         origins: the same of the base of each fine-tune whose change is carried by maps.
         transforms: by donor that moves, its transforms.
         tensors: by model, the same tensors in the anchor's coordinates.
-        preparations: work on whole models.
+        preparations: work on whole models, done before single tensors are merged.
     """
 
     def __init__(self, session: Session, blocks: Sequence[OutputBlock], donors: Mapping[ModelReference, Donor]) -> None:
@@ -189,11 +179,11 @@ class RecipeViews:
         session.run.endings.append(self.matches.end)
         models = dict.fromkeys([self.recipe.base, *self.readers])
         self.stored = {model: self._named(self._read(model), model) for model in models}
-        origins = {model: donor.origin for model, donor in donors.items() if donor.origin and not donor.carried}
-        self.origins = {model: self._named(session.source(origin), model) for model, origin in origins.items()}
-        transforms = {model: self._transforms(model, donor) for model, donor in donors.items() if not donor.carried}
+        by_maps = {model: donor for model, donor in donors.items() if not donor.carried}
+        self.origins = {m: self._named(session.source(d.origin), m) for m, d in by_maps.items() if d.origin}
+        transforms = {model: self._transforms(model, donor) for model, donor in by_maps.items()}
         self.transforms = {model: maps for model, maps in transforms.items() if maps.finders}
-        self.tensors = {model: self._moved(model) for model in models}
+        self.tensors = {model: stacks_once(self.architecture, self._moved(model)) for model in models}
         self.preparations = [find for donor in donors.values() for find in donor.preparations()]
 
     def prepare(self) -> None:
@@ -222,10 +212,10 @@ class RecipeViews:
 
     def transforms_of(self, model: ModelReference) -> dict[str, Transform]:
         """The transforms of a donor, all found, by the anchor's names of its spaces."""
-        if (transforms := self.transforms.get(model)) is None:
-            return dict(self.session.run.transforms.get(self.donors[model].name, {}))
-        donor = self.donors[model]
-        whole = donor.whole_transforms() if donor.whole else {}  # those of layers that the output leaves out, too
+        donor, transforms = self.donors[model], self.transforms.get(model)
+        if transforms is None:
+            return dict(self.session.run.transforms.get(donor.name, {}))
+        whole = donor.whole().transforms if donor.whole else {}  # those of layers that the output leaves out, too
         return {**whole, **{known: transforms[name] for name, known in self.spaces.items() if name in transforms}}
 
     def folded_tensors(self, source: Tensors) -> Tensors:
@@ -257,26 +247,25 @@ class RecipeViews:
 
     def _transforms(self, model: ModelReference, donor: Donor) -> LazyTransforms:
         """The transforms of a donor: of the whole model, or matched block by block; none where it does not move."""
-        whole, names, finders = donor.whole, (str(self.recipe.base), donor.name), dict[str, Finder]()
-        if whole is not None:
-            finders = {name: (donor.whole_transforms, known) for name, known in self.spaces.items()}
+        whole, names = donor.whole, (str(self.recipe.base), donor.name)
+        streams: Callable[[], Transforms] = dict if whole is None else lambda: whole().transforms
+        finders = {} if whole is None else {name: (streams, known) for name, known in self.spaces.items()}
         anchor, matched = map(self.folded_tensors, (self.anchor, self.origins.get(model, self.stored[model])))
         for out in self.blocks_of(model):
             options = self.recipe.options(out.reader, out.anchor.name, model)
+            spaces = [space.name for space in wanted_spaces(out.anchor, options)]
             straight = whole is not None and out.sources[model].index == out.anchor.index
-            if straight or not (matched_names := [space.name for space in wanted_spaces(out.anchor, options)]):
-                continue
-            job = BlockMatching(out, anchor, matched, names, options, whole)
-            self.matches.jobs.append(job)
-            find = partial(self.matches.of, job)
-            finders |= {name: (find, known) for name, known in out.spaces.items() if known in matched_names}
+            if spaces and not straight:
+                self.matches.jobs.append(job := BlockMatching(out, anchor, matched, names, options, streams))
+                find = partial(self.matches.of, job)
+                finders |= {name: (find, known) for name, known in out.spaces.items() if known in spaces}
         return LazyTransforms(finders)
 
     def _moved(self, model: ModelReference) -> Tensors:
         """A model's tensors in the anchor's coordinates, each rounded once."""
         stored, carried = self.stored[model], model in self.donors and self.donors[model].carried is not None
         if not (self.folded or model.lora or carried or model in self.transforms or model in self.origins):
-            return stacks_once(self.architecture, stored)
+            return stored
         tensor_of, name = self._tensor_of(model), "the carried change" if carried else str(model)
 
         def compute(block: Block, info: TensorInfo) -> Tensor | None:
@@ -286,7 +275,7 @@ class RecipeViews:
             tensor = tensor_of(block, info, dtype)
             return None if tensor is None else check_finite(tensor, info.name, name)
 
-        return stacks_once(self.architecture, blockwise(self.architecture, stored, compute))
+        return blockwise(self.architecture, stored, compute)
 
     def _tensor_of(self, model: ModelReference) -> TensorOf:
         """Computes tensors of a model, moved by its transforms; of a fine-tune the anchor's, with its change."""
@@ -294,12 +283,12 @@ class RecipeViews:
         least = self.recipe.least_dtype if self.folded else None
         if (origin := self.origins.get(model)) is None:
             return Mover(self.architecture, stored, alignment.transforms, self.folded, least).tensor
-        base = replace(self.base, architecture=self.architecture, tensors=self.anchor)
-        donor = self.donors[model]
-        tuned = padded_as(stored, origin, self.architecture)
+        base, donor = replace(self.base, architecture=self.architecture, tensors=self.anchor), self.donors[model]
         fold = Fold(self.architecture, self.folded, least) if self.folded else None
-        change = Delta(base, origin, tuned, alignment, donor.pair.shared, folding=fold, scale=donor.scale)
-        return replace(change, record=partial(self.session.run.transport, str(model))).tensor
+        tuned = padded_as(stored, origin, self.architecture)
+        change = Delta(base, origin, tuned, alignment, donor.pair.shared, folding=fold)
+        scaled = change.scaled(donor.transfer.factor or 0.0)
+        return replace(scaled, record=partial(self.session.run.transport, str(model))).tensor
 
 
 def stacks_once(architecture: Architecture, tensors: Tensors) -> Tensors:

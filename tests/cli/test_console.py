@@ -23,8 +23,8 @@ SAID: dict[str, tuple[Exception, str]] = {
 ON_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 8 GiB")
 ON_CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
 SAID |= {
-    "a GPU": (ON_GPU, "the GPU ran out of memory (CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "torch": (ON_CPU, "this machine ran out of memory ([enforce fail] DefaultCPUAllocator"),
+    "a GPU": (ON_GPU, "the GPU ran out of memory (tried to allocate 2.00 GiB); match on another device"),
+    "torch": (ON_CPU, "this machine ran out of memory (tried to allocate 64 bytes); match fewer blocks at once (OMP_"),
     "Python": (
         MemoryError(),
         "memory; match fewer blocks at once (OMP_NUM_THREADS=1; merges: --low-cpu-memory), or on",

@@ -112,7 +112,7 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"method": "ties", "densty": 0.5}, "did you mean 'density'"),
         ({"method": "ties", "density": 3}, "from 0 to 1"),
         ({"method": [0.5, 0.5]}, "the keyword 'weights'"),
-        ({"heads": "permutation"}, "give it to rotation_merge.align"),
+        ({"heads": "permutation"}, "give options of aligning to rotation_merge.align"),
         ({"heads_of": "all"}, "base, each"),
         ({"method": "refit", "heads_of": "each", "samples": samples()}, "a recipe for mergekit-yaml"),
         ({"save_alignment": True}, "a recipe for mergekit-yaml"),
