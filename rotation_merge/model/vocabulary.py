@@ -43,23 +43,16 @@ def shared_rows(models: Sequence[View]) -> tuple[Tensor, ...] | None:
             in common.
     """
     sizes = [size for model in models if (size := vocabulary_size(model)) is not None]
-    if len(sizes) < len(models):
-        return None
-    if len(set(sizes)) == 1 and _same_files(models):
+    same_size = len(set(sizes)) == 1
+    if len(sizes) < len(models) or (same_size and _same_files(models)):
         return None
     known = [tokens_of(model) for model in models]
     tokens = [tokens for tokens in known if tokens is not None]
-    if len(tokens) < len(models):
-        lacking = known.index(None)
-        unequal = next((number for number, size in enumerate(sizes) if size != sizes[lacking]), None)
-        if unequal is None:
-            return None
-        problem = (
-            f"has {sizes[lacking]} tokens, {models[unequal].name} has {sizes[unequal]}, and no tokenizer says which"
-        )
-        remedy = "put both models' tokenizers beside their weights"
-        raise CheckpointError(f"{problem} tokens are the same", where=str(models[lacking].reference), remedy=remedy)
-    if all(t == tokens[0] for t in tokens) and len(set(sizes)) == 1:
+    if len(tokens) < len(models) and not same_size:
+        lacking = str(models[known.index(None)].reference)
+        problem = f"no tokenizer says which of its tokens are those of the others ({', '.join(map(str, sizes))} tokens)"
+        raise CheckpointError(problem, where=lacking, remedy="put both models' tokenizers beside their weights")
+    if len(tokens) < len(models) or (same_size and all(t == tokens[0] for t in tokens)):
         return None
     numbered = list(zip(tokens, sizes, strict=True))
     common = [token for token in tokens[0] if all(t.get(token, size) < size for t, size in numbered)]
@@ -86,11 +79,10 @@ def check_token_ids(anchor: View, donor: View, tuned: bool = False) -> None:
     Raises:
         CheckpointError: names the number of them.
     """
-    words = other_ids(anchor, donor, both=tuned)
-    problem, remedy = f"{words}: rows of different words would be averaged", f"add '{TOGETHER}' to the recipe"
-    if tuned:
-        problem, remedy = f"{words}, so it is not a fine-tune of it", "name the model that it was tuned from"
-    if words:
+    if words := other_ids(anchor, donor, both=tuned):
+        problem, remedy = f"{words}: rows of different words would be averaged", f"add '{TOGETHER}' to the recipe"
+        if tuned:
+            problem, remedy = f"{words}, so it is not a fine-tune of it", "name the model that it was tuned from"
         raise CheckpointError(problem, where=str(donor.reference), remedy=remedy)
 
 
@@ -117,8 +109,8 @@ def moved_tokens(anchor: View, donor: View, both: bool = False) -> tuple[int, in
     Args:
         both: count only tokens that both know, whatever the sizes.
     """
-    other_sizes = not both and vocabulary_size(anchor) != vocabulary_size(donor)
-    if anchor is donor or other_sizes or _same_files([anchor, donor]):
+    same_size = both or vocabulary_size(anchor) == vocabulary_size(donor)
+    if not same_size or _same_files([anchor, donor]):
         return 0, 0
     known, ids = tokens_of(anchor), tokens_of(donor)
     if known is None or ids is None:

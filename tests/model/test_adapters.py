@@ -18,7 +18,6 @@ from cli_support import parsed, run
 from mergekit.io.tasks import LoaderCache
 from plugin_support import (
     files_of,
-    load,
     make,
     merged,
     mergekit_yaml,
@@ -117,18 +116,16 @@ def test_as_peft_merges_it(way: str, tmp_path: Path) -> None:
     assert len(changed) >= len(options.get("target_parameters", ["any"])) > 0
 
 
-EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d)\.(w\d)\.weight")
-
-
 def in_one(apart: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Mixtral's tensors with all experts of a layer in one, gates before values."""
-    experts = [match for name in apart if (match := EXPERT.fullmatch(name))]
-    named = {name.replace("block_sparse_moe.", "mlp."): x for name, x in apart.items() if not EXPERT.fullmatch(name)}
+    pattern = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d)\.(w\d)\.weight")
+    experts = [match for name in apart if (match := pattern.fullmatch(name))]
+    fused = {name.replace("block_sparse_moe.", "mlp."): x for name, x in apart.items() if not pattern.fullmatch(name)}
     for layer in sorted({match[1] for match in experts}):
         of_layer = [match for match in experts if match[1] == layer]
         gate, down, up = (torch.stack([apart[m[0]] for m in of_layer if m[3] == map_]) for map_ in ("w1", "w2", "w3"))
-        named |= {f"{layer}.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.mlp.experts.down_proj": down}
-    return named
+        fused |= {f"{layer}.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.mlp.experts.down_proj": down}
+    return fused
 
 
 def test_dora_of_one_expert_has_the_norms_of_its_own_rows(tmp_path: Path) -> None:
@@ -151,15 +148,6 @@ def test_dora_of_one_expert_has_the_norms_of_its_own_rows(tmp_path: Path) -> Non
 SQUARE = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-@pytest.fixture(scope="module")
-def square(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model whose experts have as many outputs as inputs, and an adapter of them."""
-    folder, case = tmp_path_factory.mktemp("square"), SPARSE["qwen_moe"]
-    tiny.save(tiny.make(case), folder / "base")
-    train(folder / "lora", tiny.load(case, folder / "base"), target_modules=[], target_parameters=[SQUARE])
-    return folder / "base", folder / "lora"
-
-
 def turned(stored: dict[str, Tensor]) -> None:
     """The factors of all experts as peft wrote them before 0.19: inputs and outputs are swapped."""
     a_name, b_name = (f"base_model.model.{SQUARE.rpartition('.')[0]}.lora_{factor}.weight" for factor in "AB")
@@ -168,21 +156,20 @@ def turned(stored: dict[str, Tensor]) -> None:
     stored |= {a_name: b.permute(2, 1, 0).flatten(0, 1), b_name: a.permute(2, 1, 0).flatten(1)}
 
 
-@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", None])
-def test_square_experts_are_in_the_layout_of_their_version(
-    version: str | None, square: tuple[Path, Path], tmp_path: Path
-) -> None:
-    base, adapter = square
-    shutil.copytree(adapter, tmp_path / "lora")
-    spoil_config(peft_version=version)(tmp_path / "lora")
-    if version != "0.18.1":
-        with pytest.raises(rm.RotationMergeError, match="which is square, cannot be told; merge it into its base"):
-            tensors(base, tmp_path / "lora")
-        return
-    spoil_tensors(turned)(tmp_path / "lora")
-    expected, plain = tensors(base, adapter), state(base)
+def test_square_experts_are_in_the_layout_of_their_version(tmp_path: Path) -> None:
+    """Experts that have as many outputs as inputs: what a version wrote, and what no version tells."""
+    case, base, lora = SPARSE["qwen_moe"], tmp_path / "base", tmp_path / "lora"
+    tiny.save(tiny.make(case), base)
+    train(lora, tiny.load(case, base), target_modules=[], target_parameters=[SQUARE])
+    expected, plain = tensors(base, lora), state(base)
     assert any(not torch.equal(plain[name], expected[name]) for name in plain)
-    assert_near(tensors(base, tmp_path / "lora"), expected)
+    for version in ("0.19.0", None):
+        spoil_config(peft_version=version)(lora)
+        with pytest.raises(rm.RotationMergeError, match="which is square, cannot be told; merge it into its base"):
+            tensors(base, lora)
+    spoil_config(peft_version="0.18.1")(lora)
+    spoil_tensors(turned)(lora)
+    assert_near(tensors(base, lora), expected)
 
 
 @pytest.fixture(scope="module")
@@ -198,30 +185,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 def test_trained_again(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """The merge is that of today's adapter, in one process and with mergekit's cache of merged models, too."""
     anchor, donor, _ = models
-    recipe, results = recipe_for("linear", anchor, Path(f"{donor}+{tmp_path / 'lora'}")), []
+    name, results = "model.layers.0.mlp.up_proj.weight", list[dict[str, Tensor]]()
     for seed in range(2):
-        adapter_for(donor, tmp_path / "lora", seed)
+        recipe = recipe_for("linear", anchor, Path(f"{donor}+{adapter_for(donor, tmp_path / 'lora', seed)}"))
         results.append(merged(recipe, tmp_path / f"out{seed}", "--lora-merge-cache", str(tmp_path / "cache")))
+        fresh = recipe_for("linear", anchor, Path(f"{donor}+{adapter_for(donor, tmp_path / str(seed), seed)}"))
         LoaderCache.loaders.clear()
-        shutil.copytree(tmp_path / "lora", tmp_path / f"lora{seed}")
-        fresh = recipe_for("linear", anchor, Path(f"{donor}+{tmp_path / f'lora{seed}'}"))
         again = merged(fresh, tmp_path / f"again{seed}")
-        assert all(torch.equal(again[name], results[seed][name]) for name in again)
-    name = "model.layers.0.mlp.up_proj.weight"
+        assert all(torch.equal(again[key], results[seed][key]) for key in again)
     assert not torch.equal(results[0][name], results[1][name])
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_loaded_module_shares_nothing(models: tuple[Path, Path, Path]) -> None:
-    """Training it leaves nothing behind in what is loaded next."""
-    _, base, adapter = models
-    first = load(f"{base}+{adapter}")
-    before = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-    with torch.no_grad():
-        for parameter in first.parameters():
-            parameter.add_(1)
-    for name, tensor in load(f"{base}+{adapter}").state_dict().items():
-        assert torch.equal(tensor, before[name]), name
 
 
 @pytest.mark.parametrize(("dtype", "of_anchor"), [("float32", False), (None, False), ("float32", True)])
@@ -247,31 +220,30 @@ def test_rounded_once(dtype: str | None, of_anchor: bool, tmp_path: Path) -> Non
     assert not factors
 
 
+COMMANDS = (
+    *("check {recipe}", "inspect {both}", "inspect {recipe}", "align {anchor} {both}"),
+    *("align {anchor} {both} {out}/aligned --residual permutation", "verify {both} {out}/aligned --tolerance 1e-4"),
+    "barrier {anchor} {both} --data {data} --points 3 --batch-size 4",
+    "align {anchor} {both} --learn --data {data} --alignment {out}/learned.safetensors --steps 2 --batch-size 4",
+    "measure {both} --data self --samples 4 --length 8 --batch-size 2 --out {out}/s.safetensors",
+    "merge {anchor} {both} {out}/best --samples 8 --length 8 --batch-size 2 --budget 1s --anyway",
+)
+
+
 @pytest.mark.slow
 def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     anchor, donor, adapter = models
-    both = f"{donor}+{adapter}"
+    both, data = f"{donor}+{adapter}", tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": [(i * j) % 40 for j in range(8)]}) + "\n" for i in range(1, 9)))
     recipe = write_recipe(recipe_for("linear", anchor, Path(both)), tmp_path / "recipe.yml")
     before = files_of(anchor.parent)
-    for line in (("check", recipe), ("inspect", both), ("inspect", recipe), ("align", anchor, both)):
-        done = run(*line)
+    for command in COMMANDS:
+        done = run(*command.format(recipe=recipe, both=both, anchor=anchor, out=tmp_path, data=data).split())
         assert done.exit_code == 0, done.output
-    assert parsed("align", anchor, both, tmp_path / "aligned", "--residual", "permutation")
-    assert parsed("verify", both, tmp_path / "aligned", "--float64", "--tolerance", "1e-4")["same"]
+    assert "+" in (tmp_path / "best" / "recipe.yml").read_text()
     assert run("verify", donor, tmp_path / "aligned", "--float64").exit_code == 1
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": [(i * j) % 40 for j in range(8)]}) + "\n" for i in range(1, 9)))
-    assert parsed("barrier", anchor, both, "--data", data, "--points", "3", "--batch-size", "4")
-    fitted = ("--data", data, "--alignment", tmp_path / "learned.safetensors", "--steps", "2", "--batch-size", "4")
-    assert parsed("align", anchor, both, "--learn", *fitted)["alignment"]
-    text = ("--length", "8", "--batch-size", "2")
-    assert parsed("measure", both, "--data", "self", "--samples", "4", *text, "--out", tmp_path / "s.safetensors")
     alone, adapted = parsed("evaluate", donor, both, "--data", data)
     assert alone["loss"] != adapted["loss"]
-    assert parsed("merge", anchor, both, tmp_path / "best", "--samples", "8", *text, "--budget", "1s", "--anyway")
-    assert "+" in (tmp_path / "best" / "recipe.yml").read_text()
-    for work in ((recipe,), (both, donor)):
-        assert run("doctor", *work).exit_code in (0, 1)
     assert run("inspect", both, "--fingerprint").output != run("inspect", donor, "--fingerprint").output
     assert files_of(anchor.parent) == before
 

@@ -34,36 +34,34 @@ TRUTH = stored_truth()
 pytestmark = pytest.mark.usefixtures("gguf_home")
 
 
-def _path(name: str) -> str:
+def stored(name: str) -> str:
     return str(STORED / f"{name}.gguf")
 
 
-def _facts(tensor: torch.Tensor) -> list[Any]:
+def facts(tensor: torch.Tensor) -> list[Any]:
     """Dtype, shape and checksum."""
     digest = hashlib.blake2b(tensor.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
+def equal(ours: Any, theirs: Any) -> bool:
     """Whether two values of configs are the same, numbers up to float32."""
     if isinstance(theirs, dict):
-        return set(ours) == set(theirs) and all(_equal(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=1e-6)
-    return bool(ours == theirs)
+        return set(ours) == set(theirs) and all(equal(ours[key], theirs[key]) for key in theirs)
+    return math.isclose(ours, theirs, rel_tol=1e-6) if isinstance(theirs, float) else bool(ours == theirs)
 
 
 @pytest.mark.parametrize("name", TRUTH)
 def test_a_stored_file_is_read_as_before(name: str) -> None:
     """Its config, its tensors, and the outputs of the model that was written."""
-    folder, truth = Path(decoded(_path(name))), TRUTH[name]
-    assert _equal(json.loads((folder / "config.json").read_text()), truth["config"])
+    folder, truth = Path(decoded(stored(name))), TRUTH[name]
+    assert equal(json.loads((folder / "config.json").read_text()), truth["config"])
     tensors = load_file(folder / "model.safetensors")
-    assert {key: _facts(tensor) for key, tensor in sorted(tensors.items())} == truth["tensors"]
+    assert {key: facts(tensor) for key, tensor in sorted(tensors.items())} == truth["tensors"]
     if "logits" in truth:
         ids = torch.tensor([[5, 17, 3, 39, 8, 25, 9, 1, 2, 37, 31, 6]])
         with torch.no_grad():
-            logits = load(_path(name))(ids, use_cache=False).logits[0, -1]
+            logits = load(stored(name))(ids, use_cache=False).logits[0, -1]
         torch.testing.assert_close(logits, torch.tensor(truth["logits"]), rtol=1e-4, atol=1e-4)
 
 
@@ -77,16 +75,9 @@ def test_types_are_read_as_ggml_reads_them() -> None:
         torch.testing.assert_close(model.read(name), model.read(f"{name}.numbers"), rtol=0, atol=0)
 
 
-def test_the_folder_says_what_it_was_made_of() -> None:
-    folder = decoded(_path("llama-q8_0"))
-    assert json.loads(Path(folder, ORIGIN).read_text())["files"] == [_path("llama-q8_0")]
-    words = {folder: "quantised (tensors: 16 Q8_0", decoded(_path("llama")): "whose tensors are", str(STORED): ""}
-    assert all(part in quantised(place) and bool(part) == bool(quantised(place)) for place, part in words.items())
-
-
 @pytest.mark.parametrize(("name", "first"), [("tokens-bytes", byte_tokenizer()), ("tokens-pieces", piece_tokenizer())])
 def test_the_tokenizer_comes_back(name: str, first: Any) -> None:
-    ours = AutoTokenizer.from_pretrained(decoded(_path(name)))
+    ours = AutoTokenizer.from_pretrained(decoded(stored(name)))
     for text in (TEXT, "the fathers and   the other", ""):
         ids = first(text, add_special_tokens=False).input_ids
         assert ours(text, add_special_tokens=False).input_ids == ids
@@ -94,33 +85,48 @@ def test_the_tokenizer_comes_back(name: str, first: Any) -> None:
     for word in ("bos_token", "eos_token", "unk_token", "pad_token"):
         assert getattr(ours, word) == getattr(first, word)
     assert ours.get_vocab() == first.get_vocab()
-    assert "message" in ours.chat_template if name == "tokens-bytes" else True
+    assert name != "tokens-bytes" or "message" in ours.chat_template
 
 
-def test_split_files_are_one_model(tmp_path: Path) -> None:
-    for part in sorted(STORED.glob("mixtral-split-*.gguf")):
-        shutil.copyfile(part, tmp_path / part.name)
-    paths = sorted(tmp_path.iterdir())
-    assert len(paths) == 3
-    assert {decoded(str(path)) for path in paths} == {decoded(str(paths[0]))}
-    assert open_model(str(tmp_path)).folder == decoded(str(paths[0]))
+def test_a_tokenizer_beside_the_file_is_used(tmp_path: Path) -> None:
+    file, tokenizer = shutil.copyfile(stored("tokens-bytes"), tmp_path / "model.gguf"), byte_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path)
+    assert "<more>" in AutoTokenizer.from_pretrained(decoded(str(file))).get_vocab()
 
 
 def test_names_of_files_and_folders(tmp_path: Path) -> None:
-    """A checkpoint in a folder of such a name, also with such a file beside it; capital letters."""
-    folder, first = shutil.copytree(decoded(_path("llama")), tmp_path / "model.gguf"), open_model(_path("llama"))
+    """Split files are one model; a checkpoint in a folder of such a name, also with such a file; capital letters."""
+    (tmp_path / "split").mkdir()
+    parts = [shutil.copy(part, tmp_path / "split") for part in sorted(STORED.glob("mixtral-split-*.gguf"))]
+    assert len({decoded(path) for path in parts} | {open_model(str(tmp_path / "split")).folder}) == 1
+    folder, first = shutil.copytree(decoded(stored("llama")), tmp_path / "model.gguf"), open_model(stored("llama"))
     assert open_model(str(folder)).folder == str(folder)
-    shutil.copyfile(_path("llama"), folder / "beside.gguf")
+    shutil.copyfile(stored("llama"), folder / "beside.gguf")
     assert open_model(str(folder)).folder == str(folder)
     (tmp_path / "capital").mkdir()
-    for name in (shutil.copyfile(_path("llama"), tmp_path / "capital" / "MODEL-F16.GGUF"), tmp_path / "capital"):
+    for name in (shutil.copyfile(stored("llama"), tmp_path / "capital" / "MODEL-F16.GGUF"), tmp_path / "capital"):
         again = open_model(str(name))
         assert (again.shapes, again.dtypes) == (first.shapes, first.dtypes)
 
 
+def test_an_adapter_stands_on_the_file_that_it_names(tmp_path: Path) -> None:
+    folder, lora = tmp_path / "alone", tmp_path / "lora"
+    folder.mkdir()
+    lora.mkdir()
+    for base in (shutil.copyfile(stored("llama"), folder / "model-F16.gguf"), folder):
+        (lora / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        assert on_base(str(lora)) == f"{base}+{lora}"
+
+
 def test_a_file_is_decoded_once_until_it_changes(tmp_path: Path, gguf_home: str) -> None:
-    file = shutil.copyfile(_path("llama"), tmp_path / "once.gguf")
+    """A killed process leaves nothing; the folder says what it was made of."""
+    file = shutil.copyfile(stored("llama-q8_0"), tmp_path / "once.gguf")
     folder = Path(decoded(str(file)))
+    assert json.loads((folder / ORIGIN).read_text())["files"] == [str(file)]
+    assert "quantised (tensors: 16 Q8_0" in quantised(str(folder))
+    assert "whose tensors are" in quantised(decoded(stored("llama")))
+    assert not quantised(str(STORED))
     stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert decoded(str(file)) == str(folder)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
@@ -137,40 +143,18 @@ def test_a_file_is_decoded_once_until_it_changes(tmp_path: Path, gguf_home: str)
 
 @pytest.mark.slow
 def test_processes_decode_a_file_once(tmp_path: Path, gguf_home: str) -> None:
-    file = shutil.copyfile(_path("mixtral"), tmp_path / "both.gguf")
+    file = shutil.copyfile(stored("mixtral"), tmp_path / "both.gguf")
     code = f"from rotation_merge.model.gguf import decoded; print(decoded({str(file)!r}))"
-    environment = {**os.environ, "HF_HOME": gguf_home}
-    start = [sys.executable, "-c", code]
-    running = [subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    folders = {process.communicate()[0].strip() for process in running}
-    assert folders == {decoded(str(file))}
+    start: dict[str, Any] = {"env": {**os.environ, "HF_HOME": gguf_home}, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, "-c", code], **start) for _ in range(2)]
+    assert {process.communicate()[0].strip() for process in running} == {decoded(str(file))}
     assert [path.suffix for path in Path(gguf_home).rglob("*both-*")].count(".partial") == 0
 
 
 def test_shards_are_as_large_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotation_merge.model.gguf_checkpoint.SHARD", 20_000)
-    file = shutil.copyfile(_path("mixtral"), tmp_path / "large.gguf")
-    model, first = open_model(str(file)), open_model(_path("mixtral"))
-    shards = list(Path(model.folder).glob("model-*.safetensors"))
+    model = open_model(shutil.copyfile(stored("mixtral"), tmp_path / "large.gguf"))
+    first, shards = open_model(stored("mixtral")), list(Path(model.folder).glob("model-*.safetensors"))
     assert len(shards) > 2
     assert all(path.stat().st_size < 25_000 for path in shards)
     assert all(torch.equal(model[name], first[name]) for name in first)
-
-
-def test_a_tokenizer_beside_the_file_is_used(tmp_path: Path) -> None:
-    file = shutil.copyfile(_path("tokens-bytes"), tmp_path / "model.gguf")
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<more>"])
-    tokenizer.save_pretrained(tmp_path)
-    assert "<more>" in AutoTokenizer.from_pretrained(decoded(str(file))).get_vocab()
-
-
-def test_an_adapter_stands_on_the_file_that_it_names(tmp_path: Path) -> None:
-    folder = tmp_path / "alone"
-    folder.mkdir()
-    file = shutil.copyfile(_path("llama"), folder / "model-F16.gguf")
-    for base in (file, folder):
-        config = tmp_path / "lora" / "adapter_config.json"
-        config.parent.mkdir(exist_ok=True)
-        config.write_text(json.dumps({"base_model_name_or_path": str(base)}))
-        assert on_base(str(config.parent)) == f"{base}+{config.parent}"

@@ -28,7 +28,7 @@ def tokens(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--out-shard-size", "5K"), ("--no-safe-serialization",)])
+@pytest.mark.parametrize("options", [("--out-shard-size", "5K"), ("--no-safe-serialization",)])
 def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], tmp_path: Path) -> None:
     """Whatever the body is written as: each folder under heads/ loads by itself, and is the body, each file its own."""
     anchor, *donors = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3, 5))
@@ -41,12 +41,13 @@ def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], t
     for donor, labels in zip(donors, (3, 5), strict=True):
         folder = out / "heads" / donor.name
         headed, stored = (load(str(path)).state_dict() for path in (folder, donor))
-        assert {n: x.dtype for n, x in headed.items()} == {n: x.dtype for n, x in stored.items()}
         for name, tensor in headed.items():
-            assert torch.equal(tensor, (stored if name.startswith("classifier.") else body)[name])
+            expected = (stored if name.startswith("classifier.") else body)[name]
+            assert tensor.dtype == stored[name].dtype
+            assert torch.equal(tensor, expected)
         assert load(str(folder))(input_ids=tokens(0, 2, 6)).logits.shape == (2, labels)
         assert len(json.loads((folder / "config.json").read_text())["id2label"]) == labels
-        files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+        files = list(folder.glob("*.safetensors"))
         assert (len(files) > 2) == ("5K" in options)
         assert all(path.stat().st_nlink == 1 for path in files)
 
@@ -75,7 +76,6 @@ def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path)
     assert torch.equal(body[weight], state(anchor)[weight])
     heads = [tmp_path / name / "heads" / "3" for name in ("out", "excluded")]
     answer, *answers = (load(str(path))(input_ids=tokens(1, 6, 8)).logits for path in (donor, *heads))
-    assert answer.shape == (6, 3)
     solved, stored = (float((logits - answer).norm()) for logits in answers)
     assert solved < 0.8 * stored
     assert torch.equal(state(heads[1])[weight], state(donor)[weight])
@@ -84,24 +84,19 @@ def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("residual", "anchor_is", "wider"),
-    [
-        ("permutation", "base", False),
-        ("rotation", "base", False),
-        ("rotation", "base", True),
-        ("rotation", "mean", True),
-    ],
+    [("permutation", "base", False), ("rotation", "base", True), ("rotation", "mean", True)],
 )
 def test_heads_move_with_their_donors(residual: str, anchor_is: str, wider: bool, tmp_path: Path) -> None:
     """Under the head of a twin in another stream, or one of two classes more, the body computes what the twin does."""
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
     moved = twin(anchor, tmp_path / "twin", residual)
     if wider:
-        tensors, config = load_file(moved.path / "model.safetensors"), moved.config
+        tensors = load_file(moved.path / "model.safetensors")
         for name in ("classifier.weight", "classifier.bias"):
             tensors[name] = torch.cat([tensors[name], 2 * tensors[name][:2]])
         save_file(tensors, moved.path / "model.safetensors", {"format": "pt"})
         labels = {str(i): f"own {i}" for i in range(len(tensors["classifier.bias"]))}
-        config |= {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
+        config = moved.config | {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
         (moved.path / "config.json").write_text(json.dumps(config))
     merged(recipe(anchor, moved, residual=residual, heads_of="each", anchor=anchor_is), tmp_path / "out")
     result, expected = (load(str(path)) for path in (tmp_path / "out" / "heads" / "twin", moved.path))

@@ -20,7 +20,6 @@ from rotation_merge.model.hub import HubFile, no_answer, reachable
 
 GONE = "org/nowhere"
 SILENT = "the hub does not answer; check the connection"
-Parameters = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -53,26 +52,23 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_an_alignment_of_the_hub_at_its_revision(home: Hub, pair: tuple[Path, Path, bytes], tmp_path: Path) -> None:
+    """A pinned file is downloaded once, by the merge, not by `check`."""
     anchor, donor, content = pair
     first = home.commit("models/org/maps", {"sub/a.safetensors": content})
     home.commit("models/org/maps", {"sub/a.safetensors": b"something else"})
     (tmp_path / "kept.safetensors").write_bytes(content)
     plain, name = recipe_for("linear", anchor, donor), f"org/maps/sub/a.safetensors@{first}"
-    recipe = from_file(plain, Path(name))
+    recipe, asked = from_file(plain, Path(name)), len(home.asked)
     path = write_recipe(recipe, tmp_path / "r.yml")
+    faults = [(f["error"], f["where"]) for f in parsed("check", path)["faults"]]
+    assert (faults, len(home.asked)) == ([(False, "models[1].parameters.alignment")], asked)
+    tensors, local = merged(recipe, tmp_path / "out"), from_file(plain, tmp_path / "kept.safetensors")
+    assert all(torch.equal(tensors[n], x) for n, x in merged(local, tmp_path / "local").items())
+    assert json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["files"] == {str(donor): name}
     asked = len(home.asked)
-    notes = parsed("check", path)
-    assert len(home.asked) == asked, "check downloads nothing"
-    assert [(f["error"], f["where"]) for f in notes["faults"]] == [(False, "models[1].parameters.alignment")]
-    tensors = merged(recipe, tmp_path / "out")
-    local = merged(from_file(plain, tmp_path / "kept.safetensors"), tmp_path / "local")
-    assert all(torch.equal(tensors[n], x) for n, x in local.items())
-    report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
-    assert report["files"] == {str(donor): name}
     assert parsed("check", path)["faults"] == []
-    asked = len(home.asked)
     merged(recipe, tmp_path / "again")
-    assert len(home.asked) == asked, "a pinned file is read from the cache"
+    assert len(home.asked) == asked
     latest = from_file(plain, Path("org/maps/sub/a.safetensors"))
     assert "cannot be read" in one_error(mergekit_yaml(latest, tmp_path / "other").output)
 
@@ -116,44 +112,52 @@ def test_words_that_name_a_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
 # --- without a hub ---------------------------------------------------------------------------------------------------
 
 
-def of_donor(**parameters: Any) -> Callable[[Path, Path], dict[str, Any]]:
-    def recipe(anchor: Path, donor: Path) -> dict[str, Any]:
-        plain: dict[str, Any] = recipe_for("linear", anchor, donor)
-        plain["models"][1]["parameters"] = {**plain["models"][1].get("parameters", {}), **parameters}
-        return plain
-
-    return recipe
+Change = Callable[[dict[str, Any]], object]
 
 
-RECIPES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    "anchor": lambda a, b: recipe_for("linear", GONE, a),
-    "donor": lambda a, b: recipe_for("linear", a, GONE),
-    "donor at a revision": lambda a, b: recipe_for("linear", a, f"{GONE}@v1"),
-    "adapter": lambda a, b: recipe_for("linear", a, f"{a}+{GONE}"),
-    "adapter of a donor": lambda a, b: recipe_for("linear", a, f"org/tuned+{GONE}"),
+def of_donor(**parameters: Any) -> Change:
+    return lambda recipe: recipe["models"][1].setdefault("parameters", {}).update(parameters)
+
+
+def named(number: int, name: str) -> Change:
+    return lambda recipe: recipe["models"][number].update(model=name)
+
+
+RECIPES: dict[str, Change] = {
+    "anchor": lambda recipe: (recipe.update(base_model=GONE), named(0, GONE)(recipe)),
+    "donor": named(1, GONE),
+    "donor at a revision": named(1, f"{GONE}@v1"),
+    "adapter": named(1, f"org/tuned+{GONE}"),
     "tuned from": of_donor(finetuned_from=GONE),
-    "tokenizer": lambda a, b: {**recipe_for("linear", a, b), "tokenizer": {"source": GONE}},
-    "tokenizer_source": lambda a, b: {**recipe_for("linear", a, b), "tokenizer_source": GONE},
-    "alignment": lambda a, b: from_file(recipe_for("linear", a, b), Path(f"{GONE}/a.safetensors@v1")),
-    "statistics": lambda a, b: {
-        **of_donor(statistics=f"{GONE}/s.safetensors@v1")(a, b),
-        "parameters": {"delegate": "regmean"},
-    },
-    "data": lambda a, b: {
-        **recipe_for("linear", a, b),
-        "parameters": {"delegate": "refit", "data": f"datasets/{GONE}/t.txt@v1", "samples": 8},
-    },
+    "tokenizer": lambda recipe: recipe.update(tokenizer={"source": GONE}),
+    "tokenizer_source": lambda recipe: recipe.update(tokenizer_source=GONE),
+    "alignment": of_donor(alignment=f"{GONE}/a.safetensors@v1"),
+    "statistics": lambda recipe: (
+        recipe.update(parameters={"delegate": "regmean"}),
+        of_donor(statistics=f"{GONE}/s.safetensors@v1")(recipe),
+    ),
+    "data": lambda recipe: recipe.update(
+        parameters={"delegate": "refit", "data": f"datasets/{GONE}/t.txt@v1", "samples": 8}
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_merges(kind: str, pair: tuple[Path, Path, bytes], nobody: None, tmp_path: Path) -> None:
-    done = mergekit_yaml(RECIPES[kind](*pair[:2]), tmp_path / "out")
+    recipe = recipe_for("linear", *pair[:2])
+    if kind == "alignment":
+        recipe = from_file(recipe, Path("maps"))
+    RECIPES[kind](recipe)
+    said_gone(mergekit_yaml(recipe, tmp_path / "out"), tmp_path / "out")
+
+
+def said_gone(done: Any, out: Path) -> None:
+    """One line names what is gone, and that nobody answers; nothing is written."""
     assert done.exit_code == 2, done.output
     line = one_error(done.output)
     assert GONE in line
-    assert f"in the hub's cache, and {SILENT}" in line
-    assert not (tmp_path / "out").exists()
+    assert SILENT in line
+    assert not out.exists()
 
 
 COMMANDS = (
@@ -169,12 +173,7 @@ COMMANDS = (
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, pair: tuple[Path, Path, bytes], nobody: None, tmp_path: Path) -> None:
     places = {"A": pair[0], "B": pair[1], "G": GONE, "O": tmp_path / "out"}
-    done = run(*(places.get(word, word) for word in command.split()))
-    assert done.exit_code == 2, done.output
-    line = one_error(done.output)
-    assert GONE in line
-    assert SILENT in line
-    assert not (tmp_path / "out").exists()
+    said_gone(run(*(places.get(word, word) for word in command.split())), tmp_path / "out")
 
 
 def test_push(pair: tuple[Path, Path, bytes], nobody: None, tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_push(pair: tuple[Path, Path, bytes], nobody: None, tmp_path: Path) -> N
     assert run(*push, f"{anchor}=org/a@v1").exit_code == 0
     assert "its revision is unknown (the hub does not answer)" in one_error(run(*push, f"{anchor}=org/a").output)
     sent = run(*push, f"{anchor}=org/a@v1", "--yes")
-    assert "cannot be published: the hub does not answer" in one_error(sent.output)
+    assert "the hub does not answer" in one_error(sent.output)
 
 
 @pytest.mark.slow
@@ -207,8 +206,7 @@ def test_what_is_in_the_cache_works(pair: tuple[Path, Path, bytes], hub: Hub, tm
         assert first.keys() == second.keys() == state(model).keys()
         assert all(bool((first[name] == second[name]).all()) for name in first)
         for command in (("inspect", "org/anchor"), ("align", "org/anchor", donor), ("verify", "org/anchor", model)):
-            done = run(*command)
-            assert done.exit_code == 0, done.output
+            assert run(*command).exit_code == 0, command
     assert json.loads((tmp_path / "second" / "rotation_merge.json").read_text())["anchor"] == "org/anchor"
     assert yaml.safe_load((tmp_path / "second" / "mergekit_config.yml").read_text())["base_model"] == "org/anchor"
 

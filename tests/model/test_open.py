@@ -15,32 +15,25 @@ from safetensors.torch import load_file, save_file
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.open import open_model
 
-LLAMA: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-}
-BERT = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 50}
 T5 = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 50}
-VIT = {**BERT, "image_size": 32, "patch_size": 8}
-CLASSES = {
+CLASSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Llama": (LLAMA, ("Model", "ForCausalLM", "ForSequenceClassification")),
-    "Bert": (BERT, ("Model", "ForMaskedLM", "ForSequenceClassification")),
+    "Bert": ({**SIZES, "vocab_size": 50}, ("Model", "ForMaskedLM", "ForSequenceClassification")),
     "T5": (T5, ("Model", "ForConditionalGeneration", "EncoderModel")),
-    "ViT": (VIT, ("Model", "ForImageClassification")),
+    "ViT": ({**SIZES, "image_size": 32, "patch_size": 8}, ("Model", "ForImageClassification")),
 }
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("family", "kind"), [(family, kind) for family, (_, kinds) in CLASSES.items() for kind in kinds]
-)
+@pytest.mark.parametrize(("family", "kind"), [(f, kind) for f, (_, kinds) in CLASSES.items() for kind in kinds])
 def test_a_state_dict_shows_its_class(family: str, kind: str, tied: bool) -> None:
-    settings = {key: value for key, value in CLASSES[family][0].items() if key != "vocab_size" or family != "ViT"}
-    config = getattr(transformers, f"{family}Config")(**settings, tie_word_embeddings=tied)
+    config = getattr(transformers, f"{family}Config")(**CLASSES[family][0], tie_word_embeddings=tied)
     model = getattr(transformers, f"{family}{kind}")(config)
     config.architectures = None
     view = open_model((model.state_dict(), config))
@@ -49,25 +42,21 @@ def test_a_state_dict_shows_its_class(family: str, kind: str, tied: bool) -> Non
 
 
 def test_tensors_of_no_class_are_said() -> None:
-    config = transformers.LlamaConfig(**LLAMA)
-    state = transformers.LlamaForCausalLM(config).state_dict()
-    config.architectures = None
-    del state["model.norm.weight"]
+    model = llama()
+    model.config.architectures = None
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}
     with pytest.raises(CheckpointError, match=r"missing, the first is 'model.norm.weight'"):
-        open_model((state, config))
+        open_model((state, model.config))
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_tensor_in_two_shards(last: bool, tmp_path: Path) -> None:
     """transformers reads the last shard's, mergekit the index's: only where both are one it is clear which is meant."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    index = tmp_path / "model.safetensors.index.json"
+    llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    index, name = tmp_path / "model.safetensors.index.json", "model.norm.weight"
     content = json.loads(index.read_text())
     first, *_, final = sorted(set(content["weight_map"].values()))
-    name = "model.norm.weight"
-    holder = content["weight_map"][name]
-    for shard in {first, final} - {holder}:
+    for shard in {first, final} - {content["weight_map"][name]}:
         tensors = load_file(tmp_path / shard)
         save_file({**tensors, name: torch.full((32,), 7.0)}, tmp_path / shard, {"format": "pt"})
     content["weight_map"][name] = final if last else first
@@ -82,7 +71,7 @@ def test_a_tensor_in_two_shards(last: bool, tmp_path: Path) -> None:
 
 def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
     """Its change is added in float32 and rounded once, when it is written."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).to(torch.bfloat16)
+    model = llama().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     tuned.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")

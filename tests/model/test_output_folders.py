@@ -6,8 +6,9 @@ import itertools
 import os
 import shutil
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,18 @@ def put(out: Path, files: dict[str, str]) -> None:
         write(Path(staging), files)
 
 
-def in_another_process(out: Path) -> tuple[int, int]:
-    """A process that is writing into a folder, and the end of a pipe that lets it go on when it is closed."""
+@contextmanager
+def in_another_process(out: Path) -> Iterator[None]:
+    """A process is writing into a folder while the block runs, and ends with it."""
     begun, go_on = os.pipe(), os.pipe()
     if child := os.fork():
-        os.close(begun[1])
-        os.close(go_on[0])
         assert os.read(begun[0], 1) == b"!"
-        os.close(begun[0])
-        return child, go_on[1]
-    os.close(go_on[1])
+        yield
+        os.write(go_on[1], b"!")
+        os.waitpid(child, 0)
+        for end in (*begun, *go_on):
+            os.close(end)
+        return
     with staged(str(out)) as staging:
         write(Path(staging), {"config.json": "theirs"})
         os.write(begun[1], b"!")
@@ -62,41 +65,26 @@ def in_another_process(out: Path) -> tuple[int, int]:
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, exists: bool) -> None:
     out = tmp_path / "deep" / "out"
     before = files(write(out, MODEL)) if exists else {}
-    child, go_on = in_another_process(out)
     (tmp_path / "link").symlink_to(out)
-    for name in (out, tmp_path / "link"):
-        with pytest.raises(RotationMergeError, match="another run is writing it; wait until that has ended"):
-            put(name, {"config.json": "mine"})
-    put(tmp_path / "deep" / "other", {"config.json": "mine"})  # beside it there is room
-    assert files(out) == before
-    os.close(go_on)
-    os.waitpid(child, 0)
+    with in_another_process(out):
+        for name in (out, tmp_path / "link"):
+            with pytest.raises(RotationMergeError, match="another run is writing it; wait until that has ended"):
+                put(name, {"config.json": "mine"})
+        put(tmp_path / "deep" / "other", {"config.json": "mine"})  # beside it there is room
+        assert files(out) == before
     assert files(out) == {"config.json": "theirs"}
     put(out, {"config.json": "mine"})
     assert files(out) == {"config.json": "mine"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["other", "out"]
 
 
-def test_two_threads_are_two_runs(tmp_path: Path) -> None:
-    refused: list[Exception] = []
-
-    def second() -> None:
-        try:
-            put(tmp_path / "out", {"config.json": "second"})
-        except RotationMergeError as error:
-            refused.append(error)
-
-    with staged(str(tmp_path / "out")) as staging:
-        write(Path(staging), {"config.json": "first"})
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert len(refused) == 1
-    assert files(tmp_path) == {"out/config.json": "first"}
-
-
-def test_a_lock_within_a_lock_is_the_same_one(tmp_path: Path) -> None:
+def test_two_threads_are_two_runs_and_a_lock_within_a_lock_is_the_same_one(tmp_path: Path) -> None:
     """And folders that were made for nothing go again; those that were there stay."""
+    with staged(str(tmp_path / "out")) as staging, ThreadPoolExecutor(1) as pool:
+        write(Path(staging), {"config.json": "first"})
+        refused = pool.submit(put, tmp_path / "out", {"config.json": "second"}).exception()
+    assert isinstance(refused, RotationMergeError)
+    assert files(tmp_path) == {"out/config.json": "first"}
     (tmp_path / "mine").mkdir()
     out = tmp_path / "mine" / "deep" / "out"
     with locked(out, out / "file"), locked(out):
@@ -106,14 +94,11 @@ def test_a_lock_within_a_lock_is_the_same_one(tmp_path: Path) -> None:
 
 
 def test_commands_are_refused_while_another_run_writes(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    anchor, donor = deep_pair
     out = tmp_path / "out"
-    child, go_on = in_another_process(out)
-    for done in (mergekit_yaml(recipe_for("linear", anchor, donor), out), run("align", anchor, donor, out)):
-        assert done.exit_code == 2
-        assert "another run is writing it" in one_error(done.output)
-    os.close(go_on)
-    os.waitpid(child, 0)
+    with in_another_process(out):
+        for done in (mergekit_yaml(recipe_for("linear", *deep_pair), out), run("align", *deep_pair, out)):
+            assert done.exit_code == 2
+            assert "another run is writing it" in one_error(done.output)
     assert files(out) == {"config.json": "theirs"}
 
 
@@ -238,10 +223,8 @@ def test_a_place_inside_a_folder_that_nothing_can_lie_beside(
     else:
         real = os.access
         monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(out.parent) and real(path, mode))
-    child, go_on = in_another_process(out)
-    with pytest.raises(RotationMergeError, match="another run"):
-        put(out, {"config.json": "mine"})
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    os.close(go_on)
-    os.waitpid(child, 0)
+    with in_another_process(out):
+        with pytest.raises(RotationMergeError, match="another run"):
+            put(out, {"config.json": "mine"})
+        assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert files(out) == {"config.json": "theirs"}

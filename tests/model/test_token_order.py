@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from carry_support import make_adapter
-from cli_support import parsed, run
-from plugin_support import load, merged, mergekit_yaml, one_error
+from cli_support import run
+from plugin_support import load, merged, mergekit_yaml, one_error, write_recipe
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
 from test_plugin_inputs import with_tokenizer
 from torch import Tensor
@@ -61,34 +60,33 @@ def sliced(plain: dict[str, Any], anchor: Checkpoint, donor: Checkpoint, at: int
 def test_averages_by_id_are_refused(models: Models, tmp_path: Path) -> None:
     """By `check` and by every way to run a recipe; what takes no row of the donor's, or goes by tokens, is not."""
     anchor, donor, _ = models
-    plain, file = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml"
+    plain, file, out = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml", tmp_path / "refused"
     last, middle = (sliced(plain, anchor, donor, at) for at in (2, 1))
-    for refused in (plain, last, {**plain, "parameters": {**plain["parameters"], "residual": "rotation"}}):
-        file.write_text(yaml.safe_dump(refused))
-        errors = [shown("check", file, code=1)]
-        for flags in ((), ("--unsafe-truncate-embeddings",)):
-            errors.append(one_error(mergekit_yaml(refused, tmp_path / "refused", *flags).output))
+    parameters = plain["parameters"]
+    for refused in (plain, last, {**plain, "parameters": {**parameters, "residual": "rotation"}}):
+        errors = [shown("check", write_recipe(refused, file), code=1)]
+        errors += [one_error(mergekit_yaml(refused, out, *flags).output) for flags in ((), (UNSAFE,))]
         assert all(WARNED in error and REMEDY in error for error in errors)
-        assert not (tmp_path / "refused").exists()
-    without_rows = {**plain["parameters"], "exclude": "embed_tokens,lm_head"}
-    for allowed in ({**plain, **BY_TOKENS}, {**plain, "parameters": without_rows}, middle):
-        file.write_text(yaml.safe_dump(allowed))
-        assert WARNED not in shown("check", file)
+        assert not out.exists()
+    without_rows = {**plain, "parameters": {**parameters, "exclude": "embed_tokens,lm_head"}}
+    for allowed in ({**plain, **BY_TOKENS}, without_rows, middle):
+        assert WARNED not in shown("check", write_recipe(allowed, file))
+
+
+UNSAFE = "--unsafe-truncate-embeddings"
 
 
 @pytest.mark.slow
 def test_every_other_path_warns(models: Models, tmp_path: Path) -> None:
     anchor, donor, _ = models
-    plain, file, out = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml", tmp_path / "aligned"
-    file.write_text(yaml.safe_dump(plain))
+    plain, out = recipe(anchor, donor, residual="none"), tmp_path / "aligned"
     align = ("align", anchor.path, donor.path)
-    for command in (("inspect", file), align, (*align, out, "--no-verify")):
+    inspect = ("inspect", write_recipe(plain, tmp_path / "recipe.yml"))
+    for command in (inspect, align, (*align, out, "--no-verify")):
         assert WARNED in shown(*command), command
-    assert WARNED in parsed(*align)["warnings"][0]
     for name in ("README.md", "rotation_merge.json"):
         assert WARNED in (out / name).read_text(), name
-    file.write_text(yaml.safe_dump({**plain, **BY_TOKENS}))
-    assert WARNED not in shown("inspect", file)
+    assert WARNED not in shown("inspect", write_recipe({**plain, **BY_TOKENS}, tmp_path / "recipe.yml"))
 
 
 def test_no_change_is_taken_from_a_model_of_other_ids(models: Models, tmp_path: Path) -> None:
@@ -109,7 +107,6 @@ def test_streams_are_matched_on_shared_tokens(models: Models, tmp_path: Path) ->
     anchor, donor, rows = models
     align, options = ("align", anchor.path, donor.path), ("--residual", "rotation", "--heads", "permutation")
     assert "share 50 tokens" in shown(*align, tmp_path / "out", *options)
-    assert "share 50 tokens" in (tmp_path / "out" / "README.md").read_text()
     alignment = rm.align(anchor.path, donor.path, residual="rotation", heads="permutation")
     notes = " ".join(alignment.report.notes)
     assert "share 50 tokens" in notes
@@ -120,9 +117,7 @@ def test_streams_are_matched_on_shared_tokens(models: Models, tmp_path: Path) ->
     for name, tensor in written.items():
         expected = folded[name][rows] if name in VOCABULARIES else folded[name]
         torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-4)
-    compared = shown(*align, *options)
-    assert "one model in two coordinate systems" in compared
-    assert "share 50 tokens" in compared
+    assert "one model in two coordinate systems" in shown(*align, *options)
     for name, tensor in merged(recipe(anchor, donor, residual="rotation") | BY_TOKENS, tmp_path / "merged").items():
         torch.testing.assert_close(tensor, folded[name], rtol=1e-3, atol=1e-4)
 
@@ -152,8 +147,8 @@ def test_an_adapter_is_carried_by_its_tokens(models: Models, tmp_path: Path) -> 
     anchor, donor, rows = models
     lora = make_adapter(anchor.architecture, donor.state, base_model_name_or_path=str(donor.path))
     lora.save_pretrained(str(tmp_path / "lora"))
-    pair = ("--from", donor.path, "--to", anchor.path, "--heads", "permutation")
-    output = shown("carry", tmp_path / "lora", *pair, tmp_path / "out")
+    bases = ("--from", donor.path, "--to", anchor.path)
+    output = shown("carry", tmp_path / "lora", *bases, "--heads", "permutation", tmp_path / "out")
     assert WARNED not in output
     assert "tokens at other ids" in output
     ids = torch.arange(20)[None]

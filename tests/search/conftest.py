@@ -6,18 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from rotation_merge.search import run as search
-from rotation_merge.search.candidates import candidates_of
+from rotation_merge.search.candidates import Candidates
 
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let searches try no other candidates than those of some names, each at the scale that it begins with."""
+    """Let searches try no other candidates than those of some names."""
+    real = Candidates.all
 
     def chosen(*names: str) -> None:
-        monkeypatch.setattr(
-            search, "candidates_of", lambda parents: [c for c in candidates_of(parents) if c.name in names]
-        )
-        monkeypatch.setattr(search, "best_scale", lambda model, _, scale, measure, *__: (scale, measure(model)))
+        monkeypatch.setattr(Candidates, "all", lambda self: [c for c in real(self) if c.name in names])
 
     return chosen
