@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,8 +59,8 @@ class Activations:
         samples = [len(next(iter(batch.values()))) for batch in batches]
         watched, result = WatchedBlocks(runner), cls()
         while watched.advance() is not None:
-            watcher = _RowWatcher(watched.new_axes, max(1, most // sum(samples)))
-            with watched.by(watcher):
+            watcher = _RowWatcher(watched, max(1, most // sum(samples)))
+            with watched.watched(watcher):
                 for number, watcher.samples in enumerate(samples):
                     runner.run(number, record=True)
             result.inputs.update({axis: torch.cat(parts) for axis, parts in watcher.inputs.items()})
@@ -89,15 +89,15 @@ class Activations:
 class _RowWatcher(Watcher):
     """Keeps evenly spread rows of every map: the same positions in every model, equally many of each sample."""
 
-    def __init__(self, axes: Mapping[str, str], each: int) -> None:
-        self.axes, self.each, self.samples = axes, each, 1
-        self.first_readers = frozenset(first_readers(axes).values())
+    def __init__(self, watched: WatchedBlocks, each: int) -> None:
+        self.watched, self.axes, self.each, self.samples = watched, watched.new_axes, each, 1
+        self.first_readers = frozenset(first_readers(self.axes).values())
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
 
     def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
         if expert is None and name in self.first_readers:
-            self.inputs.setdefault(self.axes[name], []).append(self._some(x))
+            self.inputs.setdefault(self.axes[name], []).append(self._some(self.watched.normalised(name, x)))
 
     def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         if expert is None and name in self.axes:

@@ -28,59 +28,6 @@ MOST_LABELS = 100
 """Classifiers with more labels have one drawn for each example."""
 
 
-def fisher_diagonals(
-    model: nn.Module,
-    architecture: Architecture,
-    batches: Sequence[Batch],
-    scores: LabelScores,
-    seed: int,
-    progress: Progress,
-) -> dict[str, Tensor]:
-    """Fisher diagonals of a model's parameters, `TENSOR.fisher` by its own names.
-
-    Args:
-        model: in evaluation mode.
-        architecture: under the names of its state dict.
-        batches: without padding.
-        seed: of sampled labels.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
-    sums: dict[str, Tensor] = {}
-    examples = [example for batch in batches for example in by_rows(batch)]
-    for number, example in enumerate(examples):
-        progress(FISHER, number, len(examples))
-        draw = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        _add_squares(sums, model, weights, example, scores, draw)
-    progress(FISHER, len(examples), len(examples))
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    return {f"{name}.fisher": (total / len(examples)).to(dtype) for name, total in sums.items()}
-
-
-def _add_squares(
-    sums: dict[str, Tensor],
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    example: Batch,
-    scores: LabelScores,
-    draw: torch.Generator,
-) -> None:
-    """Add the squared gradients of one example's scores to the sums of the weights that they reach."""
-    dtype = next(model.parameters()).dtype
-    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
-    with torch.enable_grad():
-        result = model(**inputs)
-        check_answers(model, (x for x in result.values() if isinstance(x, Tensor)))
-        label_scores = list(scores.of(model, result, example, draw))
-    for number, score in enumerate(label_scores, 1):
-        again = number < len(label_scores)
-        gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
-        for name, gradient in zip(weights, gradients, strict=True):
-            if gradient is not None:
-                squares = gradient.double().square()
-                sums[name] = sums[name].add_(squares) if name in sums else squares
-
-
 @dataclass(frozen=True)
 class LabelScores:
     """Scalars whose squared gradients, of each example by itself, add up to the example's Fisher matrix.
@@ -88,17 +35,19 @@ class LabelScores:
     Attributes:
         task: of the labels (see `Data`).
         from_data: whether they are those that came with the samples; else sampled (or exact, where that can be).
+        seed: of sampled labels.
     """
 
     task: str
     from_data: bool = False
+    seed: int = 0
 
-    def of(self, model: Any, outputs: Mapping[str, Any], batch: Batch, draw: torch.Generator) -> Iterator[Tensor]:
+    def of(self, model: Any, outputs: Mapping[str, Any], batch: Batch, number: int) -> Iterator[Tensor]:
         """The scores of a batch.
 
         Args:
             outputs: of the model for the batch, inside the graph.
-            draw: where drawn labels come from.
+            number: of the batch, which has its own drawn labels.
 
         Raises:
             DataError: the model has no head that gives probabilities, or the samples have no labels for it.
@@ -107,7 +56,8 @@ class LabelScores:
         if not heads:
             problem = f"{type(model).__name__} has no head that gives probabilities"
             raise DataError(problem, remedy="measure the kind 'gram', or a model with its head")
-        kind = getattr(model.config, "problem_type", None)
+        kind, draw = getattr(model.config, "problem_type", None), torch.Generator()
+        draw.manual_seed(self.seed * 1_000_003 + number)
         for logits in (x if x.dtype == torch.float64 else x.float() for x in heads):
             regression = kind == "regression" or logits.shape[-1] == 1
             if self.from_data and self.task in ("regression", "labels"):
@@ -129,19 +79,15 @@ class LabelScores:
         """The log-probability of one label for each example or position."""
         labels = batch.get("labels")
         if self.task == "next token":
-            logits = logits[:, :-1]
-            labels = None if labels is None else labels[:, 1:]
-        if labels is not None and labels.shape != logits.shape[:-1]:
-            labels = None
-        if self.from_data and labels is None:
-            raise DataError("the samples have no labels for this head", remedy="leave out 'labels: data'")
-        labelled = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
-        logs = logits[labelled].log_softmax(-1)
-        if self.from_data and labels is not None:
-            chosen = labels[labelled]
-        else:
-            chosen = torch.multinomial(logs.detach().exp().cpu(), 1, generator=draw)[:, 0].to(logs.device)
-        return logs.gather(-1, chosen[:, None]).sum()
+            logits, labels = logits[:, :-1], None if labels is None else labels[:, 1:]
+        if labels is None or labels.shape != logits.shape[:-1]:
+            if self.from_data:
+                raise DataError("the samples have no labels for this head", remedy="leave out 'labels: data'")
+            labels = torch.zeros(logits.shape[:-1], dtype=torch.long)
+        logs, chosen = logits[labels != -100].log_softmax(-1), labels[labels != -100]
+        if not self.from_data:
+            chosen = torch.multinomial(logs.detach().exp().cpu(), 1, generator=draw)[:, 0]
+        return logs.gather(-1, chosen[:, None].to(logs.device)).sum()
 
 
 def _weighted(logits: Tensor, several: bool) -> Tensor:
@@ -154,3 +100,43 @@ def _weighted(logits: Tensor, several: bool) -> Tensor:
         return (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach() * logits
     logs = logits.log_softmax(-1)
     return (logs.detach() / 2).exp() * logs
+
+
+def fisher_diagonals(
+    model: nn.Module, architecture: Architecture, batches: Sequence[Batch], scores: LabelScores, progress: Progress
+) -> dict[str, Tensor]:
+    """Fisher diagonals of a model's parameters, `TENSOR.fisher` by its own names.
+
+    Args:
+        model: in evaluation mode.
+        architecture: under the names of its state dict.
+        batches: without padding.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: parameters[name].requires_grad_() for name in architecture.named() if name in parameters}
+    examples, sums = [example for batch in batches for example in by_rows(batch)], dict[str, Tensor]()
+    for number, example in enumerate(examples):
+        progress(FISHER, number, len(examples))
+        for name, squares in _squared_gradients(model, weights, example, scores, number):
+            sums[name] = sums[name].add_(squares) if name in sums else squares
+    progress(FISHER, len(examples), len(examples))
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    return {f"{name}.fisher": (total / len(examples)).to(dtype) for name, total in sums.items()}
+
+
+def _squared_gradients(
+    model: nn.Module, weights: Mapping[str, Tensor], example: Batch, scores: LabelScores, number: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The squared gradients of one example's scores, float64, by the names of the weights that they reach."""
+    dtype = next(model.parameters()).dtype
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
+    with torch.enable_grad():
+        result = model(**inputs)
+        check_answers(model, (x for x in result.values() if isinstance(x, Tensor)))
+        label_scores = list(scores.of(model, result, example, number))
+    for score in label_scores:
+        again = score is not label_scores[-1]
+        gradients = torch.autograd.grad(score, list(weights.values()), retain_graph=again, allow_unused=True)
+        for name, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                yield name, gradient.double().square()

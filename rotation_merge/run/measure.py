@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,11 +31,11 @@ from rotation_merge.model.forms import names_in, restructured
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.view import View
 from rotation_merge.record import versions
-from rotation_merge.run.batches import Batch, unpadded, with_small_first_batch
+from rotation_merge.run.batches import unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, described
 from rotation_merge.run.fisher import FISHER, LabelScores, fisher_diagonals
 from rotation_merge.run.functions import architecture_of, empty_model, load, streamed_model
-from rotation_merge.run.maps import LinearMap, linear_map, same_map
+from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.recorder import WatchedBlocks, Watcher
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, Statistic
@@ -45,6 +45,9 @@ from rotation_merge.workers import Progress, free_memory
 
 INPUTS = "inputs of the maps"
 """Name of the measurement of Grams, shown as progress."""
+
+FITS = 0.75
+"""Of the memory that is free: what a model that is held whole may take."""
 
 
 @config_dataclass(frozen=True)
@@ -70,35 +73,27 @@ def default_statistics_path(reference: ModelReference) -> Path:
     return folder / NAME if folder.is_dir() else Path(NAME)
 
 
-def fits(shapes: Mapping[str, Sequence[int]], device: str, fisher: bool = False) -> bool:
-    """Whether a model takes at most three quarters of the memory that is free.
-
-    Args:
-        fisher: with gradients, and their sums in float64, else its weights alone, all in float32.
-    """
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
-    return (16 if fisher else 4) * sum(math.prod(shape) for shape in shapes.values()) <= 0.75 * free
-
-
 def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, by_layer: bool | None) -> Any:
     """The model as measuring it needs it beside its files: with its weights to write text, and for Fisher diagonals.
 
     Args:
-        by_layer: layers read their weights as they run; None: if the model does not fit.
+        by_layer: layers read their weights as they run; None: if the model, in float32, does not fit.
 
     Raises:
         StatisticsError: its Fisher is to be measured by layer.
         CheckpointError: it cannot be run in that way.
     """
-    fisher, name = "fisher" in options.kinds, str(checkpoint.reference)
+    fisher = "fisher" in options.kinds  # with gradients, and their sums in float64
     if not fisher and data != SELF:
         return empty_model(checkpoint.transformers_config)
-    streamed = not fits(checkpoint.shapes, device, fisher) if by_layer is None else by_layer
-    if streamed and fisher:
+    if by_layer is None:
+        free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+        by_layer = (16 if fisher else 4) * sum(map(math.prod, checkpoint.shapes.values())) > FITS * free
+    if by_layer and fisher:
         problem = "a Fisher diagonal needs the whole model in memory"
         remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
-        raise StatisticsError(problem, where=name, remedy=remedy)
-    return streamed_model(checkpoint, device) if streamed else load(name).to(device)
+        raise StatisticsError(problem, where=str(checkpoint.reference), remedy=remedy)
+    return streamed_model(checkpoint, device) if by_layer else load(str(checkpoint.reference)).to(device)
 
 
 def measured(
@@ -135,17 +130,18 @@ def measured(
         "versions": versions(),
     }
     model = empty_model(view.transformers_config) if module is None else module
+    result = Statistics(together([]), {}, frozenset(), frozenset())
     with unfinished(out, metadata) as store:
-        result = Statistics(together([]), {}, frozenset(), frozenset())
         if "gram" in options.kinds:
-            result = _grams_of(view, batches, store, progress, device)
+            states = StateStore(None if store is None else str(store.path), SPACE)
+            try:
+                result = grams(Runner(view, with_small_first_batch(batches), states, device=device), store, progress)
+            finally:
+                states.close()
         if "fisher" in options.kinds:
-            diagonals = _finished(store, FISHER)
-            if diagonals is None:
-                scores = LabelScores(data.task, options.labels == "data")
-                computed = fisher_diagonals(model, architecture_of(model), batches, scores, options.seed, progress)
-                diagonals = _kept(store, FISHER, computed)
-            result = replace(result, tensors=together([result.tensors, diagonals]))
+            scores = LabelScores(data.task, options.labels == "data", options.seed)
+            compute = partial(fisher_diagonals, model, architecture_of(model), batches, scores, progress)
+            result = replace(result, tensors=together([result.tensors, _part(store, FISHER, compute)]))
         statistics = _as_stored(result, model, view, metadata)
         if out is not None:
             statistics.write(out)
@@ -173,79 +169,60 @@ def unfinished(out: Path | None, identity: Mapping[str, Any]) -> Iterator[Store 
             raise write_error(out, error) from error
 
 
-def _finished(store: Store | None, name: str) -> Tensors | None:
-    """The results of a part, read when they are asked for; None if it is not finished."""
-    if store is None or (part := store.get(name, mapped=True)) is None:
-        return None
-    known, get = as_tensors(part), partial(store.get, name, mapped=True)
-    return Tensors(known.shapes, known.dtypes, by_name(lambda key: get()[key]))
-
-
-def _kept(store: Store | None, name: str, part: dict[str, Tensor]) -> Tensors:
-    """The results of a part, in the store if there is one."""
-    if store is not None:
-        store.put(name, part)
-    return _finished(store, name) or as_tensors(part)
-
-
-# --- Grams -----------------------------------------------------------------------------------------------------------
-
-
-class GramSums(Watcher):
-    """Sums of ``(x, 1) (x, 1)^T`` over the inputs x of maps, in float64, and their numbers, by (block, axis).
-
-    Inputs are normalised ones if a norm feeds their maps.
-
-    Args:
-        maps: by name.
-        axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
-    """
-
-    def __init__(self, maps: Mapping[str, LinearMap], axes: Mapping[str, str]) -> None:
-        self.maps, self.axes = maps, {name: axis for axis, name in first_readers(axes).items()}
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, Tensor] = {}
-
-    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
-        if (axis := self.axes.get(name)) is None:
-            return
-        rows = x.detach().flatten(0, -2)
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        if axis not in self.sums:
-            experts = () if expert is None else (self.maps[name].info.axes[0].size or 1,)
-            size = (*experts, rows.shape[1], rows.shape[1])
-            self.sums[axis] = torch.zeros(size, dtype=torch.float64, device=x.device)
-            self.counts[axis] = torch.zeros(experts, dtype=torch.int64)
-        place = ... if expert is None else expert
-        self.sums[axis][place] += rows.T @ rows
-        self.counts[axis][place] += len(rows)
-
-    def means(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Grams, each divided by its number of rows (for each expert separately; zero without rows), and counts."""
-        results: dict[str, Tensor] = {}
-        for axis, total in self.sums.items():
-            divisor = self.counts[axis].clamp(min=1).double().to(total.device)
-            results[f"{axis}.gram"] = (total / divisor[..., None, None]).to(dtype)
-            results[f"{axis}.count"] = self.counts[axis]
-        return results
+def _part(store: Store | None, name: str, compute: Callable[[], dict[str, Tensor]]) -> Tensors:
+    """A part of the results, of an interrupted run or computed; in a store it is read when it is asked for."""
+    if store is None:
+        return as_tensors(compute())
+    if store.get(name, mapped=True) is None:
+        store.put(name, compute())
+    known = as_tensors(store.get(name, mapped=True))
+    return Tensors(known.shapes, known.dtypes, by_name(lambda key: store.get(name, mapped=True)[key]))
 
 
 def together(parts: Iterable[Tensors]) -> Tensors:
-    """The tensors of several sources under one."""
+    """The tensors of several parts under one."""
     sources = {key: part for part in parts for key in part}
     shapes = {key: part.shapes[key] for key, part in sources.items()}
     dtypes = {key: part.dtypes[key] for key, part in sources.items()}
     return Tensors(shapes, dtypes, by_name(lambda key: sources[key][key]))
 
 
-def _grams_of(view: View, batches: Sequence[Batch], store: Store | None, progress: Progress, device: str) -> Statistics:
-    """The Grams of a model; hidden states wait beside its output."""
-    states = StateStore(None if store is None else str(store.path), SPACE)
-    try:
-        return grams(Runner(view, with_small_first_batch(batches), states, device=device), store, progress)
-    finally:
-        states.close()
+# --- Grams -----------------------------------------------------------------------------------------------------------
+
+
+class GramSums(Watcher):
+    """Sums of ``(x, 1) (x, 1)^T`` over the inputs x of maps, in float64, by (block, axis); their last entry counts.
+
+    Inputs are normalised ones if a norm feeds their maps.
+
+    Args:
+        axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
+    """
+
+    def __init__(self, watched: WatchedBlocks, axes: Mapping[str, str]) -> None:
+        self.watched, self.axes = watched, {name: axis for axis, name in first_readers(axes).items()}
+        self.sums: dict[str, Tensor] = {}
+
+    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+        if (axis := self.axes.get(name)) is None:
+            return
+        rows = self.watched.normalised(name, x.detach().flatten(0, -2))
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        if axis not in self.sums:
+            experts = () if expert is None else (self.watched.maps[name].info.axes[0].size or 1,)
+            size = (*experts, rows.shape[1], rows.shape[1])
+            self.sums[axis] = torch.zeros(size, dtype=torch.float64, device=x.device)
+        self.sums[axis][... if expert is None else expert] += rows.T @ rows
+
+    def means(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Grams, each divided by its number of rows (for each expert separately; zero without rows), and counts."""
+        results: dict[str, Tensor] = {}
+        for axis, total in self.sums.items():
+            count = total[..., -1, -1]
+            results[f"{axis}.gram"] = (total / count.clamp(min=1)[..., None, None]).to(dtype)
+            results[f"{axis}.count"] = count.round().long().cpu()
+        return results
 
 
 def grams(runner: Runner, store: Store | None = None, progress: Progress = lambda *_: None) -> Statistics:
@@ -256,17 +233,15 @@ def grams(runner: Runner, store: Store | None = None, progress: Progress = lambd
         store: a block that an interrupted run has measured is only run forward; None: all stays in memory.
     """
     watched, total, parts = WatchedBlocks(runner), len(runner.architecture.blocks), list[Tensors]()
+    dtype = torch.promote_types(runner.dtype, torch.float32)
     while (block := watched.advance()) is not None:
         progress(INPUTS, len(parts), total)
         name = f"{INPUTS} {block.name}"
-        known = _finished(store, name)
-        sums = GramSums(watched.maps, watched.new_axes if known is None else {})
-        with watched.by(sums):
+        sums = GramSums(watched, watched.new_axes if store is None or store.get(name, mapped=True) is None else {})
+        with watched.watched(sums):
             for batch in range(len(runner.batches)):
                 runner.run(batch, record=True)
-        if known is None:
-            known = _kept(store, name, sums.means(torch.promote_types(runner.dtype, torch.float32)))
-        parts.append(known)
+        parts.append(_part(store, name, partial(sums.means, dtype)))
     progress(INPUTS, total, total)
     return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)
 
@@ -284,13 +259,16 @@ def _as_stored(measured: Statistics, model: nn.Module, view: View, metadata: Map
     stored = resolve(dict(view.config), list(view), view.name, untie=True)
     readers, names = _maps(module, stored), names_in(module, stored)
     axes = {name: measured.axes[reader] for name, reader in readers.items() if reader in measured.axes}
-    inputs = dict.fromkeys(axes.values())
-    grams = measured.tensors.only(f"{axis}.{kind}" for axis in inputs for kind in ("gram", "count"))
+    known = first_readers(axes)
+    grams = measured.tensors.only(f"{axis}.{kind}" for axis in known for kind in ("gram", "count"))
     fishers = _fishers(measured.tensors, module, stored)
+    diagonals = fishers.only(f"{name}.fisher" for name in stored.named() if name in view)
+    squares = [float(diagonal.double().square().sum()) for diagonal in diagonals.values()]
+    sizes = {axis: grams.shapes[f"{axis}.gram"][-1] for axis in known if f"{axis}.gram" in grams}
     facts = {
-        "fisher_norm": _norm(fishers.only(f"{name}.fisher" for name in stored.named() if name in view)),
-        "narrow": _narrow(axes, grams),
-        "buffers": sorted(name for name, ours in names.items() if ours in buffers),
+        "fisher_norm": sum(squares) ** 0.5 if squares else None,
+        "narrow": sorted(known[axis] for axis, size in sizes.items() if int(grams[f"{axis}.count"].min()) < size),
+        "buffers": sorted(name for name, module_name in names.items() if module_name in buffers),
     }
     uncalled = frozenset(readers) - axes.keys() if axes else frozenset[str]()
     return Statistics(together([grams, fishers]), axes, measured.split, uncalled, {**metadata, **facts}, view.name)
@@ -303,10 +281,9 @@ def _maps(module: Architecture, stored: Architecture) -> dict[str, str]:
     for block in stored.blocks:
         same = blocks.get((block.module, block.place, block.index))
         candidates = [m for info in same.tensors if (m := linear_map(same, info)) is not None] if same else []
-        for info in block.tensors:
-            linear = linear_map(block, info)
-            if linear is not None and (place := same_map(linear, candidates)) is not None:
-                maps[info.name] = place[0].info.name
+        for linear in filter(None, (linear_map(block, info) for info in block.tensors)):
+            if (place := same_map(linear, candidates)) is not None:
+                maps[linear.info.name] = place[0].info.name
     return maps
 
 
@@ -315,15 +292,3 @@ def _fishers(tensors: Tensors, module: Architecture, stored: Architecture) -> Te
     keys = {key.removesuffix(".fisher"): key for key in tensors if key.endswith(".fisher")}
     diagonals = restructured(tensors.renamed(keys).only(keys), module, stored)
     return diagonals.renamed({f"{name}.fisher": name for name in diagonals}).only(f"{n}.fisher" for n in stored.named())
-
-
-def _norm(diagonals: Tensors) -> float | None:
-    """The 2-norm of the Fisher diagonal of all tensors."""
-    return float(sum(float(t.double().square().sum()) for t in diagonals.values())) ** 0.5 if diagonals else None
-
-
-def _narrow(axes: Mapping[str, str], grams: Tensors) -> list[str]:
-    """Maps that saw fewer rows than they have inputs, so that their Gram alone is singular; one of each axis."""
-    measured = {axis: name for axis, name in first_readers(axes).items() if f"{axis}.gram" in grams}
-    few = (axis for axis in measured if bool((grams[f"{axis}.count"] < grams.shapes[f"{axis}.gram"][-1]).any()))
-    return sorted(measured[axis] for axis in few)

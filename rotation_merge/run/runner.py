@@ -24,7 +24,7 @@ from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, unlabelled
-from rotation_merge.run.functions import architecture_of, empty_model, has_fused_attention
+from rotation_merge.run.functions import architecture_of, empty_model
 from rotation_merge.run.store import StateStore, StoredValue
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
@@ -162,11 +162,6 @@ class Runner:
                 self._replay_from_now_on(block)
             elif not any(late(block, info) for info in block.tensors):
                 self._fill(block)
-
-    def attend(self, kind: str) -> None:
-        """Compute attention in torch's fused form (sdpa) from now on, where the model has it, or plainly (eager)."""
-        if has_fused_attention(self.model) and kind != self.model.config._attn_implementation:
-            self.model.set_attn_implementation(kind)
 
     def module_of(self, block: Block) -> nn.Module | None:
         """The module of a layer; None outside of the layers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,43 +43,20 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
     given: Any = inputs(case, model)
     config, state = save(model, tmp_path / "model")
     stored = resolve(config, list(state), case.name)
-    monkeypatch.setattr(WatchedBlocks, "without_gains", lambda *_: nullcontext())
+    monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
     with keep_float64(), torch.no_grad():
         runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
         found = grams(runner)
         whole = Runner.of_module(model, [given])
         whole.fill_all()
         watched = WatchedBlocks(whole)
-        sums = GramSums(watched.maps, found.axes)
+        sums = GramSums(watched, found.axes)
         with watched.watched(sums):
             whole.answer(0)
     wanted = sums.means(torch.float64)
     assert found.tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.9])
-def test_fused_attention_only_where_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    model = make(next(case for case in ALL if case.family == "llama"))
-    batches = [{"input_ids": torch.arange(24).view(4, 6)}, {"input_ids": torch.arange(10).view(2, 5)}]
-    usual, calls = torch.nn.functional.scaled_dot_product_attention, Counter[str]()
-
-    def scaled(*args: Any, **named: Any) -> torch.Tensor:
-        calls["fused"] += 1
-        return scale * usual(*args, **named)
-
-    with keep_float64():
-        with monkeypatch.context() as patched:
-            patched.setattr("rotation_merge.run.runner.has_fused_attention", lambda _: False)
-            plain = grams(Runner.of_module(model, batches))
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
-        fused = grams(Runner.of_module(model, batches))
-    layers = len(model.model.layers)
-    tried, run, opened = layers, len(batches) * layers, layers - 1  # a layer is opened by the form of that before it
-    assert calls["fused"] == (tried if scale != 1.0 else tried + run + opened)
-    for key in plain:
-        torch.testing.assert_close(fused[key], plain[key], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -104,7 +80,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "data.npz", input_ids=np.arange(48).reshape(4, 12) % 40)
     given = ("measure", path, "--data", tmp_path / "data.npz", "--batch-size", "2")
     assert run(*given, "--out", tmp_path / "once").exit_code == 0
-    stock, calls = WatchedBlocks._outputs, []
+    stock, calls = WatchedBlocks.advance, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -112,7 +88,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return stock(self, *arguments)
 
-    monkeypatch.setattr(WatchedBlocks, "_outputs", interrupted)
+    monkeypatch.setattr(WatchedBlocks, "advance", interrupted)
     assert run(*given).exit_code != 0
     assert not (path / NAME).exists()
     assert [p.name for p in path.iterdir() if "unfinished" in p.name]
