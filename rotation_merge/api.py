@@ -52,10 +52,8 @@ from rotation_merge.run.functions import module_of
 from rotation_merge.run.measure import MeasureConfig, measured
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.search.config import MergeConfig
-from rotation_merge.search.job import SearchConfig, usual_data
-from rotation_merge.search.outcome import Outcome
-from rotation_merge.search.run import searched
+from rotation_merge.search.config import MergeConfig, SearchConfig, usual_data
+from rotation_merge.search.run import Outcome, searched
 
 LOG = logging.getLogger(__name__)
 

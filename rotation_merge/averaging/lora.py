@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,27 +138,72 @@ def merge_adapters(
     chosen = AdapterMergeConfig.of(config, options)
     paths = paths_of(adapters, "adapter")
     if len(paths) < 2:
-        raise CheckpointError(
-            "a merge needs two adapters or more", remedy="name two or more adapters, then the output folder"
-        )
+        remedy = "name two or more adapters, then the output folder"
+        raise CheckpointError("a merge needs two adapters or more", remedy=remedy)
     if chosen.energy != AdapterMergeConfig.energy and chosen.rank != AUTO:
         raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
     read = [plain_adapter(path) for path in paths]
     base_weights = _check_alike(read, same_base)
-    rule = _Rule.of(method, dict(parameters or {}))
-    shares = _weights(weights, len(read))
+    rule = _rule(method, dict(parameters or {}))
+    shares = [1.0] * len(read) if weights is None else numbers_for(weights, len(read), "adapter")
+    if not all(math.isfinite(share) and share > 0 for share in shares):
+        raise RecipeError(f"'weights' are {shares}", remedy="all must be positive numbers")
     most = sum(adapter.rank for adapter in read)
     if isinstance(chosen.rank, int) and chosen.rank > most:
         problem, remedy = f"option 'rank' is {chosen.rank}", f"it must be from 1 to {most}, the ranks together"
         raise RecipeError(problem, remedy=remedy)
-    maps: dict[str, LowRank] = {}
-    maps_by_module: dict[str, MergedMap] = {}
+    maps, maps_by_module = dict[str, LowRank](), dict[str, MergedMap]()
     modules = {change.module: name for adapter in read for name, change in adapter.changes.items()}
     with seeded(chosen.seed):
         for module, name in sorted(modules.items()):
             parts = [a.low_rank(a.changes[name]) if name in a.changes else None for a in read]
             maps[module], maps_by_module[module] = _merged(parts, shares, rule, chosen)
     return MergedAdapter(with_factors(read[0], maps, base_weights), tuple(a.path for a in read), maps_by_module)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A method that merges changes of a map, its parameters settled.
+
+    Attributes:
+        merge: takes changes (or cores), weights, and factors of the map.
+        entrywise: whether it looks at single entries, so that cores do not do.
+    """
+
+    merge: Callable[[Sequence[Tensor], Sequence[float], LowRank], Tensor]
+    entrywise: bool
+
+
+def _rule(name: str, parameters: Mapping[str, Any]) -> _Rule:
+    """The rule of a method.
+
+    Raises:
+        RecipeError: there is no such method or parameter, or a value means nothing.
+    """
+    method = _ENTRYWISE["task_arithmetic"] if name == LINEAR else _ENTRYWISE.get(name) or _OWN.get(name)
+    if method is None:
+        remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
+        raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
+    specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight" and name != LINEAR}
+    check_known(name, parameters, specs)
+    values = {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()}
+    values |= {"normalize": True} if name == LINEAR else {}
+
+    def in_mergekit(changes: Sequence[Tensor], weights: Sequence[float], _: LowRank) -> Tensor:
+        group = TensorGroup.from_tensors([torch.zeros_like(changes[0]), *changes], base_index=0)
+        (merged,) = method((group,), parameters={**values, "weight": list(weights)})
+        return merged
+
+    def by_own_rule(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
+        assert isinstance(method, TaskVectorMethod)
+        sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
+        merge = method.merge if like.embedding else method.merge_map  # an embedding is no linear map
+        base = Source(torch.zeros_like(changes[0]), 0.0)
+        return merge([base, *sources], TensorInfo("", ("",), ()), {**values, "size": min(like.shape)})
+
+    if isinstance(method, TaskVectorMethod):
+        return _Rule(by_own_rule, False)
+    return _Rule(in_mergekit, method.sparsification_method is not None or method.consensus_method is not None)
 
 
 def _merged(
@@ -188,14 +233,13 @@ def _merged(
         problem = f"the merged change exceeds the range of {str(factors.a.dtype).removeprefix('torch.')}"
         raise RecipeError(problem, remedy="a smaller 'lambda' or smaller weights keep it in range")
     shares = tuple(None if flat is None else _share(a, b, *flat) for flat in flats)
-    retained = float(s[:count].square().sum()) / total if total else 1.0
-    return factors, MergedMap(count, shares, retained)
+    return factors, MergedMap(count, shares, float(s[:count].square().sum()) / total if total else 1.0)
 
 
-def _share(a: Tensor, b: Tensor, own_a: Tensor, own_b: Tensor) -> float:
-    """The component of ``b a`` along ``own_b own_a``, over the latter."""
-    squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
-    return float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0
+def _share(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> float:
+    """The component of ``b a`` along ``b_before a_before``, over the latter."""
+    squared = float(((b_before.mT @ b_before) * (a_before @ a_before.mT)).sum())
+    return float(((b.mT @ b_before) * (a @ a_before.mT)).sum()) / squared if squared else 1.0
 
 
 def _count(values: Tensor, total: float, config: AdapterMergeConfig) -> int:
@@ -214,97 +258,38 @@ def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
 
     The reported energy includes the error of the iteration.
     """
-    looked_at = most + SPARE
-    if looked_at * 4 > min(matrix.shape):
+    size = most + SPARE
+    if size * 4 > min(matrix.shape):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
         return u, s, v
-    u, s, right = torch.svd_lowrank(matrix, q=looked_at, niter=6)
+    u, s, right = torch.svd_lowrank(matrix, q=size, niter=6)
     return u, s, right.mT
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A method that merges changes, with its parameters."""
-
-    method: TaskVectorMethod | GeneralizedTaskArithmeticMerge
-    values: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, name: str, parameters: Mapping[str, Any]) -> _Rule:
-        """The rule of a method, its parameters checked.
-
-        Raises:
-            RecipeError: there is no such method or parameter, or a value means nothing.
-        """
-        if name == LINEAR:
-            check_known(name, parameters, {})
-            return cls(_ENTRYWISE["task_arithmetic"], {"normalize": True})
-        method = _ENTRYWISE.get(name) or _OWN.get(name)
-        if method is None:
-            remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
-            raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
-        specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight"}
-        check_known(name, parameters, specs)
-        return cls(method, {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()})
-
-    @property
-    def entrywise(self) -> bool:
-        """Whether it looks at single entries, so that cores do not do."""
-        method = self.method
-        if isinstance(method, TaskVectorMethod):
-            return False
-        return method.sparsification_method is not None or method.consensus_method is not None
-
-    def merge(self, changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
-        """The merged change of a map, or its core; an embedding is no linear map."""
-        base = torch.zeros_like(changes[0])
-        if isinstance(self.method, TaskVectorMethod):
-            sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
-            merge = self.method.merge if like.embedding else self.method.merge_map
-            known = {**self.values, "size": min(like.shape)}
-            return merge([Source(base, 0.0), *sources], TensorInfo("", ("",), ()), known)
-        group = TensorGroup.from_tensors([base, *changes], base_index=0)
-        (merged,) = self.method((group,), parameters={**self.values, "weight": list(weights)})
-        return merged
-
-
-def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    values = [1.0] * count if weights is None else numbers_for(weights, count, "adapter")
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise RecipeError(
-            f"a weight is {min(values, key=lambda v: v if v == v else -math.inf)}",
-            remedy="all must be positive numbers",
-        )
-    return values
 
 
 def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
     """Refuse adapters of different forms, bases, or shapes of one map; returns weights of the base beside factors."""
-    first, known = read[0], dict[str, Tensor]()
-    shapes: dict[str, tuple[list[int], str]] = {}
+    first, weights, shapes = read[0], dict[str, Tensor](), dict[str, list[int]]()
+    remedy = "merge adapters of one base and one format; carry or convert one of them first"
     for adapter in read:
+        problem = ""
         if adapter.form != first.form:
             problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
-            raise CheckpointError(problem, where=adapter.path, remedy="convert one of them first")
-        if same_base and _place(adapter.base) != _place(first.base):
+        elif same_base and _place(adapter.base) != _place(first.base):
             bases = [base or "an unnamed base" for base in (adapter.base, first.base)]
             problem = f"is an adapter of {bases[0]}, {first.path} one of {bases[1]}"
-            remedy = "carry one of them first; if the two are the same model, use --force (in Python: same_base=False)"
-            raise CheckpointError(problem, where=adapter.path, remedy=remedy)
+            remedy += "; if the two are the same model, use --force (in Python: same_base=False)"
         for name, change in adapter.changes.items():
             shape = [adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])]
-            first_shape, first_path = shapes.setdefault(name, (shape, adapter.path))
-            if shape != first_shape:
-                problem = f"changes '{change.module}' of shape {shape}, {first_path} of {first_shape}"
-                raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
+            if shape != shapes.setdefault(name, shape):
+                problem = f"changes '{change.module}' of shape {shape}, an adapter before it of {shapes[name]}"
             weight = adapter.tensors[change.value] if change.value else None
-            if weight is not None and not torch.equal(known.setdefault(change.value, weight), weight):
+            if weight is not None and not torch.equal(weights.setdefault(change.value, weight), weight):
                 problem = f"holds another '{change.value}' of the base than the adapters before it"
-                raise CheckpointError(problem, where=adapter.path, remedy="they belong to different bases")
+        if problem:
+            raise CheckpointError(problem, where=adapter.path, remedy=remedy)
     if first.form != PEFT and not any(set(first.changes) & set(adapter.changes) for adapter in read[1:]):
-        problem = f"has no map in common with {first.path}"
-        raise CheckpointError(problem, where=read[1].path, remedy="they belong to different models")
-    return known
+        raise CheckpointError(f"has no map in common with {first.path}", where=read[1].path, remedy=remedy)
+    return weights
 
 
 def _place(base: str | None) -> str | None:

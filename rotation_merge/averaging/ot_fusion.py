@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -42,14 +42,15 @@ REGULARISATION = {"weights": 0.06, "activations": 0.08}
 SOURCES = {"in": "neurons", "gate": "neurons", "v": "values", "q": "queries and keys", "k": "queries and keys"}
 """The plan that rows of weights along an axis of a role are points for."""
 
+BLOCKS = 8
+"""Whose plans are kept, as so many threads may merge different ones."""
+
 
 class OtFusion(OwnMethod):
     """OT fusion: donors moved by transport plans, then the mean.
 
-    Plans of streams are computed once, those of blocks for the block that is being merged (by each thread). All tensors
-    of a block, or of the streams, are moved by one kind of plan: as the parameters of the first of them say.
-
-    Where samples are compared, all models read the same tokens, layer by layer.
+    All tensors of a block, or of the streams, are moved by one kind of plan: as the parameters of the first of them
+    say. Where samples are compared, all models read the same tokens, layer by layer.
     """
 
     maps_only = False
@@ -75,42 +76,38 @@ class OtFusion(OwnMethod):
         ),
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
-    solvers: dict[tuple[Hashable, str], Solver]
 
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
-        method.solvers, method._lock, method._latest = {}, threading.RLock(), threading.local()
-        for name in ("_stream_plans", "_activations"):  # computed once for each donor of these models
-            setattr(method, name, cache(getattr(method, name)))
+        method.solvers, method._lock = dict[str, Solver](), threading.RLock()  # one thread at a time runs models
+        method._blocks = {block.name: block for block, _, _ in models.places.values()}
+        method._stream_plans, method._activations = cache(method._stream_plans), cache(method._activations)  # type: ignore[method-assign]
+        method._block_plans = lru_cache(BLOCKS * len(models.views))(method._block_plans)  # type: ignore[method-assign]
         return method
 
     def participants(
         self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
     ) -> list[Hashable]:
-        models = super().participants(name, weights, parameters)
+        models, hard = super().participants(name, weights, parameters), parameters["plan"] == "hard"
+        usual = REGULARISATION["weights" if self.models.samples is None else "activations"]
+        solver = Solver(hard, parameters["regularisation"] or usual)
+        for place in ("", self.models.places[name][0].name) if name in self.models.places else ():
+            self.solvers.setdefault(place, solver)
         soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
-        words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
+        words = "hard plans, which are permutations" if hard else soft
         for model in models:
             if model != self.models.base:
                 self.log.line(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
-                self._settle(model, name, parameters)
         return models
-
-    def _settle(self, model: Hashable, name: str, parameters: Mapping[str, Any]) -> None:
-        """Note the parameters of an output tensor of a donor for its block and for streams, if they are the first."""
-        regularisation = parameters["regularisation"]
-        if regularisation is None:
-            regularisation = REGULARISATION["weights" if self.models.samples is None else "activations"]
-        solver = Solver(parameters["plan"] == "hard", regularisation)
-        if name in self.models.places:
-            for place in ("", self.models.places[name][0].name):
-                self.solvers.setdefault((model, place), solver)
 
     def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
         if name not in self.models.places or model == self.models.base:
             return {}
-        plans = self._plans(model, name, parameters["stream"] == "transport", device)
-        _, info, piece = self.models.places[name]
+        block, info, piece = self.models.places[name]
+        streams = parameters["stream"] == "transport"
+        plans = self._locked_stream_plans(model) if streams else {}
+        if _is_local(info, block):
+            plans = {**plans, **self._block_plans(model, block.name, streams, device)}
         return {"plans": plans, "piece": piece if info.stacked else None}
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
@@ -119,20 +116,9 @@ class OtFusion(OwnMethod):
         ]
         return mean(moved, [source.share for source in sources])
 
-    def _plans(self, model: Hashable, name: str, with_streams: bool, device: torch.device) -> Plans:
-        """The plans, by space, that move an output tensor of a donor."""
-        block, info, _ = self.models.places[name]
+    def _locked_stream_plans(self, model: Hashable) -> Plans:
         with self._lock:
-            streams = self._stream_plans(model) if with_streams else {}
-        if not _is_local(info, block):
-            return streams
-        latest = self._latest.__dict__
-        if latest.get("block") is not block:
-            latest.update(block=block, plans={})
-        if model not in latest["plans"]:
-            points = self._block_points(model, block, streams, device)
-            latest["plans"][model] = plans_of(block.spaces.values(), points, self.solvers[model, block.name])
-        return {**streams, **latest["plans"][model]}
+            return self._stream_plans(model)
 
     def _stream_plans(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
@@ -146,20 +132,23 @@ class OtFusion(OwnMethod):
             if (rows := shared_rows(pair)) is not None:
                 first, second = on_shared_rows(architecture, (first, second), rows)
             points = stream_ends(architecture, first, second)
-        return plans_of(spaces, points, self.solvers[model, ""]) if points else {}
+        return plans_of(spaces, points, self.solvers[""])
 
-    def _block_points(self, model: Hashable, block: Block, streams: Plans, device: torch.device) -> dict[str, Points]:
-        """Points of every plan of a block."""
+    def _block_plans(self, model: Hashable, name: str, streams: bool, device: torch.device) -> Plans:
+        """The plans of a block's own spaces."""
+        block = self._blocks[name]
         if self.models.samples is not None:
-            with self._lock:
-                return activation_points((block,), block.spaces.values(), self._both_activations(model))
-        part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
-        views = self.models.views[self.models.base], self.models.views[model]
-        anchor, donor = (read_block(part, view.tensors.on(device)) for view in views)
-        return weight_points(block, anchor, donor, streams)
+            points = activation_points((block,), block.spaces.values(), self._both_activations(model))
+        else:
+            part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
+            views = self.models.views[self.models.base], self.models.views[model]
+            anchor, donor = (read_block(part, view.tensors.on(device)) for view in views)
+            points = weight_points(block, anchor, donor, self._locked_stream_plans(model) if streams else {})
+        return plans_of(block.spaces.values(), points, self.solvers[name])
 
     def _both_activations(self, model: Hashable) -> tuple[Activations, Activations]:
-        return self._activations(self.models.base), self._activations(model)
+        with self._lock:
+            return self._activations(self.models.base), self._activations(model)
 
     def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""

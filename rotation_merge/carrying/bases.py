@@ -114,33 +114,23 @@ class Bases(Pair):
         tensors = self._named(source, pair.donor)
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
-    def tuned_or_adapter(self, work: ModelLike, config: TransferConfig, force: bool) -> dict[str, Any]:
-        """What `Transfer` holds of a fine-tune, or of an adapter's folder.
+    def adapter(self, path: str, force: bool) -> Adapter:
+        """An adapter of the old base.
 
         Args:
-            force: also an adapter of another base.
+            force: or of another base.
 
         Raises:
             RotationMergeError: it is damaged, or not of the old base, or added tokens.
         """
-        if not is_adapter(work):
-            opened = open_model(work, "tuned", any_base=True)
-            chat = chat_folder(self.donor, opened)
-            return {"name": str(opened.reference), "rank": config.rank, "chat": chat, "tuned": self.tuned(opened)}
-        path = str(work)
-        adapter, chat = Adapter.open(path), chat_folder(self.donor, path)
+        adapter, old = Adapter.open(path), self.donor.as_filed
         if not force:
             check_base(adapter, [self.donor], path, open_model, OWN_BASE)
-        old = self.donor.as_filed
         parts = adapter_parts(adapter, old.architecture, old.tensors, old.config, path, adds=True)
         axes = {part.change.value: part.info.vocabulary_axis for part in parts if part.change.value}
         sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
         check_adapter_tokens(self.donor, path, max(sizes, default=None))
-        facts = {"name": path, "chat": chat, "adapter": adapter}
-        if not config.needs_samples:
-            return {**facts, "rank": adapter.rank}
-        tuned = self.tuned(open_model(f"{self.names[1]}+{path}", any_base=True))
-        return {**facts, "rank": config.rank or adapter.rank, "tuned": tuned}
+        return adapter
 
     def aligned(
         self,
@@ -164,22 +154,17 @@ class Bases(Pair):
             alignment = read_alignment(self, known, self.old_as_new)
             run.aligned(old, alignment, known)
             return alignment, pair_report(self, run, base=new)
-        options = config.match
-        if known is not None:
-            options = options_of(known.transforms, known.folded)
+        options = config.match if known is None else options_of(known.transforms, known.folded)
         options = check_pair(self.anchor_view, self.old_as_new, options, untie=self.untie).options
         if self.shared is not None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
         match = match or self._matcher(config)
-        alignment = match(self.architecture, *self.matched, options, progress, ledger=ledger)
+        alignment = known or match(self.architecture, *self.matched, options, progress, ledger=ledger)
         run.aligned(old, alignment)
         return alignment, pair_report(self, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
     def _matcher(self, config: TransferConfig) -> Match:
-        """The function that aligns the bases."""
-        alignment = config.alignment
-        if isinstance(alignment, Alignment):
-            return lambda *_, **__: alignment
+        """The function that aligns the bases as the config says."""
         from rotation_merge.matching.match_on import matcher
 
         part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
@@ -261,24 +246,29 @@ class Transfer:
             RotationMergeError: one is of no use, they do not fit together, or samples would be read by models of two
                 vocabularies.
         """
-        untie = untie or config.untie or bool(config.rank) or is_adapter(work) or config.method != "weights"
+        is_lora = is_adapter(work)
+        untie = untie or config.untie or bool(config.rank) or is_lora or config.method != "weights"
         bases = Bases.of(new, old, device, untie, watched)
-        facts = bases.tuned_or_adapter(work, config, force)
+        model = open_model(work, "tuned", any_base=True) if not is_lora else None
+        name = str(work) if model is None else str(model.reference)
+        adapter = bases.adapter(name, force) if is_lora else None
+        if adapter is not None and config.needs_samples:
+            model = open_model(f"{bases.names[1]}+{name}", any_base=True)
+        tuned = None if model is None else bases.tuned(model)
         if config.needs_samples and bases.shared is not None:
             problem = f"its vocabulary differs from that of {bases.names[0]}, so samples cannot be shared"
             raise DataError(problem, where=bases.names[1], remedy=ALONE)
         config, notes = _matched_as(config, bases)
         alignment, report = bases.aligned(config, match, ledger, progress)
-        job = cls(bases=bases, config=config, alignment=alignment, report=report, dtype=dtype, **facts)
-        remarks = [] if job.tuned is None else job.tuned.remarks
-        notes = [*notes, *report.notes, *remarks]
-        return replace(job, report=replace(report, models={**report.models, **job._origin()}, notes=notes))
-
-    def _origin(self) -> dict[str, dict[str, Any]]:
-        """Where the fine-tune or adapter comes from, for the report."""
-        stored = self.adapter is not None or (self.tuned is not None and self.tuned.files is not None)
-        known = origins([parse_reference(self.name)] if stored else [])
-        return {name: {**origin, "carried": True} for name, origin in known.items()}
+        stored = adapter is not None or (tuned is not None and tuned.files is not None)
+        origin = {key: {**facts, "carried": True} for key, facts in origins([parse_reference(name)] * stored).items()}
+        notes = [*notes, *report.notes, *([] if tuned is None else tuned.remarks)]
+        report = replace(report, models={**report.models, **origin}, notes=notes)
+        rank = config.rank if adapter is None else adapter.rank
+        if adapter is not None and config.needs_samples:
+            rank = config.rank or rank
+        chat = chat_folder(bases.donor, name if model is None or is_lora else model)
+        return cls(name, bases, config, alignment, report, rank, adapter, tuned, chat, dtype)
 
     @cached_property
     def base(self) -> View:

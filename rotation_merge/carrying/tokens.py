@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ NAMED = 2
 
 ONE_VOCABULARY = "carry between bases of one vocabulary; 'tokenizer' in a recipe is for donors that are not carried"
 AS_BASE = "remove the tokens that it added, or train on the new base"
+
+Tokens = Mapping[str, int] | None
+"""Tokens and their ids, if there is a tokenizer."""
 
 
 def check_same_set(new: View, old: View) -> None:
@@ -47,37 +50,29 @@ def check_adapter_tokens(base: View, adapter: str, size: int | None) -> None:
     _check(base, adapter, _tokens_in(adapter), vocabulary_size(base) if size is None else size, AS_BASE)
 
 
-def _tokens_in(folder: str) -> Mapping[str, int] | None:
+def _tokens_in(folder: str) -> Tokens:
     tokenizer = tokenizer_in(folder) if os.path.isdir(folder) else None
     return None if tokenizer is None else tokenizer.get_vocab()
 
 
-def _check(base: View, name: str, tokens: Mapping[str, int] | None, size: int | None, remedy: str) -> None:
+def _check(base: View, name: str, tokens: Tokens, size: int | None, remedy: str) -> None:
     known, length = tokens_of(base), vocabulary_size(base)
     if size is None or length is None:
         return
-    if known is not None and tokens is not None:
-        before, after = (
-            {token for token, number in numbered.items() if number < count}
-            for numbered, count in ((known, length), (tokens, size))
-        )
-        words = [f"has {_counted(after - before)} that {base.reference} lacks"] if after - before else []
-        words += [f"lacks {_counted(before - after)} of {base.reference}"] if before - after else []
-        if words:
-            raise CheckpointError(" and ".join(words), where=name, remedy=remedy)
-    elif size != length:
-        raise CheckpointError(
-            f"has {size} rows of tokens, {base.reference} has {length}, and no tokenizer says which are the same",
-            where=name,
-            remedy="put the tokenizers of both beside their weights",
-        )
-
-
-def _counted(tokens: Collection[str]) -> str:
-    """A number of tokens and the names of the first."""
-    names = ", ".join(f"`{token}`" for token in sorted(tokens)[:NAMED])
-    more = ", ..." if len(tokens) > NAMED else ""
-    return f"{len(tokens)} token{'s' if len(tokens) > 1 else ''} ({names}{more})"
+    if known is None or tokens is None:
+        if size != length:
+            problem = (
+                f"has {size} rows of tokens, {base.reference} has {length}, and no tokenizer says which are the same"
+            )
+            raise CheckpointError(problem, where=name, remedy="put the tokenizers of both beside their weights")
+        return
+    before = {token for token, number in known.items() if number < length}
+    after = {token for token, number in tokens.items() if number < size}
+    for word, other in (("has", after - before), ("lacks", before - after)):
+        if other:
+            names = ", ".join(f"`{token}`" for token in sorted(other)[:NAMED])
+            problem = f"{word} {len(other)} tokens that differ from {base.reference} ({names})"
+            raise CheckpointError(problem, where=name, remedy=remedy)
 
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -93,8 +88,10 @@ def chat_folder(old: View, tuned: View | str) -> str:
     if isinstance(tuned, View):
         lora = tuned.reference.lora
         tuned = lora.path if lora is not None else "" if tuned.files is None else tuned.folder
-    tokenizers = [tokenizer_in(folder) for folder in (old.folder, tuned) if os.path.isdir(folder)]
-    before, template = (getattr(tokenizer, "chat_template", None) for tokenizer in (tokenizers[0], tokenizers[-1]))
+    before, template = (
+        getattr(tokenizer_in(folder), "chat_template", None) if os.path.isdir(folder) else None
+        for folder in (old.folder, tuned)
+    )
     return tuned if template is not None and template != before else ""
 
 

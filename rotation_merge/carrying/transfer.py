@@ -10,7 +10,6 @@ from typing import Any
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.bases import Bases, Transfer
 from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
-from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapters import Adapter
@@ -24,8 +23,10 @@ from rotation_merge.record import MergeReport, versions
 from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
 
-ENOUGH = 0.99
-"""Share of a change's squared norm from which a higher rank is not advised."""
+ASK = (
+    "How much of its effect transfers is not measured. '--scale auto' measures it on samples, and tells you if "
+    "training on the new base is better (between bases with other token ids, compare it on your task yourself)."
+)
 
 
 def carried(
@@ -43,37 +44,28 @@ def carried(
     config, adapter, bases = transfer.config, transfer.adapter, transfer.bases
     if not transfer.rank and not config.untie:
         bases.check_head()
-    delta, lines, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
+    delta, notes, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
     if config.needs_samples:
-        chosen, lift, lines = sampled_change(transfer, place, samples, progress)
+        chosen, lift, notes = sampled_change(transfer, place, samples, progress)
         used = {"of": f"carrying {transfer.name}", "source": config.data, "samples": config.sample_count}
         report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
         transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
+    value: View | Adapter
     if not transfer.rank:
-        record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
-        return _noted(transfer, transfer.applied(delta, record), lines)
-    if adapter is not None and config.method == "weights" and method in ("weights", NONE):
-        weights, notes = carry_adapter(adapter, delta, bases.donor.config, bases.donor.rows)
+        value = transfer.applied(
+            delta, (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
+        )
+    elif adapter is not None and config.method == "weights" and method in ("weights", NONE):
+        value, more = carry_adapter(adapter, delta, bases.donor.config, bases.donor.rows)
+        notes = [*notes, *more]
         if config.rank not in (0, adapter.rank):
             notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
-        return _noted(transfer, weights, [*lines, *notes])
-    return _new_adapter(transfer, delta, lines, cut=not config.needs_samples)
-
-
-def _new_adapter(transfer: Transfer, delta: Delta, lines: Sequence[str], cut: bool) -> View | Adapter:
-    """A change as a new adapter.
-
-    Args:
-        cut: say how much of the change it keeps.
-    """
-    adapter, notes, head = transfer.as_adapter(delta), [*lines], delta.base.tied_head
-    if cut:
-        more = "; a higher rank keeps more" if adapter.share < ENOUGH else ""
-        notes.append(f"Rank {adapter.rank} keeps {adapter.share:.1%} of the change (squared norm){more}.")
-    if head:
-        tied = f"`{head}` is tied to it, and an adapter would change only one of the two."
-        notes.append(f"The embedding stays the new base's: {tied}")
-    return _noted(transfer, adapter.weights, notes)
+    else:
+        cut = transfer.as_adapter(delta)
+        value, notes = cut.weights, [*notes, f"Rank {cut.rank} keeps {cut.share:.1%} of the change (squared norm)."]
+        if delta.base.tied_head:
+            notes.append(f"The embedding stays the new base's, as `{delta.base.tied_head}` is tied to it.")
+    return _noted(transfer, value, notes)
 
 
 def _noted(transfer: Transfer, value: View | Adapter, lines: Sequence[str]) -> View | Adapter:
@@ -87,16 +79,6 @@ def _noted(transfer: Transfer, value: View | Adapter, lines: Sequence[str]) -> V
         files = tokenizer_files(chat)
     report = replace(transfer.report, notes=[*notes], relation="adapter" if adapter else "finetune")
     return replace(value, notes=tuple(notes), report=report, beside=files)
-
-
-ASK = (
-    "How much of its effect transfers is not measured. '--scale auto' measures it on samples, and tells you if "
-    "training on the new base is better."
-)
-OTHER_WORDS = (
-    "How much of its effect transfers is not measured, because the bases have their tokens at other ids. Compare it on "
-    "your task with the new base alone, and with training on the new base."
-)
 
 
 def carry(
@@ -138,14 +120,14 @@ def carry(
 
 def _advice(job: Transfer) -> list[str]:
     """Lines on a change that no samples judged: its scale, measuring it, and what else the bases allow."""
-    factor, bases, (new, old), name = job.config.factor, job.bases, job.bases.names, job.name
+    factor, (new, old) = job.config.factor, job.bases.names
     if job.config.needs_samples or factor is None:
         return []
     lines = [] if factor == 1 else [f"Its change was multiplied by {factor:g}."]
-    if bases.nearness.shared and job.adapter is None:
-        recipe = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {name}"
+    if job.bases.nearness.shared and job.adapter is None:
+        recipe = f"merge_method: rotation_merge, delegate: wudi, base_model: {old}, models {new} and {job.name}"
         lines.append(f"A merge of both as fine-tunes of {old} keeps more of what {new} knows ({recipe}).")
-    return [*lines, ASK if bases.shared is None else OTHER_WORDS]
+    return [*lines, ASK]
 
 
 def verdict(bases: Bases, report: MergeReport) -> str:

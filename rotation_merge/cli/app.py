@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from importlib import import_module
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from rotation_merge import __version__
+from rotation_merge.cli.show import verbosity
 from rotation_merge.errors import INTERRUPTED, nearest
 
 COMMANDS = {
@@ -44,20 +44,10 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         try:
-            command = import_module(f"rotation_merge.cli.{cmd_name}").command
+            command: click.Command = import_module(f"rotation_merge.cli.{cmd_name}").command
         except KeyboardInterrupt:  # libraries take seconds to come up, and click would end this with 1
             click.echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)
-        assert isinstance(command, click.Command)
-        if not any(parameter.name == "verbose" for parameter in command.params):
-            say_more = click.Option(
-                ["-v", "--verbose"],
-                count=True,
-                expose_value=False,
-                hidden=True,
-                callback=lambda *arguments: configure_logging(arguments[2]),
-            )
-            command.params.append(say_more)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -87,10 +77,13 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    params=[verbosity()],
+)
 @click.version_option(__version__, "--version")
-@click.option("-v", "--verbose", count=True, help="Print decisions; twice: everything, with tracebacks.")
-def app(verbose: int) -> None:
+def app() -> None:
     """Line models up, with the same outputs, before mergekit averages them.
 
     Start with `merge`. To run a recipe of your own, use mergekit: `mergekit-yaml recipe.yml OUT` with `merge_method:
@@ -98,13 +91,3 @@ def app(verbose: int) -> None:
 
     Exit codes: 0 done, 1 a check failed, 2 bad usage or input.
     """
-    logging.basicConfig(level=logging.WARNING)
-    configure_logging(verbose)
-
-
-def configure_logging(verbose: int) -> None:
-    """Log with -v, before or after the command: once for this package, twice for every library."""
-    if verbose:
-        logging.getLogger("rotation_merge").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
-    if verbose > 1:
-        logging.getLogger().setLevel(logging.DEBUG)

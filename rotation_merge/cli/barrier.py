@@ -4,84 +4,68 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Literal
 
 import click
 
-from rotation_merge.cli.options import config_of, config_options, data_option, matching_options
+from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import (
     ALIGNMENT,
     MODELS_OR_RECIPE,
     NAMED_ALIGNMENTS,
+    SAMPLES,
     Writes,
-    hold_outputs,
+    held,
     is_document,
-    writes,
 )
-from rotation_merge.cli.show import Answer, Progress, say, shown, table
+from rotation_merge.cli.show import Answer, Progress, Table, sentence
+from rotation_merge.diagnose.donors import RecipeDonor, donors_of, kept_head_names, measurement_key
+from rotation_merge.diagnose.matchings import ALIGNED, Paths, matchings
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.model.open import open_model
 from rotation_merge.report.plots import check_plot, save_barrier
 from rotation_merge.run.curves import FILE, Barrier, is_barrier
 from rotation_merge.run.evaluate import BarrierConfig
-
-if TYPE_CHECKING:
-    from rotation_merge.diagnose.donors import RecipeDonor
+from rotation_merge.run.ledger import kept_beside
+from rotation_merge.run.sample_kinds import KINDS
 
 NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
-
-
 SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
-NARROW = 2
-"""Curves whose losses and accuracies stand side by side in one table."""
 
-
-@click.command(
-    epilog="""Examples: rotation-merge barrier recipe.yml --data held-out.txt;
-    rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png;
-    rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png"""
+@cli_command(
+    "rotation-merge barrier recipe.yml --data held-out.txt",
+    "rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png",
+    "rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png",
 )
-@click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR")
-@data_option("Samples to measure on, one or more: {}.", "sources", multiple=True, required=True)
-@config_options(BarrierConfig)
-@click.option("--plot", type=NEW_PLOT, metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
-@click.option(
-    "--alignment", type=ALIGNMENT, metavar="FILE", help="Transforms to apply instead of matching; for two models."
-)
-@click.option(
-    "--compare",
-    type=NAMED_ALIGNMENTS,
-    metavar="NAMES",
-    help="Curves to draw beside the plain one, with commas between: neurons, rotation, paper, permutation, local, "
-    "residual; activations, both (residual, chosen on samples); aligned (as the options or the recipe say); NAME=FILE "
-    "for transforms in a file.",
-)
-@click.option(
-    "--heads-of",
-    type=click.Choice(["each"]),
-    help="each: every model keeps its own head, of any size. Give --data once for each model, in their order. A recipe "
-    "has 'heads_of' instead.",
-)
-@click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, beside the merge in DIR.")
-@matching_options
-@config_options(MatchConfig, "match_on")
-@shown
-@writes
 def command(
-    models: tuple[str, ...],
-    sources: tuple[str, ...],
-    plot: str | None,
-    alignment: str | None,
-    compare: str | None,
-    heads_of: str | None,
-    save: str | None,
-    untie: bool,
-    match_on: str,
-    **values: Any,
+    models: Annotated[tuple[str, ...], MODELS_OR_RECIPE, "RECIPE | ANCHOR DONOR"],
+    /,
+    *,
+    data: Annotated[tuple[str, ...], SAMPLES, f"samples to measure on, one or more: {KINDS}"],
+    config: BarrierConfig,
+    plot: Annotated[str | None, NEW_PLOT, "also draw a PNG, SVG or PDF (needs matplotlib)"] = None,
+    alignment: Annotated[str | None, ALIGNMENT, "transforms to apply instead of matching; for two models"] = None,
+    compare: Annotated[
+        str | None,
+        NAMED_ALIGNMENTS,
+        "curves to draw beside the plain one, with commas between: neurons, rotation, paper, permutation, local, "
+        "residual; activations, both (residual, chosen on samples); aligned (as the options or the recipe say); "
+        "NAME=FILE for transforms in a file",
+    ] = None,
+    heads_of: Annotated[
+        Literal["each"] | None,
+        "each: every model keeps its own head, of any size. Give --data once for each model, in their order. A recipe "
+        "has 'heads_of' instead",
+    ] = None,
+    save: Annotated[str | None, SAVED, f"also write {FILE} there, beside the merge in DIR"] = None,
+    options: AlignConfig,
+    match: Annotated[MatchConfig, ("match_on", "untie")],
+    progress: Progress,
 ) -> Answer:
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
@@ -91,71 +75,44 @@ def command(
     --plot an interrupted run continues. Give --data once for each task. Alignments that need samples (--match-on,
     activations, both) use text that the models write, or, if they write none, the first --data.
     """
-    from rotation_merge.diagnose.donors import measurement_key
-    from rotation_merge.diagnose.matchings import Paths, matchings
-    from rotation_merge.run.ledger import kept_beside
-
-    config, options = config_of(BarrierConfig, values), config_of(AlignConfig, values)
     chosen = matchings(compare)
     if plot is not None:
         check_plot(plot)
-    described = options != AlignConfig() or alignment or match_on != WEIGHTS
-    if described and "aligned" not in [matching.name for matching in chosen]:
+    described = options != AlignConfig() or alignment or match.match_on != WEIGHTS
+    if described and ALIGNED.name not in [matching.name for matching in chosen]:
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("matching options need the curve 'aligned'", where="--compare", remedy=remedy)
-    donors = _donors(models, options, untie, alignment, match_on)
-    if heads_of is not None:
-        donors = _with_heads(models, donors)
-    progress = Progress()
-    read = [*sources, *(matching.file for matching in chosen if matching.file)]
+    donors = _donors(models, options, match, alignment, heads_of is not None)
+    read = [*data, *(matching.file for matching in chosen if matching.file)]
     mark = partial(measurement_key, models, donors, read, wanted=chosen, config=config)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, sources, config, progress, ledger)
+        paths = Paths(models[0], donors, data, config, progress, ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
-        click.get_current_context().with_resource(hold_outputs([Output(picture) for picture in pictures]))
+        click.get_current_context().with_resource(held([Output(picture) for picture in pictures[1:]]))
         barriers = paths.barriers(chosen)
-    progress.close()
     facts = [barrier.to_dict() for barrier in barriers]
     if save is not None:
         write_text(os.path.join(save, FILE), json.dumps(facts, indent=1) + "\n")
     for picture, barrier in zip(pictures, barriers, strict=False):
         save_barrier(barrier, picture)
-
-    def show() -> None:
-        for barrier in barriers:
-            _show(barrier)
-
-    return Answer(facts, show)
+    return Answer(facts, [line for barrier in barriers for line in _lines(barrier)])
 
 
 def _donors(
-    models: tuple[str, ...], options: AlignConfig, untie: bool, alignment: str | None, match_on: str
+    models: tuple[str, ...], options: AlignConfig, match: MatchConfig, alignment: str | None, each_head: bool
 ) -> list[RecipeDonor]:
-    from rotation_merge.diagnose.donors import RecipeDonor, donors_of
-
-    if alignment is not None and len(models) != 2:
-        raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
-    if match_on != WEIGHTS and (alignment is not None or len(models) == 1):
-        origin = "a file of maps" if alignment is not None else "a recipe"
-        raise RotationMergeError(f"{origin} already gives the maps", remedy="leave out --match-on")
-    if len(models) == 2:
-        return [RecipeDonor(*models, options, untie, file=alignment, match_on=match_on)]
+    """The donors whose paths are measured: of a recipe, or one of two models."""
     if len(models) == 1 and is_document(models[0]):
+        if alignment or match.match_on != WEIGHTS or each_head:
+            remedy = "leave out --alignment, --match-on and --heads-of"
+            raise RotationMergeError("a recipe already gives the maps and heads", where=models[0], remedy=remedy)
         return donors_of(models[0])
-    raise click.UsageError("give a recipe (a YAML file), or two models; measure more of them two by two")
-
-
-def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[RecipeDonor]:
-    """Donors that keep heads of their own."""
-    from rotation_merge.diagnose.donors import kept_head_names
-    from rotation_merge.model.open import open_model
-
-    if len(models) == 1:
-        raise RotationMergeError(
-            "--heads-of is for models, a recipe has its own 'heads_of'", remedy="leave out --heads-of"
-        )
-    heads = kept_head_names(map(open_model, models))
-    return [replace(donor, own_heads=heads) for donor in donors]
+    if len(models) != 2:
+        raise click.UsageError("give a recipe (a YAML file), or two models; measure more of them two by two")
+    if alignment and match.match_on != WEIGHTS:
+        raise RotationMergeError("a file of maps already gives the maps", remedy="leave out --match-on")
+    heads = kept_head_names(map(open_model, models)) if each_head else ()
+    return [RecipeDonor(*models, options, match.untie, file=alignment, match_on=match.match_on, own_heads=heads)]
 
 
 def _pictures(plot: str, count: int) -> list[str]:
@@ -164,24 +121,14 @@ def _pictures(plot: str, count: int) -> list[str]:
     return [plot, *(f"{stem}-{number}{ending}" for number in range(2, count + 1))]
 
 
-def _show(barrier: Barrier) -> None:
+def _lines(barrier: Barrier) -> Iterator[str | Table]:
+    """The barrier of each curve, and the losses and accuracies on all of them."""
     curves, unit = barrier.curves, "of 1 - Spearman" if barrier.task == "similarity" else "nats"
-    words = [f"{curve.barrier():.4f} {unit if curve is curves[0] else ''} {curve.name}" for curve in curves]
-    say(f"Barrier: {', '.join(' '.join(word.split()) for word in words)}.")
-    for sentence in barrier.words():
-        say(f"{sentence[:1].upper()}{sentence[1:]}.")
-    few = len(curves) <= NARROW
-    shares, form = curves if few else [], ".1%" if barrier.figure == "accuracy" else ".4f"
-    rows = [
-        (f"{t:.3g}", *(f"{c.loss[i]:.4f}" for c in curves), *(f"{c.accuracy[i]:{form}}" for c in shares))
-        for i, t in enumerate(curves[0].t)
-    ]
+    each = ", ".join(f"{curve.barrier():.4f} {curve.name}" for curve in curves)
+    yield f"Barrier: {each} ({unit})."
+    yield from map(sentence, barrier.words())
     title = f"{barrier.anchor} to {barrier.donor} on {barrier.data} ({barrier.task}, {barrier.examples} examples)"
     title += f", under the head of {barrier.head}" * bool(barrier.head)
-    headers = ("position", *(f"loss, {c.name}" for c in curves), *(f"{barrier.figure}, {c.name}" for c in shares))
-    table(title, headers, rows, numbers=range(len(headers)))
-    if not few:
-        middle = curves[0].middle()
-        headers = ("matching", "barrier", "loss in the middle", barrier.figure)
-        figures = ((c, f"{c.barrier():.4f}", f"{c.loss[middle]:.4f}", f"{c.accuracy[middle]:{form}}") for c in curves)
-        table("", headers, [(curve.name, *cells) for curve, *cells in figures], numbers=(1, 2, 3))
+    columns = {f"loss, {curve.name}": curve.loss for curve in curves}
+    columns |= {f"{barrier.figure}, {curve.name}": curve.accuracy for curve in curves}
+    yield Table(("position", *columns), zip(curves[0].t, *columns.values(), strict=True), title)

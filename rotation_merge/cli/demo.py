@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import click
 import torch
 import yaml
 
 from rotation_merge.api import evaluate
-from rotation_merge.cli.paths import NEW_FOLDER, writes
-from rotation_merge.cli.show import Answer, note, say, shown, table
+from rotation_merge.cli.command import cli_command
+from rotation_merge.cli.paths import NEW_FOLDER
+from rotation_merge.cli.show import Answer, Table, note
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit
@@ -24,16 +25,17 @@ from rotation_merge.report.files import read_report
 from rotation_merge.run.demo import CHECKPOINTS, digits
 from rotation_merge.run.evaluate import EvaluateConfig
 
-GROUPS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "plain": {"attention": "none", "ffn": "none", "scaling": False},
     "local": {"heads": "permutation"},
     "whole": {"heads": "permutation", "residual": "rotation"},
+    "learned": {},
 }
-"""The ways to merge, by the names of columns, with the recipes' parameters."""
+"""The ways to merge, with the recipes' parameters: as the models are, heads and neurons aligned, the whole model, and
+by an alignment that is learned."""
 
-LEARNED, LEARNING_STEPS = "learned", 500
-SCALE = 0.75
-"""Of the task vector that is carried over; chosen before measuring."""
+SCALE, LEARNING_STEPS = 0.75, 500
+"""Of the task vector that is carried over, chosen before measuring; of learning."""
 
 
 class DemoStage(NamedTuple):
@@ -42,7 +44,6 @@ class DemoStage(NamedTuple):
     Attributes:
         donor: `twin`: the anchor in other coordinates.
         data: that the merge is judged by.
-        ways: of `GROUPS`, or `learned`.
         old: the model whose fine-tune the donor is, where its change is carried to the anchor.
     """
 
@@ -53,44 +54,37 @@ class DemoStage(NamedTuple):
     ways: tuple[str, ...]
     old: str = ""
 
+    @property
+    def measure(self) -> str:
+        return "accuracy" if self.data == ("digits",) else "loss (nats)"
+
     def figure(self, model: str) -> float:
         """Accuracy of a model on digits, or its mean loss on texts."""
-        if self.data == ("digits",):
+        if self.measure == "accuracy":
             return evaluate(model, "demo:digits")["accuracy"]
         losses = [evaluate(model, f"demo:{name}", EvaluateConfig(limit=160))["loss"] for name in self.data]
         return sum(losses) / len(losses)
 
 
+ALIGNED = ("plain", "local", "whole")
 CARRIED = f"English fine-tune carried to Llama 1 (x {SCALE})"
 STAGES = {
     "twin": DemoStage("ViT and its rotated twin", "vit-0", "twin", ("digits",), ("plain", "whole")),
-    "vits": DemoStage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*GROUPS, LEARNED)),
+    "vits": DemoStage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*ALIGNED, "learned")),
     "finetunes": DemoStage(
         "two fine-tunes of one Llama", "llama-0-english", "llama-0-c", ("english", "c"), ("plain", "local")
     ),
-    "llamas": DemoStage("two Llamas, seeds 0 and 1", "llama-0", "llama-1", ("python",), tuple(GROUPS)),
-    "transport": DemoStage(CARRIED, "llama-1", "llama-0-english", ("english",), tuple(GROUPS), old="llama-0"),
+    "llamas": DemoStage("two Llamas, seeds 0 and 1", "llama-0", "llama-1", ("python",), ALIGNED),
+    "transport": DemoStage(CARRIED, "llama-1", "llama-0-english", ("english",), ALIGNED, old="llama-0"),
 }
 
 
-WAYS = {"plain": "plain", "local": "heads, neurons", "whole": "whole model", LEARNED: "learned"}
-"""Columns of the table, by the ways to merge."""
-
-
-def cells(result: Mapping[str, Any]) -> list[str]:
-    """One row of the table; accuracies, or losses in nats, by name of the merge."""
-    form = "{:.1%}" if result["measure"] == "accuracy" else "{:.3f}"
-    merges = [form.format(result["merges"][way]) if way in result["merges"] else "" for way in WAYS]
-    distances = [f"{result[when]:.3g}" for when in ("before", "after")]
-    return [result["title"], result["measure"], " / ".join(map(form.format, result["parents"])), *merges, *distances]
-
-
-@click.command(epilog="Example: rotation-merge demo --only twin")
-@click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="Run only this stage (may be repeated).")
-@click.option("--keep", type=NEW_FOLDER, metavar="DIR", help="Keep the merged models and recipes there.")
-@shown
-@writes
-def command(only: tuple[str, ...], keep: str | None) -> Answer:
+@cli_command("rotation-merge demo --only twin")
+def command(
+    *,
+    only: Annotated[tuple[str, ...], click.Choice(list(STAGES)), "run only this stage (may be repeated)"] = (),
+    keep: Annotated[str | None, NEW_FOLDER, "keep the merged models and recipes there"] = None,
+) -> Answer:
     """Merge the tiny checkpoints that come with the package and print what alignment did.
 
     Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by a recipe of mergekit: as
@@ -104,15 +98,20 @@ def command(only: tuple[str, ...], keep: str | None) -> Answer:
             note(f"{name}: {STAGES[name].words} ...")
             results.append(_merged(STAGES[name], Path(keep or scratch, name)))
     seconds = time.perf_counter() - began
+    lines = (
+        Table(("merge", "measure", "parents", *WAYS, "distance", "aligned"), map(cells, results)),
+        f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.",
+        f"Recipes and merged models: {keep}" if keep else "",
+    )
+    return Answer({"seconds": seconds, "results": results}, lines)
 
-    def show() -> None:
-        headers = ("merge", "measure", "parents", *WAYS.values(), "distance", "aligned")
-        table("", headers, [cells(result) for result in results], numbers=range(2, len(headers)))
-        say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
-        if keep is not None:
-            say(f"Recipes and merged models: {keep}")
 
-    return Answer({"seconds": seconds, "results": results}, show)
+def cells(result: Mapping[str, Any]) -> list[str]:
+    """One row of the table; accuracies, or losses in nats, by name of the merge."""
+    form = "{:.1%}" if result["measure"] == "accuracy" else "{:.3f}"
+    merges = [form.format(result["merges"][way]) if way in result["merges"] else "" for way in WAYS]
+    distances = [f"{result[when]:.3g}" for when in ("before", "after")]
+    return [result["title"], result["measure"], " / ".join(map(form.format, result["parents"])), *merges, *distances]
 
 
 def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
     anchor, donor = str(CHECKPOINTS / stage.anchor), str(CHECKPOINTS / stage.donor)
     if stage.donor == "twin":
         donor = str(place / "twin-of-vit-0")
-        Alignment.random(anchor, **GROUPS["whole"]).apply(anchor).save_pretrained(donor)
+        Alignment.random(anchor, **WAYS["whole"]).apply(anchor).save_pretrained(donor)
     parents = [stage.figure(parent) for parent in ([anchor] if stage.old else [anchor, donor])]
     merges, distances = dict[str, float](), (0.0, 0.0)
     for way in stage.ways:
@@ -132,8 +131,7 @@ def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
         if way in ("local", "whole"):
             report = read_report(str(out / REPORT_FILE))
             distances = report.relative_distances(report.donors()[0])
-    measure = "accuracy" if stage.data == ("digits",) else "loss (nats)"
-    facts = {"title": stage.words, "measure": measure, "parents": parents, "merges": merges}
+    facts = {"title": stage.words, "measure": stage.measure, "parents": parents, "merges": merges}
     return {**facts, "before": distances[0], "after": distances[1]}
 
 
@@ -142,13 +140,13 @@ def _recipe(stage: DemoStage, anchor: str, donor: str, way: str, place: Path) ->
     settings: dict[str, dict[str, Any]] = {anchor: {"weight": 0.5}, donor: {"weight": 0.5}}
     if stage.old:
         settings = {donor: {"weight": SCALE, "finetuned_from": str(CHECKPOINTS / stage.old)}}
-    if way == LEARNED:  # on the training images and their labels
+    if way == "learned":  # on the training images and their labels
         pixels, labels, _, _ = digits()
         batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
         (learned,) = fit(anchor, donor, batches, options=FitConfig(steps=LEARNING_STEPS)).alignments
         settings[donor]["alignment"] = str(place / "learned.safetensors")
         learned.save(settings[donor]["alignment"])
     models = [{"model": model, "parameters": values} for model, values in settings.items()]
-    parameters = {"delegate": "task_arithmetic" if stage.old else "linear", **GROUPS.get(way, {})}
+    parameters = {"delegate": "task_arithmetic" if stage.old else "linear", **WAYS[way]}
     recipe = {"merge_method": "rotation_merge", "base_model": anchor, "models": models, "parameters": parameters}
     return yaml.safe_dump({**recipe, "dtype": "float32"}, sort_keys=False)

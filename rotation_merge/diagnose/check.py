@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
@@ -25,108 +25,66 @@ from rotation_merge.report.memory import itemsize_of, peak_memory
 from rotation_merge.report.remote import RemoteModel
 from rotation_merge.workers import free_memory
 
-MOVED = ("finetuned_from", "alignment")
+MOVED = {"finetuned_from", "alignment"}
 """Parameters of donors whose nearness to the base is not in question."""
 
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A donor and its nearness to the base.
-
-    Attributes:
-        cosine: mean cosine of the angle between matrices of the same name.
-        preset: the recipe's preset; None: not given; `own`: the recipe sets the options themselves.
-    """
-
-    donor: str
-    suggested: str
-    cosine: float
-    preset: str | None
-
-    @property
-    def words(self) -> str:
-        """One line."""
-        kinds = {"near": "a fine-tune of the same base", "far": "in other coordinates, or of another base"}
-        verdict = f"'preset: {self.suggested}' fits, it is {kinds[self.suggested]}"
-        if self.preset == "auto":
-            verdict = f"'preset: auto' chooses '{self.suggested}'"
-        elif self.preset == self.suggested:
-            verdict = f"'preset: {self.preset}' fits"
-        elif self.preset in kinds:
-            verdict = f"'preset: {self.suggested}' fits better than '{self.preset}'"
-        return f"{self.donor}: {verdict} (mean cosine of its matrices to the base's: {cosine_text(self.cosine)})"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of the changes that a recipe merges, from a few matrices.
-
-    Attributes:
-        lengths: by model.
-        ratio: the longest over the shortest.
-        shortened: whether the delegate shortens the long ones.
-    """
-
-    base: str
-    delegate: str
-    lengths: dict[str, float]
-    ratio: float
-    shortened: bool
-
-    @property
-    def words(self) -> str:
-        """One line."""
-        each = ", ".join(f"{model} {length:.3g}" for model, length in self.lengths.items())
-        lengths_text = f"lengths of changes to {self.base} in a few matrices: {each} (ratio {self.ratio:.2g})"
-        if self.ratio <= RATIO:
-            return lengths_text
-        if self.shortened:
-            return f"{lengths_text}; with {self.delegate} the longer ones are {SHORTENED} ('lengths: keep' leaves them)"
-        return f"{lengths_text}; the longest dominates with {self.delegate}: give it a lower 'weight'"
+KINDS = {"near": "a fine-tune of the same base", "far": "in other coordinates, or of another base"}
 
 
 def _recipe(path: str) -> Recipe | None:
     """A recipe of ours without faults; None for any other."""
-    try:
+    with suppress(RotationMergeError, ValueError):
         return Recipe.of(last_recipe(path, "give a recipe of ours"))
-    except (RotationMergeError, ValueError):
-        return None
+    return None
 
 
-def lengths_of_changes(path: str) -> Lengths | None:
-    """Lengths of the changes that a recipe merges.
+def lengths_of_changes(path: str) -> dict[str, Any] | None:
+    """Lengths of the changes that a recipe merges, from a few matrices.
 
-    None unless it merges two or more local models' changes in the base's coordinates.
+    Returns:
+        `base`, `delegate`, `lengths` by model, `ratio` of the longest to the shortest, whether the delegate `shortened`
+        the long ones, and `words` on them. None unless the recipe merges two or more local models' changes in the
+        base's coordinates.
     """
     if (recipe := _recipe(path)) is None:
         return None
-    config, method = recipe.config, recipe.delegate
-    donors = [model for model in config.models or [] if model.model != recipe.base]
-    plain = not any(set(MOVED) & set(donor.parameters or {}) for donor in donors)
-    is_local = not any(absent_parts(model) for model in [recipe.base, *(donor.model for donor in donors)])
-    if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and is_local):
+    method, donors = recipe.delegate, [model for model in recipe.config.models or [] if model.model != recipe.base]
+    absent = any(absent_parts(model) for model in (recipe.base, *(donor.model for donor in donors)))
+    moved = any(MOVED & set(donor.parameters or {}) for donor in donors)
+    if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or moved or absent:
         return None
     models = Models(MergeOptions(), recipe.value("unsupported"))
     try:
         changes = sampled_changes(models[recipe.base], {str(donor.model): models[donor.model] for donor in donors})
     except RotationMergeError:
         return None
-    shortened = isinstance(method, TaskVectorMethod) and (config.parameters or {}).get("lengths", "auto") == "auto"
-    return Lengths(str(recipe.base), method.spec.name, dict(changes.lengths), changes.ratio, shortened)
+    automatic = (recipe.config.parameters or {}).get("lengths", "auto") == "auto"
+    shortened = isinstance(method, TaskVectorMethod) and automatic
+    name, each = method.spec.name, ", ".join(f"{model} {length:.3g}" for model, length in changes.lengths.items())
+    words = f"lengths of changes to {recipe.base} in a few matrices: {each} (ratio {changes.ratio:.2g})"
+    if changes.ratio > RATIO and shortened:
+        words += f"; with {name} the longer ones are {SHORTENED} ('lengths: keep' leaves them)"
+    elif changes.ratio > RATIO:
+        words += f"; the longest dominates with {name}: give it a lower 'weight'"
+    facts = {"base": str(recipe.base), "delegate": name, "lengths": dict(changes.lengths), "ratio": changes.ratio}
+    return {**facts, "shortened": shortened, "words": words}
 
 
-def suggestions(path: str) -> list[Suggestion]:
-    """Suggestions for each local donor of a recipe; empty if the recipe does not use this method.
+def suggestions(path: str) -> list[dict[str, Any]]:
+    """The preset that fits each local donor of a recipe; empty if the recipe does not use this method.
 
     A donor that is moved by a file, or whose task vector is carried, is not in question.
+
+    Returns:
+        For each `donor`: the `suggested` preset, the mean `cosine` of the angle between its matrices and the base's,
+        the recipe's `preset` (None: not given; `own`: the recipe sets the options themselves), and `words` on them.
     """
     if (recipe := _recipe(path)) is None:
         return []
     config, models, results = recipe.config, Models(MergeOptions(), recipe.value("unsupported")), []
     for donor in config.models or []:
         values = {**(config.parameters or {}), **(donor.parameters or {})}
-        settled = set(MOVED) & set(values)
-        if donor.model == recipe.base or settled or absent_parts(donor.model) or absent_parts(recipe.base):
+        if donor.model == recipe.base or MOVED & set(values) or absent_parts(donor.model) or absent_parts(recipe.base):
             continue
         try:
             cosine = likeness(models[recipe.base], models[donor.model])
@@ -134,51 +92,32 @@ def suggestions(path: str) -> list[Suggestion]:
             continue
         if not math.isnan(cosine):
             preset = recipe.value("preset") or ("own" if set(OPTIONS) & set(values) else None)
-            results.append(Suggestion(str(donor.model), "near" if cosine >= RELATED else "far", cosine, preset))
+            results.append(_suggestion(str(donor.model), cosine, preset))
     return results
 
 
-@dataclass(frozen=True)
-class ResourceNeeds:
-    """Bytes that a merge needs, and free bytes.
-
-    Attributes:
-        downloads: by model of the hub.
-        cache: folder that they are downloaded to.
-        output, memory: of the merged model, and at the peak beyond Python and its libraries; None for recipes of other
-            methods.
-        free_disk, free_memory: of the cache's disk and of the machine.
-    """
-
-    downloads: dict[str, int]
-    cache: str
-    output: int | None
-    memory: int | None
-    free_disk: int
-    free_memory: int
-
-    def shortages(self) -> Iterator[str]:
-        """Missing resources in words."""
-        needed = sum(self.downloads.values())
-        if needed > self.free_disk:
-            yield f"{_gigabytes(needed)} must go to {self.cache}, which has {_gigabytes(self.free_disk)} free"
-        if self.memory is not None and self.memory > self.free_memory:
-            yield f"the merge takes about {_gigabytes(self.memory)} of memory, {_gigabytes(self.free_memory)} are free"
-
-    @property
-    def words(self) -> str:
-        needed, free = _gigabytes(sum(self.downloads.values())), _gigabytes(self.free_disk)
-        parts = [f"{len(self.downloads)} models to download, {needed}", f"{free} free in the cache"]
-        parts += [] if self.output is None else [f"{_gigabytes(self.output)} to write"]
-        parts += [] if self.memory is None else [f"about {_gigabytes(self.memory)} of memory"]
-        return ", ".join(parts)
+def _suggestion(donor: str, cosine: float, preset: str | None) -> dict[str, Any]:
+    suggested = "near" if cosine >= RELATED else "far"
+    verdict = f"'preset: {suggested}' fits"
+    if preset == "auto":
+        verdict = f"'preset: auto' chooses '{suggested}'"
+    elif preset in KINDS and preset != suggested:
+        verdict += f" better than '{preset}'"
+    words = f"{donor}: {verdict}, it is {KINDS[suggested]} (mean cosine of its matrices to the base's: "
+    words += f"{cosine_text(cosine)})"
+    return {"donor": donor, "suggested": suggested, "cosine": cosine, "preset": preset, "words": words}
 
 
-def needs_of(recipe: str, models: Sequence[RemoteModel]) -> ResourceNeeds:
-    """The needs of a recipe, from its models' headers.
+def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
+    """Bytes that a recipe needs, from its models' headers, and free bytes.
 
     Args:
         models: those that are to be downloaded, at least one.
+
+    Returns:
+        `downloads` by model of the hub, and the `cache` that they come to; the `output`, and `memory` at the peak
+        beyond Python and its libraries (None for recipes of other methods); `free_disk` of the cache and `free_memory`;
+        `words` on these, and the `shortages` in words.
     """
     output, memory = None, None
     with suppress(RotationMergeError, ValueError):  # recipes of other methods, and such as `check` finds faults in
@@ -190,8 +129,18 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> ResourceNeeds:
             memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))
     cache = Path(models[0].cache).absolute()
     disk = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
-    downloads = {model.name: model.bytes for model in models}
-    return ResourceNeeds(downloads, models[0].cache, output, memory, disk, free_memory())
+    downloads, free = {model.name: model.bytes for model in models}, free_memory()
+    needed = sum(downloads.values())
+    words = f"{len(downloads)} models to download, {_gigabytes(needed)}, {_gigabytes(disk)} free in the cache"
+    shortages = []
+    if needed > disk:
+        shortages.append(f"{_gigabytes(needed)} must go to {cache}, which has {_gigabytes(disk)} free")
+    if output is not None and memory is not None:
+        words += f", {_gigabytes(output)} to write, about {_gigabytes(memory)} of memory"
+        if memory > free:
+            shortages.append(f"the merge takes about {_gigabytes(memory)} of memory, {_gigabytes(free)} are free")
+    facts = {"downloads": downloads, "cache": models[0].cache, "output": output, "memory": memory}
+    return {**facts, "free_disk": disk, "free_memory": free, "words": words, "shortages": shortages}
 
 
 def _gigabytes(size: int) -> str:

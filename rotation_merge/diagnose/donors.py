@@ -21,6 +21,10 @@ from rotation_merge.model.open import parse_reference
 from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.view import View
 
+OTHER_INPUT = "give two models instead"
+OF_EACH = (*OPTIONS, "exclude", "preset", "unsupported", "untie")
+"""Options of the whole merge that say something about each donor."""
+
 
 @dataclass(frozen=True)
 class RecipeDonor:
@@ -61,31 +65,27 @@ class RecipeDonor:
         return title(self.name, self.origin)
 
 
-KEPT = ("exclude", "preset", "unsupported", "untie")
-"""Options of the whole merge that say something about each donor."""
-
-
 def donors_of(path: str) -> list[RecipeDonor]:
     """The donors of a recipe for one merge.
 
     Raises:
         RecipeError: the recipe is at fault, or names none.
     """
-    recipe = Recipe.of(last_recipe(path, "give two models instead"))
+    recipe = Recipe.of(last_recipe(path, OTHER_INPUT))
     models, listed = Models(MergeOptions(), recipe.value("unsupported")), recipe.config.models or []
     settle_presets(recipe, models, [entry.model for entry in listed])
     recipe.settle_heads(models[entry.model] for entry in listed)
     donors = [_donor(recipe, entry) for entry in listed if entry.model != recipe.base]
     if not donors:
-        raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
+        raise RecipeError("names no donor under 'models'", where=path, remedy=OTHER_INPUT)
     return donors
 
 
 def _donor(recipe: Recipe, entry: InputModelDefinition) -> RecipeDonor:
     config, model = recipe.config, entry.model
-    values = {**(config.parameters or {}), **(entry.parameters or {})}
-    reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
-    names = "finetuned_from", "alignment", "match_on", "data", "samples"
+    shared = config.model_copy(update={"parameters": _parameters(config, entry)})
+    reader = ConfigReader(config=shared, t=0)
+    names = ("finetuned_from", "alignment", "match_on", "data", "samples")
     origin, file, match_on, data, samples = (recipe.value(name, reader, model) for name in names)
     return RecipeDonor(
         str(recipe.base),
@@ -104,13 +104,18 @@ def _donor(recipe: Recipe, entry: InputModelDefinition) -> RecipeDonor:
     )
 
 
+def _parameters(config: MergeConfiguration, entry: InputModelDefinition) -> dict[str, Any]:
+    """The parameters that hold for one model."""
+    return {**(config.parameters or {}), **(entry.parameters or {})}
+
+
 def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
     """Names of the head tensors that each of several models keeps."""
     return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
 
 
 def carried_recipe(
-    path: str, donor: RecipeDonor, matched: AlignConfig | None, match_values: Mapping[str, Any] | None
+    path: str, donor: RecipeDonor, matched: AlignConfig | None, match_values: Mapping[str, Any]
 ) -> Recipe:
     """A recipe of the anchor and one donor, whose task vector is carried, after the recipe at `path`.
 
@@ -118,27 +123,16 @@ def carried_recipe(
         matched: options of matching that replace those of the recipe, alignment files included.
         match_values: in that case: 'match_on' and its samples.
     """
-    config = Recipe.of(last_recipe(path, "give two models instead")).config
-    entry = next(entry for entry in config.models or [] if str(entry.model) == donor.name)
-    values = {**(config.parameters or {}), **(entry.parameters or {})}
+    config = Recipe.of(last_recipe(path, OTHER_INPUT)).config
+    values = _parameters(config, next(entry for entry in config.models or [] if str(entry.model) == donor.name))
     if matched is not None:
         values = {name: value for name, value in values.items() if name not in (*MATCHING, "alignment")}
-        values |= {**asdict(matched), **(match_values or {})}
-    of_model = {name: values[name] for name in OF_MODEL if name in values}
-    shared = {name: values[name] for name in (*OPTIONS, *KEPT) if name in values}
-    alone = MergeConfiguration.model_validate(
-        {
-            "merge_method": METHOD,
-            "base_model": donor.anchor,
-            "models": [
-                {"model": donor.anchor, "parameters": {"weight": 0.5}},
-                {"model": donor.name, "parameters": {"weight": 0.5, **of_model}},
-            ],
-            "parameters": {"delegate": "linear", **shared},
-            "dtype": "float32",
-        }
-    )
-    return Recipe.read(alone)
+        values |= {**asdict(matched), **match_values}
+    of_model, shared = ({name: values[name] for name in names if name in values} for names in (OF_MODEL, OF_EACH))
+    listed: list[dict[str, Any]] = [{"model": donor.anchor, "parameters": {"weight": 0.5}}]
+    listed.append({"model": donor.name, "parameters": {"weight": 0.5, **of_model}})
+    whole: dict[str, Any] = {"merge_method": METHOD, "base_model": donor.anchor, "models": listed, "dtype": "float32"}
+    return Recipe.read(MergeConfiguration.model_validate({**whole, "parameters": {"delegate": "linear", **shared}}))
 
 
 def last_recipe(path: str, remedy: str) -> Document:
@@ -164,12 +158,10 @@ def measurement_key(
         sources: of data.
     """
     opened = Models(MergeOptions())
-    names = [name for donor in donors for name in (donor.anchor, donor.name, donor.origin) if name is not None]
+    names = {name: None for donor in donors for name in (donor.anchor, donor.name, donor.origin) if name is not None}
     files = [*models, *sources, *(file for donor in donors for file in (donor.file, donor.data) if file)]
-    facts = [
-        (donor.name, donor.options, donor.untie, donor.file, donor.match_on, donor.own_heads)
-        for donor in donors
-        if len(models) > 1
-    ]
-    loaded = [opened[parse_reference(name)] for name in dict.fromkeys(names)]
-    return mark_of(loaded, files, donors=facts, sources=[*sources], **options)
+    of_donors = donors if len(models) > 1 else ()
+    facts = [(d.name, d.options, d.untie, d.file, d.match_on, d.own_heads) for d in of_donors]
+    return mark_of(
+        [opened[parse_reference(name)] for name in names], files, donors=facts, sources=[*sources], **options
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,6 +25,8 @@ from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.workers import Progress
+
+COMPARE = "--compare"
 
 
 @dataclass(frozen=True)
@@ -79,27 +80,26 @@ def matchings(text: str | None) -> list[Matching]:
     Raises:
         RecipeError: a name is not known, or is named twice; too many.
     """
-    chosen_matchings = [PLAIN]
-    for word in (text or "aligned").split(","):
-        name, equals, file = (part.strip() for part in word.partition("="))
-        if name == PLAIN.name and not equals:
-            continue
-        if equals and (not file or not name):
-            raise RecipeError(f"'{word.strip()}' names no file", where="--compare", remedy="write learned=FILE")
-        if not equals and name != ALIGNED.name and name not in NAMED:
-            known = nearest(name, [PLAIN.name, ALIGNED.name, *NAMED])
-            raise RecipeError(f"there is no matching '{name}'", where="--compare", remedy=f"{known}; a file: name=FILE")
-        if any(name == known.name for known in chosen_matchings):
-            raise RecipeError(f"'{name}' is named twice", where="--compare", remedy="give each curve a different name")
-        chosen = ALIGNED if name == ALIGNED.name else _named(name)
-        chosen_matchings.append(Matching(name, file=file) if equals else chosen)
-    if len(chosen_matchings) > MOST_CURVES:
+    words = [word.strip() for word in (text or ALIGNED.name).split(",")]
+    chosen = [PLAIN, *(_matching(word) for word in words if word != PLAIN.name)]
+    names = [matching.name for matching in chosen]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RecipeError(f"'{twice[0]}' is named twice", where=COMPARE, remedy="give each curve a different name")
+    if len(chosen) > MOST_CURVES:
         remedy = f"a picture holds {MOST_CURVES} curves, the plain one among them"
-        raise RecipeError(f"{len(chosen_matchings)} matchings", where="--compare", remedy=remedy)
-    return chosen_matchings
+        raise RecipeError(f"{len(chosen)} matchings", where=COMPARE, remedy=remedy)
+    return chosen
 
 
-def _named(name: str) -> Matching:
+def _matching(word: str) -> Matching:
+    name, equals, file = (part.strip() for part in word.partition("="))
+    if equals and name and file:
+        return Matching(name, file=file)
+    if equals:
+        raise RecipeError(f"'{word}' names no file", where=COMPARE, remedy="write learned=FILE")
+    if name != ALIGNED.name and name not in NAMED:
+        remedy = f"{nearest(name, [PLAIN.name, ALIGNED.name, *NAMED])}; a file: name=FILE"
+        raise RecipeError(f"there is no matching '{name}'", where=COMPARE, remedy=remedy)
     return Matching(name, NAMED.get(name), match_on=name if name in MATCH_ON else WEIGHTS)
 
 
@@ -137,8 +137,9 @@ class Paths:
     ledger: Ledger = NOWHERE
 
     @property
-    def anchor(self) -> str:
-        return self.donors[0].anchor
+    def names(self) -> list[str]:
+        """Of the models, the anchor first."""
+        return [self.donors[0].anchor, *(donor.name for donor in self.donors)]
 
     @property
     def own_heads(self) -> tuple[str, ...]:
@@ -148,12 +149,8 @@ class Paths:
     @property
     def measured(self) -> list[tuple[int, int]]:
         """Numbers of the donor and of the data of everything that is measured."""
-        return [
-            (donor, number)
-            for donor in range(len(self.donors))
-            for number in range(len(self.sources))
-            if not self.own_heads or number in (0, donor + 1)
-        ]
+        pairs = ((donor, number) for donor in range(len(self.donors)) for number in range(len(self.sources)))
+        return [(donor, number) for donor, number in pairs if not self.own_heads or number in (0, donor + 1)]
 
     def barriers(self, matchings: Sequence[Matching]) -> list[Barrier]:
         """The path to every donor on each of the data, with a curve for every matching.
@@ -162,22 +159,25 @@ class Paths:
             RotationMergeError: models do not fit together.
         """
         self.check(matchings)
-        anchor = load(self.anchor)
+        anchor = load(self.names[0])
         data = self._data(anchor)
         source = SELF if writes_text(anchor) else self.sources[0]  # to match on, where none is named
         donors = [donor if donor.data else replace(donor, data=source) for donor in self.donors]
         curves: dict[tuple[int, int], list[Curve]] = {pair: [] for pair in self.measured}
         for matching in matchings:
-            ledger, moving = self.ledger.under(matching.name), enumerate(map(matching.of, donors))
-            ends = [self._ends(anchor, donor, matching, ledger.under(str(number))) for number, donor in moving]
+            ledger = self.ledger.under(matching.name)
+            ends = [self._ends(anchor, d, matching, ledger.under(str(i))) for i, d in enumerate(donors)]
             for donor, number in self.measured:
-                place = ledger.under(f"path-{donor}/{number}")
-                curve = self._curve(ends[donor], data[number], number, matching.name, place)
+                head: Any = ends[donor][min(number, 1)] if self.own_heads else None
+                heads = head_names(architecture_of(head)) if self.own_heads else set()
+                place, more = ledger.under(f"path-{donor}/{number}"), (head, heads)
+                curve = path(*ends[donor], data[number], self.config.points, matching.name, self.tick, place, *more)
                 curves[donor, number].append(curve)
         return [self._barrier(donor, number, data[number], curves[donor, number]) for donor, number in self.measured]
 
-    def _ends(self, anchor: Any, donor: RecipeDonor, matching: Matching, ledger: Ledger) -> tuple[Any, Any]:
+    def _ends(self, anchor: Any, unmatched: RecipeDonor, matching: Matching, ledger: Ledger) -> tuple[Any, Any]:
         """Anchor and donor as a matching makes them, in memory; the anchor's norms folded where the donor's are."""
+        donor = matching.of(unmatched)
         if donor.origin is not None:
             return self._carried(donor, matching)
         if matching is PLAIN:
@@ -195,10 +195,9 @@ class Paths:
 
     def _carried(self, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
         """The anchor, and the anchor with the donor's task vector added, carried or unchanged."""
-        match_values = None
-        if matching.match_on != WEIGHTS:
-            match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
-        states = moved_states(carried_recipe(self.recipe_path, donor, matching.options, match_values))
+        values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
+        on_samples = values if matching.match_on != WEIGHTS else {}
+        states = moved_states(carried_recipe(self.recipe_path, donor, matching.options, on_samples))
         view = open_model(donor.anchor, untie=donor.untie)
         anchor, tuned = (in_memory(replace(view, tensors=as_tensors(state))) for state in states)
         return anchor, tuned
@@ -207,37 +206,31 @@ class Paths:
         """Each data source, as the model with its head reads it."""
         limits = {name: getattr(self.config, name) for name in ("limit", "batch_size", "length")}
         if not self.own_heads:
-            return [read_samples(self.anchor, source, module=anchor, **limits) for source in self.sources]
-        names = (self.anchor, *(donor.name for donor in self.donors))
-        pairs = zip(self.sources, names, strict=True)
-        return [read_samples(name, source, **limits) for source, name in pairs]
+            return [read_samples(self.names[0], source, module=anchor, **limits) for source in self.sources]
+        return [read_samples(name, data, **limits) for data, name in zip(self.sources, self.names, strict=True)]
 
     def check(self, matchings: Sequence[Matching]) -> None:
-        """Collect all errors of models and matchings from headers."""
-        count = len(self.donors) + 1
-        if self.own_heads and len(self.sources) != count:
-            problem = f"{count} models keep heads of their own, data are given {len(self.sources)} times"
+        """Refuse models and matchings that do not fit, from headers.
+
+        Raises:
+            RotationMergeError: names the model or the option.
+        """
+        carried = [donor for donor in self.donors if donor.origin is not None]
+        if self.own_heads and len(self.sources) != len(self.names):
+            problem = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
             raise RecipeError(problem, where="--data", remedy="give it once for each model, in their order")
-        if self.own_heads and any(donor.origin is not None for donor in self.donors):
+        if self.own_heads and carried:
             problem = "a task vector has no output head, so it cannot be measured with 'heads_of: each'"
             raise RecipeError(problem, where=self.recipe_path, remedy="leave out 'heads_of', or 'finetuned_from'")
-        for donor, matching in itertools.product(self.donors, matchings):
-            if donor.origin is None:
+        for matching in matchings:
+            for donor in (donor for donor in self.donors if donor.origin is None):
                 opened(matching.of(donor))
-            elif matching.file is not None:
-                remedy = "give it in the recipe, as 'alignment' under the donor"
-                raise RecipeError(f"there is no alignment file for {donor.title}", where="--compare", remedy=remedy)
-            if matching.file is not None and len(self.donors) > 1:
-                raise RecipeError("an alignment file is for two models", where=matching.file, remedy="give two")
-
-    def _curve(self, ends: tuple[Any, Any], data: Data, number: int, name: str, ledger: Ledger) -> Curve:
-        """The curve of one matching on one of the data, under the head of the model whose data they are."""
-        head: Any = ends[min(number, 1)] if self.own_heads else None
-        own_names = head_names(architecture_of(head)) if self.own_heads else set()
-        return path(*ends, data, self.config.points, name, self.tick, ledger, head, own_names)
+            if matching.file is not None and (carried or len(self.donors) > 1):
+                remedy = "give two models, or 'alignment' under the donor in the recipe"
+                raise RecipeError("an alignment file is for two models", where=matching.file, remedy=remedy)
 
     def _barrier(self, donor: int, number: int, data: Data, curves: list[Curve]) -> Barrier:
-        names = [self.anchor, *(donor.title for donor in self.donors)]
         options = asdict(self.donors[donor].options) if ALIGNED.name in [curve.name for curve in curves] else {}
-        facts = (self.sources[number], data.task, data.examples, options)
-        return Barrier(names[0], names[donor + 1], *facts, curves, names[number] if self.own_heads else "")
+        facts, title = (self.sources[number], data.task, data.examples, options), self.donors[donor].title
+        titles = [self.names[0], *(each.title for each in self.donors)]
+        return Barrier(self.names[0], title, *facts, curves, titles[number] if self.own_heads else "")

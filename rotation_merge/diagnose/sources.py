@@ -38,45 +38,36 @@ FAULTS = ("layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 
 HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"
 
+Refused = Mapping[str, RotationMergeError]
+"""Models of the hub whose headers could not be fetched, by name."""
 
-def check_text(text: str, refused: Mapping[str, RotationMergeError]) -> list[Fault]:
+
+def check_text(text: str, refused: Refused) -> list[Fault]:
     """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
-
-    Args:
-        refused: models of the hub whose headers could not be fetched, by name.
 
     Raises:
         RecipeError: the text is not YAML.
     """
-    options, parsed, names = MergeOptions(), documents(text), set[str]()
-    for document in parsed:
-        if not isinstance(document.value, dict):
-            continue
+    parsed, names = documents(text), set[str]()
+    for document in (document for document in parsed if isinstance(document.value, dict)):
         recipe = read(document)
         if is_ours(document.value, misspelt=False):
-            _check_sources(document, recipe, names, options, refused)
+            _check_sources(document, recipe, names, refused)
         if isinstance(name := document.value.get("name"), str):
             names.add(name)
-    faults = [fault for document in parsed for fault in document.faults]
-    return sorted(faults, key=lambda f: (f.document, f.line, f.column))
+    return sorted((fault for d in parsed for fault in d.faults), key=lambda f: (f.document, f.line, f.column))
 
 
-def _check_sources(
-    document: Document,
-    recipe: Recipe | None,
-    earlier: set[str],
-    options: MergeOptions,
-    refused: Mapping[str, RotationMergeError],
-) -> None:
+def _check_sources(document: Document, recipe: Recipe | None, earlier: set[str], refused: Refused) -> None:
     """Collect the faults of all models and files that a document names; then compile it, where it has none."""
     if recipe is None:
-        Sources(document, recipe, earlier, Models(options), refused).check()
+        Sources(document, recipe, earlier, Models(MergeOptions()), refused).check()
         return
-    session = Session(recipe, options, watched=False)
+    session = Session(recipe, MergeOptions(), watched=False)
     try:
         complete = Sources(document, recipe, earlier, session.models, refused).check()
         if complete and document.first is None:
-            _plan(document, session)
+            _compile(document, session)
     finally:
         session.run.end()
 
@@ -88,9 +79,8 @@ def absent_models(text: str) -> list[str]:
         RecipeError: the text is not YAML.
     """
     values = [document.value for document in documents(text) if isinstance(document.value, dict)]
-    merge_names = {value.get("name") for value in values}
-    names = []
-    for name in (name for value in values for _, name in references(value) if name not in merge_names):
+    merges, names = {value.get("name") for value in values}, list[str]()
+    for name in (name for value in values for _, name in references(value) if name not in merges):
         try:
             reference = parse_reference(name)
         except RotationMergeError:  # said where the recipe is checked
@@ -102,8 +92,8 @@ def absent_models(text: str) -> list[str]:
 def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Places that name models, and the names; the base first."""
     keys = ("base_model", "model", "finetuned_from")
-    named = [(path, name) for path, name in walk(value) if path and path[-1] in keys and path[0] != "parameters"]
-    named = [(path, name) for path, name in named if isinstance(name, str) and name != "none"]
+    places = [(path, name) for path, name in walk(value) if path and path[-1] in keys and path[0] != "parameters"]
+    named = [(path, name) for path, name in places if isinstance(name, str) and name != "none"]
     return sorted(named, key=lambda place: place[0] != ("base_model",))
 
 
@@ -124,32 +114,28 @@ class Sources:
         recipe: the parsed document; None if it has faults already.
         earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
         models: of the document, opened once each.
-        refused: models of the hub whose headers could not be fetched, by name.
     """
 
     document: Document
     recipe: Recipe | None
     earlier: set[str]
     models: Models
-    refused: Mapping[str, RotationMergeError]
+    refused: Refused
 
     def check(self) -> bool:
         """Collect the faults; returns whether all models and files are here."""
-        opened: dict[str, tuple[Path, View]] = {}
-        absent = False
-        for path, name in references(self.document.value):
-            if name in self.earlier or name in opened:
-                absent = absent or name in self.earlier
-            elif (model := self._opened(path, name)) is None:
-                absent = True
-            else:
+        value, opened, complete = self.document.value, dict[str, tuple[Path, View]](), True
+        for path, name in references(value):
+            model = None if name in self.earlier or name in opened else self._opened(path, name)
+            complete = complete and (model is not None or name in opened)
+            if model is not None:
                 opened[name] = (path, model)
                 self._check_folder(path, model)
-        _, base = opened.get(str(self.document.value.get("base_model")), ((), None))
-        files_here = [self._check_file(path, name, base) for path, name in files(self.document.value)]
+        _, base = opened.get(str(value.get("base_model")), ((), None))
+        complete = all([complete, *(self._check_file(path, name, base) for path, name in files(value))])
         if base is not None:
             self._compare(base, opened)
-        return not absent and all(files_here)
+        return complete
 
     @contextmanager
     def _collected(self, path: Path) -> Iterator[None]:
@@ -161,25 +147,20 @@ class Sources:
 
     def _opened(self, path: Path, name: str) -> View | None:
         """A model, its files and architecture checked; None if that fails."""
-        if error := next((self.refused[part] for part in name.split("+") if part in self.refused), None):
-            self.document.raised(path, error)
-            return None
         try:
+            for part in name.split("+"):
+                if part in self.refused:
+                    raise self.refused[part]
             reference = ModelReference.parse(name)
-        except (RuntimeError, ValueError) as error:
-            self.document.fault(path, str(error), "write a directory, or org/name")
-            return None
-        if absent_parts(reference):
+            if not absent_parts(reference):
+                return self.models[reference]
             remedy = f"{nearest_path(name, 'check the name')}, or download it and check again"
             self.document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
-            return None
-        with self._collected(path):
-            try:
-                return self.models[reference]
-            except RotationMergeError:
-                raise
-            except Exception as error:  # whatever a damaged checkpoint makes the readers raise
-                self.document.fault(path, f"{name}: cannot be read ({error})", "download it again")
+        except RotationMergeError as error:
+            self.document.raised(path, error)
+        except Exception as error:  # of a name that is none, or whatever a damaged checkpoint makes the readers raise
+            problem = f"{name}: cannot be read ({error})"
+            self.document.fault(path, problem, "name a directory or org/name, or download it again")
         return None
 
     def _check_folder(self, path: Path, model: View) -> None:
@@ -199,53 +180,48 @@ class Sources:
         if place is None:
             remedy = "the merge downloads it; check again afterwards"
             self.document.fault(path, f"{name}: not in the hub's cache: it is not checked", remedy, error=False)
-            return False
-        if not os.path.exists(place):
+        elif not os.path.exists(place):
             written = "write it with 'rotation-merge align --alignment FILE'"
             advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
             self.document.fault(path, f"{name}: no such file", advice)
         elif base is not None and path[-1] == "alignment":
             with self._collected(path):
                 load_file(place, base.architecture)
-        return True
+        return place is not None
 
     def _compare(self, anchor: View, opened: dict[str, tuple[Path, View]]) -> None:
         """Compare each model with the anchor: architecture, sizes, tokens; and the anchor with the recipe's groups."""
-        value, recipe = self.document.value, self.recipe
         excluded: Callable[[str], bool] = lambda _: False  # noqa: E731
-        if recipe is not None:
-            recipe.settle_heads(model for _, model in opened.values())
-            excluded = recipe.excluded
+        if self.recipe is not None:
+            self.recipe.settle_heads(model for _, model in opened.values())
+            excluded = self.recipe.excluded
         for path, model in opened.values():
             if model is not anchor:
-                self._compare_donor(anchor, path, model, excluded)
-        for path, group in walk(value):
+                with self._collected(path):
+                    self._compare_donor(anchor, path, model, excluded)
+        for path, group in walk(self.document.value):
             if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not self.document.refused(path):
                 with self._collected(path):
                     residual_groups(anchor.architecture, group, str(anchor.reference))
 
     def _compare_donor(self, anchor: View, path: Path, model: View, excluded: Callable[[str], bool]) -> None:
-        value, recipe, named = self.document.value, self.recipe, dict(references(self.document.value))
+        """Raise what keeps a model from the anchor; shapes that differ are collected."""
+        value, named = self.document.value, dict(references(self.document.value))
         resizes = bool(value.get("tokenizer") or value.get("tokenizer_source"))
         carried = path[-1] == "finetuned_from" or (*path[:-1], "parameters", "finetuned_from") in named
-        try:
-            self.models.together(anchor.reference, [model.reference], averaged=not carried)
-            if recipe is not None:
-                label_rows(anchor, model, excluded)
-        except RotationMergeError as error:
-            self.document.raised(path, error)
-            return
-        donor, any_size = self.models[model.reference], resizes or carried or recipe is None
+        self.models.together(anchor.reference, [model.reference], averaged=not carried)
+        if self.recipe is not None:
+            label_rows(anchor, model, excluded)
+        donor, any_size = self.models[model.reference], resizes or carried or self.recipe is None
         for fault in shape_faults(anchor, donor, excluded, any_size):
             self.document.raised(path, fault)
         words = (info for info in anchor.architecture.tensors() if info.vocabulary_axis is not None)
         averaged = any(not excluded(info.name) for info in words)
-        if path[0] == "models" and averaged and not resizes and not carried:  # of slices, the plan checks it
-            with self._collected(path):
-                check_token_ids(anchor, model)
+        if path[0] == "models" and averaged and not resizes and not carried:  # of slices, compiling checks it
+            check_token_ids(anchor, model)
 
 
-def _plan(document: Document, session: Session) -> None:
+def _compile(document: Document, session: Session) -> None:
     """Compile the recipe, as the merge does, without reading weights; warn of donors whose merge is questionable."""
     from rotation_merge.mergekit_plugin.compile import compiled
 
@@ -256,16 +232,13 @@ def _plan(document: Document, session: Session) -> None:
         if document.first is None:  # else it is that fault
             places = [path for path, name in named if error.where and name in error.where]
             document.raised((places or [("parameters",)])[0], error)
-        return
     except ValidationError as error:
         document.fault((), *explain(error.errors()[0]))
-        return
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         document.fault((), " ".join(str(error).split()), "correct the recipe")
-        return
-    warned: dict[str, Path] = {}
-    for model, donor in views.donors.items():
-        for note in (*donor.pair.warnings, *donor.pair.notes):
-            warned.setdefault(note, next((path for path, name in named if name == str(model)), ()))
-    for note, path in warned.items():
-        document.fault(path, note, error=False)
+    else:
+        for model, donor in views.donors.items():
+            place = next((path for path, name in named if name == str(model)), ())
+            for note in (*donor.pair.warnings, *donor.pair.notes):
+                if note not in [fault.what for fault in document.faults]:
+                    document.fault(place, note, error=False)

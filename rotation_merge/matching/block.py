@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Part, Space, TensorInfo
+from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.errors import AlignmentError
-from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.heads import match_heads
-from rotation_merge.matching.matrix_pairs import Side, SpaceMatch, Tensors, chunks, sides
+from rotation_merge.matching.matrix_pairs import SpaceMatch, Tensors, chunks, sides
 from rotation_merge.matching.neurons import match_experts, match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
@@ -27,37 +26,14 @@ from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
 
 CHUNK = 1 << 20
 """Entries that are widened at a time."""
-LARGE = 1e12
+LARGEST = 1e15
 """Products of larger numbers may be infinite in float32."""
 STILL = "not moved: rounding would cost more than the move gains"
+"""Rounding costs spacing^2 / 12 for 1 <= x < 2 over the mean square 7/3 there: eps^2 / 28 of the squared norm."""
 MOST_ROUNDS = 12
 """Spaces that share tensors are matched in turn so often at most."""
 SETTLED = 1e-9
 """Share of the squared distance that a round has to take off."""
-
-
-def rounding_error(dtype: torch.dtype) -> float:
-    """Relative mean squared error of storing values in a type.
-
-    Spacing^2 / 12 for 1 <= x < 2, over the mean square 7/3 there.
-    """
-    return torch.finfo(dtype).eps ** 2 / 28
-
-
-def row_of(block: Block, space: Space, match: SpaceMatch, seconds: float = 0.0) -> SpaceRow:
-    """A report's row on the match of one space, without the donor's name."""
-    before, after, anchor = (math.sqrt(max(square, 0.0)) for square in match.squares or (0.0, 0.0, 0.0))
-    order = match.transform.head_order()
-    return SpaceRow(
-        *("", block.name, block.index, space.name, space.kind, match.transform.words),
-        distance_before=before,
-        distance_after=after,
-        anchor_norm=anchor,
-        from_identity=dict(match.transform.distances()),
-        seconds=seconds,
-        head_order=None if order is None else order.tolist(),
-        notes=list(match.notes),
-    )
 
 
 @dataclass(frozen=True)
@@ -74,10 +50,6 @@ class BlockMatch:
     transforms: dict[str, Transform]
     rows: list[SpaceRow]
     whole: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    def to(self, device: torch.device) -> BlockMatch:
-        """The same, its transforms on a device."""
-        return replace(self, transforms={name: transform.to(device) for name, transform in self.transforms.items()})
 
     def plus(self, part: BlockMatch) -> BlockMatch:
         """The match of this and of a further part."""
@@ -98,20 +70,36 @@ class BlockMatch:
 torch.serialization.add_safe_globals([BlockMatch, SpaceRow, Transform, Monomial, Linear])
 
 
-class NotFiniteError(AlignmentError):
-    """A tensor of either model holds NaN or infinity."""
-
-
 @contextmanager
 def named(anchor: str, donor: str) -> Iterator[None]:
-    """Add the model's name to errors of matching: the donor, or the anchor if its tensor is not finite."""
+    """Add the names of both models to errors of matching."""
     try:
         yield
-    except NotFiniteError as error:
-        model = anchor if " of the anchor " in error.what else donor
-        raise AlignmentError(error.what, where=model, remedy=error.remedy) from error
     except AlignmentError as error:
-        raise AlignmentError(error.what, where=f"{donor}, {error.where}", remedy=error.remedy) from error
+        where = f"{donor} to {anchor}, {error.where}" if error.where else f"{donor} to {anchor}"
+        raise AlignmentError(error.what, where=where, remedy=error.remedy) from error
+
+
+def check_numbers(block: Block, tensors: Tensors, model: str) -> None:
+    """Check that the numbers of a block's tensors are finite, and small enough for their products to be.
+
+    Args:
+        model: anchor or donor.
+
+    Raises:
+        AlignmentError: names the tensor, and which of the models it is.
+    """
+    names = {info.key: info.name for info in block.tensors}
+    floats = {key: x for key, x in tensors.items() if key in names and x.is_floating_point() and x.numel()}
+    if not floats:
+        return
+    wide = (x.float() if x.itemsize < 2 else x for x in floats.values())
+    largest = torch.stack([torch.stack(x.aminmax()).abs().amax().double() for x in wide])
+    good = (largest <= LARGEST).tolist()  # one question to the device; NaN is not
+    for key, is_good in zip(floats, good, strict=True):
+        if not is_good:
+            problem = f"tensor '{names[key]}' of the {model} holds NaN, infinity, or numbers of more than {LARGEST:g}"
+            raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
 
 
 def wanted_spaces(block: Block, options: AlignConfig) -> list[Space]:
@@ -134,63 +122,49 @@ def match_block(
 
     Args:
         block: the anchor's block (the donor's has the same spaces).
-        anchor, donor: tensors of the block by key, all of them finite (`check_finite`).
+        anchor, donor: tensors of the block by key.
         options: which groups to use.
         streams: transforms of the residual streams, under which the donor is looked at.
         with_rows: whether the report's rows are given, too; with them a move that rounding would undo is left out.
+
+    Raises:
+        AlignmentError: a tensor holds NaN or infinity.
     """
     spaces = wanted_spaces(block, options)
-    anchor, donor = compared(block, anchor), compared(block, donor)
-    matching = _Matching(block, anchor, donor, options, streams or {})
+    for tensors, model in (anchor, "anchor"), (donor, "donor"):
+        check_numbers(block, tensors, model)
+    matching = _Matching(block, compared(block, anchor), compared(block, donor), options, streams or {})
     seconds = list[float]()
     for place, space in enumerate(spaces):
         began = time.perf_counter()
-        with _refused_if_large(space, anchor, donor):
-            matching.match(space, {later.name for later in spaces[place + 1 :]})
+        matching.match(space, {later.name for later in spaces[place + 1 :]})
         seconds.append(time.perf_counter() - began)
-    matching.settle(linked(block, spaces))
+    matching.settle(spaces)
     pairs = zip(spaces, seconds, strict=True) if with_rows else ()
     rows = [row_of(block, space, matching.judged(space), took) for space, took in pairs]  # which may end a move
     return BlockMatch(matching.transforms, rows)
 
 
-def compared(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a block that matching looks at: with zeros for biases of keys that softmax does not see."""
+def compared(block: Block, tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors of a block that matching looks at: with zeros for biases of keys that softmax does not see.
+
+    Those add the same to all logits of a query.
+    """
+
+    def unseen_key(part: Part) -> bool:
+        space = part.space
+        free = not space.visible_bias and not space.rotary and space.norm is None
+        return space.kind == "attention" and part.role == "k" and free
+
     result = dict(tensors)
     for info in (info for info in block.tensors if len(info.axes) == 1 and info.key in tensors):
-        unseen = [bool(piece) and all(map(_unseen_key, piece)) for piece in info.axes[0].pieces]
+        axis = info.axes[0]
+        unseen = [bool(piece) and all(map(unseen_key, piece)) for piece in axis.pieces]
         if any(unseen):
-            pieces = zip(split_axis(tensors[info.key], 0, info.axes[0]), unseen, strict=True)
+            pieces = zip(split_axis(tensors[info.key], 0, axis), unseen, strict=True)
             parts = [torch.zeros_like(piece) if hidden else piece for piece, hidden in pieces]
-            result[info.key] = join_axis(parts, 0, info.axes[0])
+            result[info.key] = join_axis(parts, 0, axis)
     return result
-
-
-def _unseen_key(part: Part) -> bool:
-    """Whether a bias of this part adds the same to all logits of a query."""
-    space = part.space
-    free = not space.visible_bias and not space.rotary and space.norm is None
-    return space.kind == "attention" and part.role == "k" and free
-
-
-@contextmanager
-def _refused_if_large(space: Space, *models: Mapping[str, Tensor]) -> Iterator[None]:
-    """Names a space that a solver cannot solve because products of its numbers are infinite."""
-    try:
-        yield
-    except (ValueError, torch.linalg.LinAlgError) as error:
-        floats = (x for tensors in models for x in tensors.values() if x.numel() and x.is_floating_point())
-        if max(float(x.abs().max()) for x in floats) < LARGE:
-            raise
-        problem = f"'{space.name}' holds numbers of more than {LARGE:g}, whose products are infinite"
-        raise AlignmentError(problem, remedy="repair or replace the checkpoint") from error
-
-
-def linked(block: Block, spaces: list[Space]) -> list[Space]:
-    """The spaces that share a tensor with another one; they are matched in turn."""
-    names = {space.name for space in spaces if space.kind != "translation"}
-    shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
-    return [space for space in spaces if any(space.name in together and len(together) > 1 for together in shared)]
 
 
 @dataclass
@@ -212,11 +186,11 @@ class _Matching:
     def transforms(self) -> dict[str, Transform]:
         return {name: match.transform for name, match in self.matches.items()}
 
-    def match(self, space: Space, unknown: Collection[str] = ()) -> None:
+    def match(self, space: Space, unknown: set[str] | None = None) -> None:
         """Match one space with all others fixed, if possible without the tensors of `unknown` spaces."""
-        self.matches[space.name] = self._best(space, admitted(space, self.options), unknown)
+        self.matches[space.name] = self._best(space, admitted(space, self.options), unknown or set())
 
-    def _best(self, space: Space, group: SpaceGroup, unknown: Collection[str]) -> SpaceMatch:
+    def _best(self, space: Space, group: SpaceGroup, unknown: set[str]) -> SpaceMatch:
         arguments = (self.block, space, self.anchor, self.donor, {**self.streams, **self.transforms})
         if space.kind == "experts":
             return SpaceMatch(match_experts(*arguments, self.options))
@@ -227,10 +201,21 @@ class _Matching:
             return SpaceMatch(group.identity())
         if space.kind == "attention":
             return match_heads(space, axes, self.options)
-        return match_ffn(space, axes, self.options) if space.kind == "ffn" else SpaceMatch(match_latent(axes, group))
+        if space.kind == "ffn":
+            return match_ffn(space, axes, self.options)
+        free, _, size = group.groups["map"]  # of a latent
+        products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
+        for side in axes:
+            product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
+            (gains if side.role == "gain" else products)[0].add_(product.cpu())
+        return SpaceMatch(Transform("latent", {"map": free.solve(Stats.of_products(products, gains))}))
 
     def settle(self, spaces: list[Space]) -> None:
-        """Match spaces that share tensors in turn, from their current and, if need be, from no transforms."""
+        """Match the spaces that share a tensor in turn, from their current and, if need be, from no transforms."""
+        names = {space.name for space in spaces if space.kind != "translation"}
+        shared = [{space.name for space in info.spaces()} & names for info in self.block.tensors]
+        linked = set[str]().union(*(together for together in shared if len(together) > 1))
+        spaces = [space for space in spaces if space.name in linked]
         if not spaces:
             return
         distance = self._rounds(spaces)
@@ -255,13 +240,18 @@ class _Matching:
                 break
         return distance
 
+    def _distance(self, spaces: list[Space], local: Mapping[str, Transform] | None = None) -> tuple[float, float]:
+        """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
+        maps = {**self.streams, **(self.transforms if local is None else local)}
+        return squared_distances(self.block, self.anchor, self.donor, maps, spaces)
+
     def judged(self, space: Space) -> SpaceMatch:
         """The match of a space with its distances and notes; it stays where rounding its tensors costs more.
 
         The distances of a match are over its sides, which may be less, or more, than the tensors as they are stored.
         """
-        match, infos = self.matches[space.name], [i for i in self.block.tensors if space in i.spaces()]
-        infos = [info for info in infos if info.key in self.donor]
+        match = self.matches[space.name]
+        infos = [info for info in self.block.tensors if space in info.spaces() and info.key in self.donor]
         parts = (part for info in infos for axis in info.axes for piece in axis.pieces for part in piece)
         stored = not any(info.offset for info in infos) and all(part.space.kind != "fixed" for part in parts)
         if match.squares is None or not stored:
@@ -269,35 +259,35 @@ class _Matching:
             still = all(transform.is_identity() for transform in self.transforms.values())
             match = replace(match, squares=(before, before if still else self._distance([space])[0], anchor))
         before, after, anchor = match.squares or (0.0, 0.0, 0.0)
-        if self._blurred(infos, before - after, anchor):
+        local = {known.name for known in self.block.spaces.values()}
+        alone = not self.streams and all(len(local & {s.name for s in info.spaces()}) < 2 for info in infos)
+        errors = [torch.finfo(self.donor[info.key].dtype).eps ** 2 / 28 for info in infos]
+        if alone and before - after < min(errors, default=0.0) * anchor:
             match = SpaceMatch(admitted(space, self.options).identity(), (before, before, anchor), [STILL])
         self.matches[space.name] = match
-        return replace(match, notes=[*match.notes, *_at_the_limit(match.transform)])
-
-    def _blurred(self, infos: list[TensorInfo], gained: float, anchor: float) -> bool:
-        """Whether a move gains less than rounding its tensors to storage costs.
-
-        Args:
-            infos: the space's tensors.
-            anchor: the anchor's squared norm there.
-        """
-        local = {space.name for space in self.block.spaces.values()}
-        if self.streams or any(len(local & {space.name for space in info.spaces()}) > 1 for info in infos):
-            return False
-        least = min((rounding_error(self.donor[info.key].dtype) for info in infos), default=0.0)
-        return gained < least * anchor
-
-    def _distance(self, spaces: list[Space], local: Mapping[str, Transform] | None = None) -> tuple[float, float]:
-        """Squared distance, and the anchor's squared norm, over the tensors of some spaces."""
-        maps = {**self.streams, **(self.transforms if local is None else local)}
-        return squared_distances(self.block, self.anchor, self.donor, maps, spaces)
+        factors = (e.factor for e in match.transform.elements.values() if isinstance(e, Monomial))
+        count = sum(int(limited(factor).sum()) for factor in factors)
+        limit = [f"{count} scales stopped at the limit of a million"] if count else []
+        return replace(match, notes=[*match.notes, *limit])
 
 
-def _at_the_limit(transform: Transform) -> list[str]:
-    """A note if rescaling reached the largest or smallest allowed factor."""
-    factors = (element.factor for element in transform.elements.values() if isinstance(element, Monomial))
-    count = sum(int(limited(factor).sum()) for factor in factors)
-    return [f"{count} scales stopped at the limit of a million"] if count else []
+def match_translation(
+    block: Block,
+    space: Space,
+    anchor: Tensors,
+    donor: Tensors,
+    transforms: Mapping[str, Transform],
+    group: SpaceGroup,
+) -> Transform:
+    """The nearest translation, which brings the donor's mean row to the anchor's, whatever the order of the rows."""
+    fixed = {name: transform for name, transform in transforms.items() if name != space.name}
+    for info in block.tensors:
+        if info.common == space and group.shift and info.key in anchor and info.key in donor:
+            pair = anchor[info.key], transform_tensor(donor[info.key], info, fixed)
+            if not torch.equal(pair[0], pair[1].to(pair[0])):
+                first, second = (x.cpu().double().reshape(-1, group.shift).mean(0) for x in pair)
+                return replace(group.identity(), shift=first - second)
+    return group.identity()
 
 
 def squared_distances(
@@ -314,45 +304,17 @@ def squared_distances(
     return math.fsum(sums_list[::2]), math.fsum(sums_list[1::2])
 
 
-def check_finite(block: Block, tensors: Tensors, model: str) -> None:
-    """Check that a tensor is finite.
-
-    Raises:
-        NotFiniteError: names the tensor, and which of the models it is.
-    """
-    present = [info for info in block.tensors if info.key in tensors]
-    if all_finite([tensors[info.key] for info in present]):
-        return
-    for info in present:
-        if not all_finite([tensors[info.key]]):
-            problem = f"tensor '{info.name}' of the {model} holds NaN or infinity"
-            raise NotFiniteError(problem, where=block.name, remedy="repair or replace the checkpoint")
-
-
-def match_latent(sides: list[Side], group: SpaceGroup) -> Transform:
-    """The best element: a signed assignment of coordinates, or Procrustes if gains are folded."""
-    free, _, size = group.groups["map"]
-    products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
-    for side in sides:
-        product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
-        (gains if side.role == "gain" else products)[0].add_(product.cpu())
-    return Transform("latent", {"map": free.solve(Stats.of_products(products, gains))})
-
-
-def match_translation(
-    block: Block,
-    space: Space,
-    anchor: Tensors,
-    donor: Tensors,
-    transforms: Mapping[str, Transform],
-    group: SpaceGroup,
-) -> Transform:
-    """The nearest translation, which brings the donor's mean row to the anchor's, whatever the order of the rows."""
-    other_spaces = {name: transform for name, transform in transforms.items() if name != space.name}
-    for info in block.tensors:
-        if info.common == space and group.shift and info.key in anchor and info.key in donor:
-            pair = anchor[info.key], transform_tensor(donor[info.key], info, other_spaces)
-            if not torch.equal(pair[0], pair[1].to(pair[0])):
-                first, second = (x.cpu().double().reshape(-1, group.shift).mean(0) for x in pair)
-                return replace(group.identity(), shift=first - second)
-    return group.identity()
+def row_of(block: Block, space: Space, match: SpaceMatch, seconds: float = 0.0) -> SpaceRow:
+    """A report's row on the match of one space, without the donor's name."""
+    before, after, anchor = (math.sqrt(max(square, 0.0)) for square in match.squares or (0.0, 0.0, 0.0))
+    order = match.transform.head_order()
+    return SpaceRow(
+        *("", block.name, block.index, space.name, space.kind, match.transform.words),
+        distance_before=before,
+        distance_after=after,
+        anchor_norm=anchor,
+        from_identity=dict(match.transform.distances()),
+        seconds=seconds,
+        head_order=None if order is None else order.tolist(),
+        notes=list(match.notes),
+    )

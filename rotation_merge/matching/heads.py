@@ -14,7 +14,7 @@ biases take part, too, and queries and keys are permuted separately from values 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -42,9 +42,6 @@ ENTRIES = 1 << 22
 """Entries of statistics that are looked at together."""
 NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
 SPECTRAL = "heads paired by their singular values, after TransFusion"
-
-Tables = list[list[Tensor]]
-"""Products by side, for the blocks of each size."""
 
 
 class Pairing(NamedTuple):
@@ -75,9 +72,8 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
     parts = [part for name in PAIRED if (part := HeadPart.of(space, sides, group, name)) is not None]
     pairing, notes = _best_order(group, parts)
     elements, met = dict(group.identity().elements), [(part, pairing) for part in parts]
-    shared = HeadPart.of(space, sides, group, "gains", shared=True)
-    if shared is not None:
-        met.append((shared, shared.own))
+    if (shared := HeadPart.of(space, sides, group, "gains", shared=True)) is not None:
+        met.append((shared, shared.unmoved))
     gained = 0.0
     for part, pairs in met:
         element, gain = part.solved(pairs)
@@ -99,6 +95,8 @@ class HeadPart:
             places with the coordinates and nothing more (rows of output gates, r heads a group); (G, 1 or r, d, m).
         shape: G, r and d.
         device: of the sums.
+        tables: by number of batches that the groups are in (1: all together; G: each alone) products of all heads with
+            all inside each, by side and by size s of blocks, (G, r, G / batches, r, k, s, s).
     """
 
     name: str | None
@@ -106,6 +104,7 @@ class HeadPart:
     sides: tuple[Pairs, ...]
     shape: tuple[int, int, int]
     device: torch.device
+    tables: dict[int, list[list[Tensor]]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -130,13 +129,13 @@ class HeadPart:
         of_coordinates = group.groups[name][0] if name in group.groups else Monomials()
         return cls(name, of_coordinates, pairs if any(pairs[2:]) else pairs[:2], shape, sides[0].anchor.device)
 
-    @cached_property
-    def own(self) -> Pairing:
+    @property
+    def unmoved(self) -> Pairing:
         """Every group with itself."""
         groups, per_group, _ = self.shape
         return Pairing.of_all(torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """Relative rounding of the products."""
         double = all(torch.float64 in (a.dtype, b.dtype) for pairs in self.sides for a, b in pairs)
@@ -163,34 +162,11 @@ class HeadPart:
                 total[:, side] += rows.reshape(3, groups, -1, size).sum(2)
         return total
 
-    def _equal(self, pairing: Pairing) -> Tensor:
-        """Whether both models have the same numbers in each pair of groups, (N,)."""
-        places = list(zip(*(x.tolist() for x in pairing), strict=True))
-        pairs = [pair for pairs in self.sides for pair in pairs]
-        equal = [
-            all(bool((a[i] == b[j][queries if len(b[j]) > 1 else slice(None)].to(a.device)).all()) for a, b in pairs)
-            for i, j, queries in places
-        ]
-        return torch.tensor(equal, device=self.device)
-
-    def stats(self, pairing: Pairing, turns: int = Stats.turns) -> Stats:
-        """The statistics of pairs of groups."""
-        i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        anchor, donor = self.squares[0][:, i], self.squares[1][:, j]
-        primal, dual, *follow = (self._summed(side, pairing) for side in range(len(self.sides)))
-        norms = (donor[0], donor[1]), (anchor[0], anchor[1])
-        of_order = (follow[0], donor[2]) if follow else (None, None)
-        return Stats(primal, dual, norms[0], norms[1], of_order[0], of_order[1], self.rounding, turns)
-
-    @cached_property
-    def inside(self) -> Tables:
-        """Products of the heads inside each group, (G, r, 1, r, k, s, s)."""
-        return [[self._table(blocks, pairs, self.shape[0]) for blocks in self.blocks] for pairs in self.sides]
-
-    @cached_property
-    def across(self) -> Tables:
-        """Products of all heads with all, (G, r, G, r, k, s, s)."""
-        return [[self._table(blocks, pairs, 1) for blocks in self.blocks] for pairs in self.sides]
+    def tabulated(self, batch: int) -> list[list[Tensor]]:
+        """The tables of the groups in so many batches."""
+        if batch not in self.tables:
+            self.tables[batch] = [[self._table(b, pairs, batch) for b in self.blocks] for pairs in self.sides]
+        return self.tables[batch]
 
     def _table(self, blocks: Tensor, pairs: Pairs, batch: int) -> Tensor:
         """The products of one side inside batches of groups, in the inputs' precision."""
@@ -211,45 +187,42 @@ class HeadPart:
         apart = total.reshape(batch, count, met, per_group, size, met, per_group, size)
         return apart.permute(0, 2, 3, 5, 6, 1, 4, 7).flatten(0, 1)
 
-    def _tables_of(self, pairing: Pairing) -> tuple[Tables, Tensor, Tensor]:
+    def _places(self, pairing: Pairing) -> tuple[list[list[Tensor]], Tensor, Tensor]:
         """The tables with the products of the pairs, and their places there."""
         i, j = pairing.anchor.to(self.device), pairing.donor.to(self.device)
-        if "across" not in vars(self) and torch.equal(i, j):
-            return self.inside, i, torch.zeros_like(j)
-        return self.across, i, j
+        if 1 not in self.tables and torch.equal(i, j):
+            return self.tabulated(self.shape[0]), i, torch.zeros_like(j)
+        return self.tabulated(1), i, j
 
-    def _summed(self, side: int, pairing: Pairing) -> Tensor:
-        """A B^T of pairs of groups, summed over their heads, (N, d, d), zero outside of blocks."""
-        size, (tables, i, j) = self.shape[2], self._tables_of(pairing)
-        result = torch.zeros(len(i), size, size, dtype=torch.float64, device=self.device)
-        for blocks, table in zip(self.blocks, tables[side], strict=True):
-            heads = torch.arange(table.shape[1], device=self.device)
-            queries = pairing.queries.to(self.device) if len(heads) > 1 else torch.zeros_like(i)[:, None]
-            picked = table[i[:, None], heads, j[:, None], queries]
-            result[:, blocks[:, :, None], blocks[:, None, :]] = picked.sum(1, dtype=torch.float64)
-        return result
+    def stats(self, pairing: Pairing, turns: int = Stats.turns) -> Stats:
+        """The statistics of pairs of groups: A B^T summed over their heads, (N, d, d), zero outside of blocks."""
+        size, (tables, i, j) = self.shape[2], self._places(pairing)
+        products = []
+        for of_side in tables:
+            result = torch.zeros(len(i), size, size, dtype=torch.float64, device=self.device)
+            for blocks, table in zip(self.blocks, of_side, strict=True):
+                heads = torch.arange(table.shape[1], device=self.device)
+                queries = pairing.queries.to(self.device) if len(heads) > 1 else torch.zeros_like(i)[:, None]
+                picked = table[i[:, None], heads, j[:, None], queries]
+                result[:, blocks[:, :, None], blocks[:, None, :]] = picked.sum(1, dtype=torch.float64)
+            products.append(result)
+        anchor, donor = self.squares[0][:, i], self.squares[1][:, pairing.donor.to(self.device)]
+        follow, follow_norms = (products[2], donor[2]) if len(products) > 2 else (None, None)
+        norms = (donor[0], donor[1]), (anchor[0], anchor[1])
+        return Stats(products[0], products[1], *norms, follow, follow_norms, self.rounding, turns)
 
     def inner(self, pairing: Pairing) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""
-        tables, i, j = self._tables_of(pairing)
+        tables, i, j = self._places(pairing)
         return [table[i, :, j].double() for table in tables[1]]
-
-    @property
-    def width(self) -> int:
-        """Coordinates of the largest block; that of a table of all heads with all."""
-        return max(blocks.shape[1] for blocks in self.blocks)
-
-    @property
-    def most(self) -> Tensor:
-        """What each group can gain at most, whatever it meets: the anchor's squared norm, (G, 1)."""
-        return self.squares[0].sum((0, 2))[:, None].cpu()
 
     def bounds(self) -> Tensor:
         """Upper bounds on the gains of all pairs of groups, (G, G): |M|_* <= sqrt(s) |M|_F in each block."""
+        groups = self.shape[0]
         if self.group.permutes and self.group.scaled:  # the coordinates of a block have scales of their own
-            return self.most.expand(-1, self.shape[0])
-        total = self.squares[0, 2:].sum((0, 2))[:, None].repeat(1, self.shape[0])
-        for blocks, primal, dual in zip(self.blocks, *self.across[:2], strict=True):
+            return self.squares[0].sum((0, 2))[:, None].expand(-1, groups).cpu()
+        total = self.squares[0, 2:].sum((0, 2))[:, None].repeat(1, groups)
+        for blocks, primal, dual in zip(self.blocks, *self.tabulated(1)[:2], strict=True):
             root = blocks.shape[1] ** 0.5 * (1 + self.rounding)
             p, q = (root * torch.linalg.matrix_norm(table).double().amax(3).sum(1) for table in (primal, dual))
             first, second = (x[:, blocks].sum(-1)[None] for x in self.squares[1, :2])
@@ -259,12 +232,20 @@ class HeadPart:
 
     def solved(self, pairing: Pairing) -> tuple[Monomial | Linear, float]:
         """The best element of each pair, the identity where both models are equal, and by how much it gains."""
-        still, stats = pairing.equals(self.own), self.stats(pairing)
-        before = stats if still else self.stats(self.own)
-        equal = self.squares[2].sum((0, 2)) == 0 if still else self._equal(pairing)
+        still, stats = pairing.equals(self.unmoved), self.stats(pairing)
+        before = stats if still else self.stats(self.unmoved)
+        equal = self.squares[2].sum((0, 2)) == 0
+        if not still:
+            places = list(zip(*(x.tolist() for x in pairing), strict=True))
+            pairs = [pair for pairs in self.sides for pair in pairs]
+            alike = (
+                all(bool((a[i] == b[j][queries if len(b[j]) > 1 else [0]].to(a.device)).all()) for a, b in pairs)
+                for i, j, queries in places
+            )
+            equal = torch.tensor(list(alike), device=self.device)
         element = self.group.solve(stats.of_equals(equal))
-        unmoved = Monomial.identity(len(self.own.donor), self.shape[2])
-        return element, float((stats.gain(element) - before.gain(unmoved)).sum())
+        identity = Monomial.identity(*self.shape[::2])
+        return element, float((stats.gain(element) - before.gain(identity)).sum())
 
 
 def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list[str]]:
@@ -289,11 +270,16 @@ def _best_order(group: SpaceGroup, parts: list[HeadPart]) -> tuple[Pairing, list
 def _at_home(parts: list[HeadPart], gains: Tensor) -> bool:
     """Whether bounds on what other pairs gain prove that groups are at their places; if not, all products are known.
 
+    A group gains no more than the anchor's squared norm, whatever it meets; better bounds need the products of all
+    heads with all, smallest tables first.
+
     Args:
         gains: of every group with itself, (G,).
     """
-    rows, bounds = torch.arange(len(gains)), [part.most.expand(-1, len(gains)) for part in parts]
-    for number in sorted(range(len(parts)), key=lambda number: parts[number].width):  # the smallest tables first
+    rows = torch.arange(len(gains))
+    bounds = [part.squares[0].sum((0, 2))[:, None].expand(-1, len(gains)).cpu() for part in parts]
+    widths = [max(blocks.shape[1] for blocks in part.blocks) for part in parts]
+    for number in sorted(range(len(parts)), key=lambda number: widths[number]):
         bounds[number] = parts[number].bounds()
         values = torch.stack(bounds).sum(0)
         values[rows, rows] = gains
@@ -366,23 +352,22 @@ def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 
 def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
-    """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra."""
+    """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra.
+
+    Distances between the singular values of the anchor's and of the donor's heads, biases included, are summed over
+    queries and outputs, (G, r, G, r), and over keys and values.
+    """
     groups, per_group = group.orders[1].shape
-    named = [part for part in parts if part.name is not None]
-    shared, every = (
-        sum((_spectral_distances(part.sides[side], shape) for part in named if part.sides[side]), torch.zeros(1))
-        for side, shape in enumerate([(groups, 1), (groups, per_group)])
-    )
-    inner = every.expand(groups, per_group, groups, per_group).permute(0, 2, 1, 3)
+    shared, every = (torch.zeros(groups, r, groups, r, dtype=torch.float64) for r in (1, per_group))
+    for part in (part for part in parts if part.name is not None):
+        for total, pairs in zip((shared, every), part.sides[:2], strict=True):
+            if pairs:
+                grams = (sum(x.double() @ x.double().mT for x in of_model) for of_model in zip(*pairs, strict=True))
+                spectra = [torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flatten(0, 1) for gram in grams]
+                total += torch.cdist(*spectra).reshape(total.shape).cpu()
+    inner = every.permute(0, 2, 1, 3)
     queries = _assigned(-inner.flatten(0, 1)).reshape(groups, groups, per_group)
     chosen = inner.gather(3, queries[..., None])[..., 0].sum(-1)
     rows = torch.arange(groups)
-    order = rows if group.inside else assign(-(shared.expand(groups, 1, groups, 1)[:, 0, :, 0] + chosen))
+    order = rows if group.inside else assign(-(shared[:, 0, :, 0] + chosen))
     return Pairing.of_all(order, queries[rows, order])
-
-
-def _spectral_distances(pairs: Pairs, shape: tuple[int, int]) -> Tensor:
-    """Distances between the singular values of the anchor's and of the donor's heads, (G, r, G, r), biases included."""
-    grams = (sum(x.double() @ x.double().mT for x in of_model) for of_model in zip(*pairs, strict=True))
-    anchor, donor = (torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flatten(0, 1) for gram in grams)
-    return torch.cdist(anchor, donor).reshape(*shape, *shape).cpu()

@@ -90,10 +90,14 @@ def match_model(
     folded = architecture.folds(streams)
     by_block = {block.name: options.at(architecture, block) for block in architecture.blocks}
     visits = Visits(architecture, anchor, donor, by_block, folded if fold else (), cached=bool(streams))
-    matching = ModelMatching(visits, progress or (lambda *_: None), streams, over, ledger)
-    transforms, summary = matching.streams_matched(starts) if streams else ({}, {})
-    rows = matching.final(transforms)
-    return Alignment(transforms, folded, rows, summary)
+    matching = _ModelMatching(visits, progress or (lambda *_: None), streams, over, ledger)
+    state = matching.streams_matched(starts) if streams else {"maps": {}, "summary": {}}
+    transforms: Transforms = dict(state["maps"])
+    began, model = time.perf_counter(), BlockMatch({}, [])
+    for match in matching.last_matches(transforms):
+        model = model.plus(match)
+    rows = model.rows + stream_rows(architecture, transforms, model, time.perf_counter() - began)
+    return Alignment(transforms | model.transforms, folded, rows, state["summary"])
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
@@ -129,7 +133,28 @@ def stream_rows(
 
 
 @dataclass
-class ModelMatching:
+class _Passes:
+    """The state of the passes.
+
+    Attributes:
+        transforms: of the streams.
+        start, objectives: the start that was chosen, and what all of them were at.
+        sums: what is known of the streams by part; -1: from plain blocks.
+        history: a bound of the objective after every pass.
+    """
+
+    transforms: Transforms
+    start: str
+    objectives: dict[str, float]
+    sums: dict[int, StreamSums] = field(default_factory=dict)
+    history: list[float] = field(default_factory=list)
+
+
+torch.serialization.add_safe_globals([_Passes, StreamSums])  # so that an interrupted run reads them again
+
+
+@dataclass
+class _ModelMatching:
     """The passes over two models.
 
     Attributes:
@@ -158,24 +183,6 @@ class ModelMatching:
         """Numbers of all other blocks."""
         return [number for number, block in enumerate(self.blocks) if block.index is None]
 
-    @cached_property
-    def plain(self) -> list[int]:
-        """Numbers of the blocks that are measured once (`Visits.is_plain`)."""
-        return [number for number in self.ends if self.visits.is_plain(self.blocks[number])]
-
-    @cached_property
-    def parts(self) -> list[list[int]]:
-        """Layers evenly spread over the parts, in the first what else changes from pass to pass."""
-        count, ends = max(1, min(PARTS, len(self.layers))), [n for n in self.ends if n not in self.plain]
-        return [ends * (part == 0) + self.layers[part::count] for part in range(count)]
-
-    @cached_property
-    def sample(self) -> list[int]:
-        """Numbers of the blocks that starts are compared on: all of them, or evenly spread layers in deep models."""
-        count = len(self.layers)
-        chosen = [count * (2 * i + 1) // (2 * SAMPLE) for i in range(SAMPLE)] if count > 2 * SAMPLE else range(count)
-        return sorted(self.ends + [self.layers[place] for place in chosen])
-
     def each(self, label: str, step: Step, chosen: Sequence[int], before: int = 0, total: int = 0) -> Iterator[Any]:
         """Run a step on blocks in parallel; the results, in order.
 
@@ -191,56 +198,55 @@ class ModelMatching:
             self.progress(label, done, total)
             yield result
 
-    # The streams.
-
-    def streams_matched(self, starts: Mapping[str, Transforms] | None) -> tuple[Transforms, dict[str, Any]]:
+    def streams_matched(self, starts: Mapping[str, Transforms] | None) -> dict[str, Any]:
         """Alternate residual and local spaces from the nearest start (in deep models judged on a sample of layers).
 
         Args:
             starts: by name, instead of the identity and what embeddings and heads say.
 
         Returns:
-            The streams' maps, and a summary, with a bound of the objective after every pass, never rising.
+            The streams' `maps`, and a `summary`, with a bound of the objective after every pass, never rising.
         """
         state = self.ledger.get(KEPT)
-        if isinstance(state, Passes):
-            return self._alternated(state)
-        if state is not None:
-            return state["maps"], state["summary"]
-        still = {s: self.visits.architecture.stream_group(s, g).identity() for s, g in self.streams.items()}
+        if state is not None and not isinstance(state, _Passes):
+            return dict(state)
+        passes = state or self._started(starts)
+        best = passes.transforms if passes.start == "shared" else self._alternated(passes)
+        summary = {"start": passes.start, "passes": len(passes.history), "objective": passes.history}
+        summary["starts"] = passes.objectives
+        if passes.start == "shared":
+            summary = {"start": "identity", "passes": 0, "objective": [*passes.objectives.values()], "shared": True}
+        self.ledger.keep(KEPT, lambda: {"maps": best, "summary": summary})
+        return {"maps": best, "summary": summary}
+
+    def _started(self, starts: Mapping[str, Transforms] | None) -> _Passes:
+        """The passes' state at the nearest start; `shared`: the streams of related models are to stay."""
+        architecture, count = self.visits.architecture, len(self.layers)
+        still = {s: architecture.stream_group(s, g).identity() for s, g in self.streams.items()}
+        places = [count * (2 * i + 1) // (2 * SAMPLE) for i in range(SAMPLE)] if count > 2 * SAMPLE else range(count)
+        sample = sorted(self.ends + [self.layers[place] for place in places])
         objectives = dict[str, float]()
+        for name, start in (starts or {"identity": still}).items():
+            sums = StreamSums.total(self.each(f"residual, from {name}", Step(start, {}), sample))
+            objectives[name] = sums.bound(start)
         if starts is None:
-            sums = self._compared("identity", still)
-            objectives["identity"] = sums.objective
-            if sums.objective < RELATED and sums.promise(still, self._solved(sums, still)) < LEAST_PROMISE:
-                summary = {"start": "identity", "passes": 0, "objective": [sums.objective], "shared": True}
-                return self._kept(still, summary)
+            solved = sums.solve(architecture, self.streams, still)
+            if objectives["identity"] < RELATED and sums.promise(still, solved) < LEAST_PROMISE:
+                return _Passes(still, "shared", objectives)
             ends = StreamSums.total(self.each("embeddings and heads", Step(still, {}, equal=True), self.ends))
-            starts = {"identity": still, "embeddings and heads": self._solved(ends, still)}
-        for name, start in starts.items():
-            if name not in objectives:
-                objectives[name] = self._compared(name, start).objective
+            start = ends.solve(architecture, self.streams, still)
+            sums = StreamSums.total(self.each("residual, from embeddings and heads", Step(start, {}), sample))
+            objectives["embeddings and heads"] = sums.bound(start)
+            starts = {"identity": still, "embeddings and heads": start}
         best = min(objectives, key=lambda name: objectives[name])
-        return self._alternated(Passes(starts[best], best, objectives))
+        return _Passes(starts[best], best, objectives)
 
-    def _solved(self, sums: StreamSums, current: Transforms) -> Transforms:
-        return sums.solve(self.visits.architecture, self.streams, current)
-
-    def _compared(self, name: str, start: Transforms) -> StreamSums:
-        """What is known under a start, from a sample of layers or from all."""
-        return StreamSums.total(self.each(f"residual, from {name}", Step(start, {}), self.sample))
-
-    def _kept(self, transforms: Transforms, summary: dict[str, Any]) -> tuple[Transforms, dict[str, Any]]:
-        """Keep and return the result."""
-        self.ledger.keep(KEPT, lambda: {"maps": transforms, "summary": summary})
-        return dict(transforms), summary
-
-    def _alternated(self, passes: Passes) -> tuple[Transforms, dict[str, Any]]:
-        """Alternate between streams and local spaces until the gain is small."""
+    def _alternated(self, passes: _Passes) -> Transforms:
+        """Alternate between streams and local spaces until the gain is small; the best maps of the streams."""
         history, best = passes.history, passes.transforms
         while len(history) < MOST_PASSES:
             moved = self._pass(passes)
-            now = passes.total.bound(passes.transforms)
+            now = StreamSums.total(passes.sums.values()).bound(passes.transforms)
             if history and now > history[-1]:
                 break
             history.append(now)
@@ -248,39 +254,34 @@ class ModelMatching:
             if now - FLOOR <= EXACT or not moved or _expected(history) < LEAST_GAIN:
                 break
             self.ledger.keep(KEPT, lambda: passes, large=True)
-        summary = {"start": passes.start, "passes": len(history), "objective": history, "starts": passes.objectives}
-        return self._kept(best, summary)
+        return best
 
-    def _pass(self, passes: Passes) -> bool:
-        """Visit every part once, and solve the streams after each; whether that has turned one."""
+    def _pass(self, passes: _Passes) -> bool:
+        """Visit every part once, and solve the streams after each; whether that has turned one.
+
+        Layers are evenly spread over the parts; in the first is what else changes from pass to pass. Blocks that are
+        measured once (`Visits.is_plain`) are weighed anew with every part.
+        """
+        plain = [number for number in self.ends if self.visits.is_plain(self.blocks[number])]
+        count, further = max(1, min(PARTS, len(self.layers))), [n for n in self.ends if n not in plain]
+        parts = [further * (part == 0) + self.layers[part::count] for part in range(count)]
         moved, label, before = False, f"residual, pass {len(passes.history) + 1}", 0
-        count = sum(len(self.plain + part) for part in self.parts)
-        for number, part in enumerate(self.parts):
-            step = Step(passes.transforms, passes.weights, precise=passes.precise)
-            visited = self.each(label, step, self.plain + part, before, count)
-            passes.sums[-1] = StreamSums.total(islice(visited, len(self.plain)))
+        precise = bool(passes.history) and passes.history[-1] < 2 * FLOOR  # the models nearly agree
+        for number, part in enumerate(parts):
+            weights = {name: weight for sums in passes.sums.values() for name, weight in sums.weights.items()}
+            step = Step(passes.transforms, weights, precise=precise)
+            visited = self.each(label, step, plain + part, before, sum(len(plain + part) for part in parts))
+            passes.sums[-1] = StreamSums.total(islice(visited, len(plain)))
             passes.sums[number] = StreamSums.total(visited)
-            before += len(self.plain + part)
-            total = passes.total
-            solved = self._solved(total, passes.transforms)
+            before += len(plain + part)
+            total = StreamSums.total(passes.sums.values())
+            solved = total.solve(self.visits.architecture, self.streams, passes.transforms)
             if total.promise(passes.transforms, solved) > EXACT:
                 passes.transforms, moved = solved, True
         return moved
 
-    # The local spaces.
-
-    def final(self, transforms: Transforms) -> list[SpaceRow]:
-        """Match the local spaces once more without weights into `transforms`; the report's rows on every space."""
-        streams, began = dict(transforms), time.perf_counter()
-        model = BlockMatch({}, [])
-        for match in self._final_matches(streams):
-            model = model.plus(match)
-        transforms.update(model.transforms)
-        seconds = time.perf_counter() - began
-        return model.rows + stream_rows(self.visits.architecture, streams, model, seconds)
-
-    def _final_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
-        """The last match of every block, from an earlier run if it is known."""
+    def last_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
+        """The match of every block without weights, from an earlier run if it is known."""
         known = {number: self.ledger.get(block.name) for number, block in enumerate(self.blocks)}
         pending = [number for number, match in known.items() if match is None]
         fresh = self.each("matching", Step(streams), pending, len(known) - len(pending), len(known))
@@ -289,41 +290,6 @@ class ModelMatching:
             if known[number] is None and (match.transforms or any(match.whole)):
                 self.ledger.keep(block.name, lambda match=match: match)  # type: ignore[misc]
             yield match
-
-
-@dataclass
-class Passes:
-    """The state of the passes.
-
-    Attributes:
-        transforms: of the streams.
-        start, objectives: the start that was chosen, and what all of them were at.
-        sums: what is known of the streams by part; -1: from plain blocks.
-        history: a bound of the objective after every pass.
-    """
-
-    transforms: Transforms
-    start: str
-    objectives: dict[str, float]
-    sums: dict[int, StreamSums] = field(default_factory=dict)
-    history: list[float] = field(default_factory=list)
-
-    @property
-    def total(self) -> StreamSums:
-        return StreamSums.total(self.sums.values())
-
-    @property
-    def precise(self) -> bool:
-        """Whether the models nearly agree."""
-        return bool(self.history) and self.history[-1] < 2 * FLOOR
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weights of tensors, by name."""
-        return {name: weight for part in self.sums.values() for name, weight in part.weights.items()}
-
-
-torch.serialization.add_safe_globals([Passes, StreamSums])  # so that an interrupted run reads them again
 
 
 def _expected(history: list[float]) -> float:

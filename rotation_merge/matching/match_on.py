@@ -25,7 +25,7 @@ from rotation_merge.architecture.model import Architecture, Axis, Block, TensorI
 from rotation_merge.errors import DataError
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import check_finite
+from rotation_merge.matching.block import check_numbers
 from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
 from rotation_merge.matching.stream import StreamSums, measured, residual_groups
@@ -186,8 +186,8 @@ def _start(
         of_streams = [info for info in block.tensors if any(part.space.kind == "stream" for part in info.axes[1].parts)]
         a, b = ({info.key: source[info.name] for info in of_streams} for source in (anchor, donor))
         recorded_block = replace(block, tensors=tuple(of_streams))
-        check_finite(recorded_block, a, "anchor")
-        check_finite(recorded_block, b, "donor")
+        check_numbers(recorded_block, a, "anchor")
+        check_numbers(recorded_block, b, "donor")
         sums.append(StreamSums.of(measured([(recorded_block, a, b)], still), still, equal=True))
     return StreamSums.total(sums).solve(architecture, streams, still)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ class SpaceMatch:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One axis of one tensor, in both models.
 
     Attributes:
@@ -68,10 +68,13 @@ def sides(
         transforms: transforms of other spaces (this one's, if there, is left out).
         without: spaces whose tensors are not looked at, because nothing is known of them yet.
     """
-    return [
-        Side(part.role, *(_to_front(x, dim, len(part.factors)) for x in pieces))
-        for _, part, dim, *pieces in views(block, space, anchor, donor, transforms, without)
-    ]
+    result = []
+    for _, part, dim, *pair in views(block, space, anchor, donor, transforms, without):
+        count = len(part.factors)
+        first, second = (x.movedim(tuple(range(dim, dim + count)), tuple(range(count))) for x in pair)
+        a, b = (x.reshape(*x.shape[:count], -1) for x in (first, second))
+        result.append(Side(part.role, a, b))
+    return result
 
 
 def views(
@@ -86,20 +89,17 @@ def views(
 
     Yields tensor, part, the part's first dimension, and both models' views.
     """
-    other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
+    fixed = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
-        if info.key not in anchor or info.key not in donor or space not in info.spaces():
+        names = {known.name for known in info.spaces()}
+        if info.key not in anchor or info.key not in donor or space.name not in names or names & {*without}:
             continue
-        if any(touched.name in without for touched in info.spaces()):
-            continue
-        moved, anchor_tensor = transform_tensor(donor[info.key], info, other_transforms), anchor[info.key]
-        if info.offset:
-            moved, anchor_tensor = moved + info.offset, anchor_tensor + info.offset
+        a, b = anchor[info.key], transform_tensor(donor[info.key], info, fixed)
+        a, b = (a + info.offset, b + info.offset) if info.offset else (a, b)
         for dim, axis in enumerate(info.axes):
             if any(part.space == space for part in axis.parts):
-                for part, start, a, b in axis_views(anchor_tensor, moved, dim, axis):
-                    if part.space == space:
-                        yield info, part, start, a, b
+                views = axis_views(a, b, dim, axis)
+                yield from ((info, part, start, x, y) for part, start, x, y in views if part.space == space)
 
 
 def axis_views(a: Tensor, b: Tensor, dim: int, axis: Axis) -> Iterator[tuple[Part, int, Tensor, Tensor]]:
@@ -108,11 +108,6 @@ def axis_views(a: Tensor, b: Tensor, dim: int, axis: Axis) -> Iterator[tuple[Par
         for part, start in placed(piece, dim):
             if part.space.kind != "fixed":
                 yield part, start, x, y
-
-
-def _to_front(x: Tensor, dim: int, count: int) -> Tensor:
-    moved = x.movedim(tuple(range(dim, dim + count)), tuple(range(count)))
-    return moved.reshape(*moved.shape[:count], -1)
 
 
 def chunks(a: Tensor, b: Tensor, entries: int) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -14,7 +14,7 @@ of its neurons changes. The order is kept if the matched neurons then lie nearer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import cast
 
@@ -57,7 +57,7 @@ class Neurons:
     group: Monomials
 
     @classmethod
-    def of(cls, space: Space, by_role: dict[str, Pairs], options: GroupOptions) -> Neurons:
+    def of(cls, space: Space, by_role: Mapping[str, Pairs], options: GroupOptions) -> Neurons:
         """The sides of an FFN or of one expert, with what its activation and the options admit."""
         group = cast(Monomials, admitted(space, options).groups["neurons"][0])
         return cls(by_role["in"], by_role["gate"], by_role["out"], group)
@@ -72,22 +72,21 @@ class Neurons:
         """The sides that no rescaling touches."""
         return self.gates if self.group.scaled else self.pairs
 
-    def sketch(self, width: int) -> list[Tensor]:
-        """Some coordinates of every neuron in both models, evenly spread, float32 (n, at most `width` a side)."""
-        sides = zip(*self.unscaled, strict=True)
-        return [torch.cat([x[:, :: max(1, x.shape[1] // width)][:, :width].float() for x in of], 1) for of in sides]
-
     @property
     def size(self) -> int:
         """n."""
         return len(self.pairs[0][0])
 
+    def sketch(self, width: int) -> list[Tensor]:
+        """Some coordinates of every neuron in both models, evenly spread, float32 (n, at most `width` a side)."""
+        sides = zip(*self.unscaled, strict=True)
+        return [torch.cat([x[:, :: max(1, x.shape[1] // width)][:, :width].float() for x in of], 1) for of in sides]
+
     def reordered(self, index: Tensor) -> Neurons:
         """The donor's neurons in another order (a copy)."""
-        ins, gates, outs = (
-            [(a, b[index.to(b.device)]) for a, b in pairs] for pairs in (self.ins, self.gates, self.outs)
-        )
-        return replace(self, ins=ins, gates=gates, outs=outs)
+        every = self.ins, self.gates, self.outs
+        ins, gates, outs = ([(a, b[index.to(b.device)]) for a, b in pairs] for pairs in every)
+        return Neurons(ins, gates, outs, self.group)
 
     @cached_property
     def squares(self) -> Tensor:
@@ -114,17 +113,18 @@ class Neurons:
         anchor, donor, apart = self.squares.unbind(1)
         return ((1 - scales) * (anchor - scales * donor) + scales * apart).sum(0)
 
-    @property
-    def before(self) -> float:
-        """Squared distance before matching."""
-        return float(self.squares[:, 2].sum())
-
     def similarity(self) -> Tensor:
-        """Inner products of all pairs on balanced norms, signs marginalised where free; (n, n), float32 or float64."""
+        """Inner products of all pairs on balanced norms, signs marginalised where free; (n, n), float32 or float64.
+
+        In and out side of each neuron are brought to one norm, in the anchor and in the donor.
+        """
         double = all(torch.float64 in (a.dtype, b.dtype) for a, b in self.pairs)
         n, power = self.size, -self.group.degree
         result = torch.empty(n, n, dtype=torch.float64 if double else torch.float32, device=self.squares.device)
-        first, second = (scale.to(result)[:, None] for scale in self._balance())
+        ins, outs = self.squares[0, :2], self.squares[2, :2]
+        balance = torch.where((ins > 0) & (outs > 0), outs / ins, 1.0)
+        balance = balance.pow(0.5 / (1 + self.group.degree) if self.group.scaled else 0.0)
+        first, second = (scale.to(result)[:, None] for scale in balance)
         weighted = (
             (self.ins, first, second),
             (self.outs, first**power, second**power),
@@ -141,44 +141,36 @@ class Neurons:
                     total.addmm_(a[part].to(result) * scale[part], b.T)
         return result
 
-    def _balance(self) -> Tensor:
-        """Scales that give the in and the out side of each neuron one norm, the anchor's and the donor's, (2, n)."""
-        ins, outs = self.squares[0, :2], self.squares[2, :2]
-        power = 0.5 / (1 + self.group.degree) if self.group.scaled else 0.0
-        return torch.where((ins > 0) & (outs > 0), outs / ins, 1.0).pow(power)
-
 
 def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
     """Order and rescaling of one FFN's neurons."""
     by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ("in", "gate", "out")}
     neurons = Neurons.of(space, by_role, options)
     element, after = match_neurons(neurons)
-    squares = neurons.before, after, float(neurons.squares[:, 0].sum())
-    return SpaceMatch(Transform("ffn", {"neurons": element}), squares)
+    anchor, _, before = neurons.squares.sum((0, 2)).tolist()
+    return SpaceMatch(Transform("ffn", {"neurons": element}), (before, after, anchor))
 
 
 def match_neurons(neurons: Neurons) -> tuple[Monomial, float]:
     """Order and scales, G = 1, and the squared distance that they leave: never more than the identity order does."""
     index, best = torch.arange(neurons.size), neurons
-    if neurons.group.permutes and neurons.before != 0:
-        order, moved = proven_order(neurons) or _assigned(neurons)
-        if float(moved.distances.sum()) < float(neurons.distances.sum()):
-            index, best = order, moved
+    if neurons.group.permutes and bool(neurons.squares[:, 2].any()):
+        proven = proven_order(neurons)
+        if proven is None:
+            similarity = neurons.similarity()
+            similarity -= similarity.mean(0, keepdim=True)  # changes no order; no column is the favourite of many rows
+            similarity -= similarity.mean(1, keepdim=True)
+            order = assign(similarity)
+            proven = order, neurons.reordered(order)
+        if float(proven[1].distances.sum()) < float(neurons.distances.sum()):
+            index, best = proven
     element = Monomial(index[None], best.factor[None].cpu(), neurons.group.degree)
     return element, float(best.distances.clamp_min(0).sum())
 
 
-def _assigned(neurons: Neurons) -> tuple[Tensor, Neurons]:
-    """The best order over the similarities of all pairs, and the neurons with the donor's in that order."""
-    similarity = neurons.similarity()
-    similarity -= similarity.mean(0, keepdim=True)  # changes no order; no column is the favourite of many rows
-    similarity -= similarity.mean(1, keepdim=True)
-    order = assign(similarity)
-    return order, neurons.reordered(order)
-
-
 def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
-    """The same for the order that neurons have, or that of nearest neighbours, if some coordinates prove it the best.
+    """The order that neurons have, or that of nearest neighbours, if some coordinates prove it the best; and neurons
+    with the donor's in that order.
 
     They do so for fine-tunes and for twins. With D_ij the squared distance of anchor neuron i and donor neuron j at
     their best scale, the order is optimal if D_ij >= (D_ii + D_jj) / 2 for all pairs: these halves are feasible prices
@@ -186,9 +178,8 @@ def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     """
     if neurons.size < SMALLEST or not neurons.unscaled:
         return None
-    order = torch.arange(neurons.size)
     if any(_is_proven(neurons, width) for width in WIDTHS):
-        return order, neurons
+        return torch.arange(neurons.size), neurons
     anchor, donor = neurons.sketch(WIDTHS[1])
     order = torch.cat([near.argmax(1) for _, near in _products(anchor, donor, donor.square().sum(1) / 2)]).cpu()
     if len(order.unique()) < len(order):
@@ -223,20 +214,32 @@ def match_experts(
     transforms: Mapping[str, Transform],
     options: GroupOptions,
 ) -> Transform:
-    """Order of a layer's experts and of their neurons."""
-    router, stacks = _collect(block, space, anchor, donor, transforms)
+    """Order of a layer's experts and of their neurons.
+
+    A tensor with a neuron axis counts its experts on dimension 0; one without is the router's.
+    """
+    count, router = space.sizes["count"], list[tuple[Tensor, Tensor]]()
+    stacks: dict[str, Pairs] = {"in": [], "gate": [], "out": []}
+    for info, part, dim, *pair in views(block, space, anchor, donor, transforms):
+        if part.role != "index":
+            # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
+            a, b = (x.movedim(dim, 1).reshape(count, part.size, -1) for x in pair)
+            stacks[part.role].append((a, b))
+        elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
+            a, b = (x.movedim(dim, 0).reshape(count, -1) for x in pair)
+            router.append((a, b))
     group = admitted(space, options)
 
     @cache
     def match(i: int, j: int) -> tuple[Monomial, float]:
         """The neurons of the anchor's expert i against those of the donor's j: element and squared distance."""
-        roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in stacks.items()}
+        roles = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in stacks.items()}
         return match_neurons(Neurons.of(space, roles, options))
 
     order = group.orders[0]
     if group.reorders:
-        routing, likeness = _distances(router, stacks, len(order))
-        likely = _in_groups(-(routing + likeness), space.sizes.get("groups", 1))
+        routing = sum((_squares(a, b) for a, b in router), torch.zeros(count, count, dtype=torch.float64))
+        likely = _in_groups(-(routing + _likeness(stacks)), space.sizes.get("groups", 1))
         still, moved = (
             sum(match(i, j)[1] for i, j in enumerate(places.tolist())) + float(routing[group.orders[0], places].sum())
             for places in (order, likely)
@@ -245,37 +248,6 @@ def match_experts(
     chosen = [match(i, j)[0] for i, j in enumerate(order.tolist())]
     index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
     return Transform("experts", {"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
-
-
-def _collect(
-    block: Block, space: Space, anchor: Tensors, donor: Tensors, transforms: Mapping[str, Transform]
-) -> tuple[Pairs, dict[str, Pairs]]:
-    """Router rows (E, m), and by role the neurons of all experts (E, n, m), of anchor and donor.
-
-    A tensor with a neuron axis counts its experts on dimension 0; one without is the router's.
-    """
-    router: Pairs = []
-    stacks: dict[str, Pairs] = {"in": [], "gate": [], "out": []}
-    for info, part, dim, a, b in views(block, space, anchor, donor, transforms):
-        if part.role != "index":
-            # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
-            moved = (x.movedim(dim, 1).reshape(space.sizes["count"], part.size, -1) for x in (a, b))
-            stacks[part.role].append((next(moved), next(moved)))
-        elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
-            first, second = (x.movedim(dim, 0).reshape(space.sizes["count"], -1) for x in (a, b))
-            router.append((first, second))
-    return router, stacks
-
-
-def _distances(router: Pairs, stacks: Mapping[str, Pairs], count: int) -> tuple[Tensor, Tensor]:
-    """Squared distances of all pairs, (E, E): of the router's rows, and of sketches as shares of the experts' norms."""
-    routing, likeness = (torch.zeros(count, count, dtype=torch.float64) for _ in range(2))
-    for a, b in router:
-        routing += _squares(a.double().cpu(), b.double().cpu())
-    anchor, donor = (_sketch(stacks, which) for which in (0, 1))
-    norm = sum(float(x.double().square().sum()) for pairs in stacks.values() for stack, _ in pairs for x in stack)
-    scale = float(anchor.square().sum())
-    return routing, _squares(anchor, donor) * norm / scale if scale else likeness
 
 
 def _in_groups(values: Tensor, groups: int) -> Tensor:
@@ -288,23 +260,28 @@ def _in_groups(values: Tensor, groups: int) -> Tensor:
 
 
 def _squares(a: Tensor, b: Tensor) -> Tensor:
+    """Squared distances of all pairs of rows, float64 on the CPU, (E, E)."""
+    a, b = a.double().cpu(), b.double().cpu()
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
-def _sketch(stacks: Mapping[str, Pairs], which: int) -> Tensor:
-    """What no order, scale or sign of the neurons changes, along random directions, float64 on the CPU, (E, k).
+def _likeness(stacks: Mapping[str, Pairs]) -> Tensor:
+    """Squared distances of all pairs of experts' sketches, as shares of the experts' squared norms, (E, E).
 
-    Of gated experts the Gram of the gate's rows; else the product of the out and the in side (with a degree of one).
+    A sketch is what no order, scale or sign of the neurons changes, along random directions: of gated experts the Gram
+    of the gate's rows; else the product of the out and the in side (with a degree of one). P X^T Y Q of matrices X,
+    (E, n, m), and Y, (E, n, l), for random P and Q.
     """
-    if stacks["gate"]:
-        return torch.cat([_looked(pair[which], pair[which], n) for n, pair in enumerate(stacks["gate"])], 1)
-    pairs = zip(stacks["in"][:1], stacks["out"][:1], strict=True)
-    return torch.cat([_looked(first[which], second[which], 0) for first, second in pairs], 1)
-
-
-def _looked(first: Tensor, second: Tensor, seed: int) -> Tensor:
-    """P X^T Y Q of matrices X, (E, n, m), and Y, (E, n, l), for random P and Q, flat, (E, WIDTH^2)."""
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(x.shape[-1], WIDTH, generator=generator, dtype=torch.float64) for x in (first, second))
-    products = [(x.double().cpu() @ left).mT @ (y.double().cpu() @ right) for x, y in zip(first, second, strict=True)]
-    return torch.stack(products).flatten(1)
+    pairs = [(pair, pair) for pair in stacks["gate"]] or [(stacks["in"][0], stacks["out"][0])]
+    sketches = []
+    for which in (0, 1):
+        parts = []
+        for seed, (x, y) in enumerate((first[which], second[which]) for first, second in pairs):
+            draw = torch.Generator().manual_seed(seed)
+            left, right = (torch.randn(z.shape[-1], WIDTH, generator=draw, dtype=torch.float64) for z in (x, y))
+            products = [(a.double().cpu() @ left).mT @ (b.double().cpu() @ right) for a, b in zip(x, y, strict=True)]
+            parts.append(torch.stack(products).flatten(1))
+        sketches.append(torch.cat(parts, 1))
+    norm = sum(float(x.double().square().sum()) for pairs in stacks.values() for stack, _ in pairs for x in stack)
+    scale = float(sketches[0].square().sum())
+    return _squares(*sketches) * (norm / scale if scale else 0.0)

@@ -18,6 +18,7 @@ from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find, shipped
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
+from rotation_merge.errors import named as listed
 from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -39,45 +40,26 @@ UNLIKE = f"only models of equal sizes and symmetries can be averaged; {LITTLE}, 
 SLICES = f"choose layers with 'slices' in a recipe, without 'residual'; {LITTLE}"
 TOKENIZER = "add 'tokenizer: {source: base}' so that the vocabularies are brought together"
 EQUAL = "only equal shapes can be merged; name it under 'exclude' to copy it from base_model"
-OUTSIDE_RECIPES = (
-    "merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with 'evaluate' or "
-    "'barrier --heads-of each'"
-)
+OUTSIDE_RECIPES = "merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with 'evaluate'"
+LIKE_IT = "align models with the same biases and heads, or name the tensor under 'exclude' of a recipe"
 
-FLAGS = {
-    "attention_bias": ("attention",),
-    "qkv_bias": ("attention",),
-    "use_qkv_bias": ("attention",),
+BIAS_FLAGS = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias"), ("attention",)),
     "mlp_bias": ("ffn",),
     "use_bias": ("attention", "ffn", "mixer"),
     "bias": ("attention", "ffn"),
 }
 """Config entries that give linear maps a bias, and the kinds of spaces that those maps have an axis of."""
 
-NEW_BIASES = "transformers makes new ones (set it to false in config.json if the model has none)"
-
-WORDS = {
-    "groups": "KV heads",
-    "per_group": "query heads for each KV head",
-    "head_dim": "dimensions of a head",
-    "rotary": "rotary dimensions",
-    "interleaved": "neighbours as rotary pairs",
-    "rotary_parts": "parts that rotary embedding turns apart",
-    "norm": "norm of queries and keys",
-    "degree": "degree of the activation",
-    "free_order": "heads that may change places",
-    "free_groups": "KV heads that may change places",
-    "layer": "LayerNorm",
-    "offset": "offset of the gain",
-    "reads": "readers",
-}
-"""Facts on a space or norm as messages call them."""
-
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
 
 Excluded = Callable[[str], bool]
 """Says of a tensor, by name, that it is copied from the anchor."""
+
+
+def _none(name: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -153,7 +135,7 @@ def check_pair(
     *,
     untie: bool = False,
     layers: Layers | None = None,
-    excluded: Excluded = lambda _: False,
+    excluded: Excluded = _none,
     averaged: bool = False,
 ) -> Pair:
     """Check that the donor can be moved to the anchor under these options with unchanged outputs.
@@ -177,16 +159,24 @@ def check_pair(
         check_depth(anchor, donor)
     blocks = paired_blocks(anchor.architecture, donor.architecture, None if streams else layers)
     for anchor_block, donor_block in blocks:
-        _check_alike(anchor, donor, _facts(anchor_block), _facts(donor_block), f"{donor_block.name}, ")
+        _check_alike(anchor, donor, _facts(anchor_block), _facts(donor_block), place=f"{donor_block.name}, ")
     folded = anchor.architecture.folds(streams)
     for member in (anchor, donor):
         _check_head(member, folded, options.shift_head, untie)
     pair = Pair(anchor, donor, anchor.architecture, options, streams, folded, warnings, rows=rows, untie=untie)
     _check_missing(pair, blocks, excluded)
-    known = [*_remarks(anchor), *_remarks(donor), *rows_note(anchor.name, donor.name, rows)]
+    notes = [*_remarks(anchor), *_remarks(donor), *rows_note(anchor.name, donor.name, rows)]
+    notes += _unaligned(pair, excluded)
     if options.residual != "none":
         options = options.with_residual(_as_option(streams, anchor.architecture.streams))
-    return replace(pair, options=options, notes=tuple(dict.fromkeys([*known, *_unaligned(pair, excluded)])))
+    return replace(pair, options=options, notes=tuple(dict.fromkeys(notes)))
+
+
+# --- sizes and symmetries
+
+
+Facts = Mapping[str, Mapping[str, object]]
+"""By the name of a space or norm, what decides its group; two models have to agree in it."""
 
 
 def check_same_kind(anchor: View, donor: View, remedy: str = UNLIKE) -> None:
@@ -199,32 +189,8 @@ def check_same_kind(anchor: View, donor: View, remedy: str = UNLIKE) -> None:
     if family != donor_family:
         problem = f"architecture is {donor_family}, that of {anchor.name} is {family}"
         raise ArchitectureError(problem, where=donor.name, remedy="only models of one architecture can be aligned")
-    sizes, donor_sizes = (
-        {name: space.sizes for name, space in member.architecture.spaces().items()} for member in (anchor, donor)
-    )
-    _check_alike(anchor, donor, sizes, donor_sizes, remedy=remedy)
-
-
-Facts = Mapping[str, Mapping[str, object]]
-"""By the name of a space or norm, what decides its group; two models have to agree in it."""
-
-
-def _facts(block: Block) -> Facts:
-    spaces = {local: {**space.sizes, **vars(space), "name": "", "sizes": ""} for local, space in block.spaces.items()}
-    norms = {f"norm {n.gain}": {"layer": n.layer, "offset": n.offset, "reads": n.reads} for n in block.norms}
-    return {**spaces, **norms}
-
-
-def _check_alike(
-    anchor: View, donor: View, anchor_facts: Facts, facts: Facts, place: str = "", remedy: str = UNLIKE
-) -> None:
-    """Refuse parts of both models whose facts differ."""
-    for name in (name for name in facts if name in anchor_facts):
-        ours = anchor_facts[name]
-        differing = {word: value for word, value in facts[name].items() if value != ours.get(word)}
-        if differing:
-            words = ", ".join(f"{WORDS.get(word, word)} {x}, against {ours.get(word)}" for word, x in differing.items())
-            raise CheckpointError(f"'{place}{name}' has {words} in {anchor.name}", where=donor.name, remedy=remedy)
+    first, second = ({n: s.sizes for n, s in model.architecture.spaces().items()} for model in (anchor, donor))
+    _check_alike(anchor, donor, first, second, remedy)
 
 
 def check_depth(anchor: View, donor: View, remedy: str = SLICES) -> None:
@@ -234,9 +200,25 @@ def check_depth(anchor: View, donor: View, remedy: str = SLICES) -> None:
         CheckpointError: a module of the donor has other layers than the anchor's; says both numbers.
     """
     for module in anchor.architecture.layers_key:
-        layers, anchor_layers = (len(member.architecture.layers(module)) for member in (donor, anchor))
+        layers, anchor_layers = (len(model.architecture.layers(module)) for model in (donor, anchor))
         if layers != anchor_layers:
             problem = f"has {layers} layers, {anchor.name} has {anchor_layers}"
+            raise CheckpointError(problem, where=donor.name, remedy=remedy)
+
+
+def _facts(block: Block) -> Facts:
+    spaces = {key: {**space.sizes, **vars(space), "name": "", "sizes": ""} for key, space in block.spaces.items()}
+    return spaces | {f"norm {n.gain}": {"layer": n.layer, "offset": n.offset, "reads": n.reads} for n in block.norms}
+
+
+def _check_alike(
+    anchor: View, donor: View, anchor_facts: Facts, facts: Facts, remedy: str = UNLIKE, place: str = ""
+) -> None:
+    """Refuse parts of both models whose facts differ."""
+    for name in (name for name in facts if name in anchor_facts):
+        pairs = {word: (value, anchor_facts[name].get(word)) for word, value in facts[name].items()}
+        if words := [f"{word} {value}, against {other}" for word, (value, other) in pairs.items() if value != other]:
+            problem = f"'{place}{name}' has {', '.join(words)} in {anchor.name}"
             raise CheckpointError(problem, where=donor.name, remedy=remedy)
 
 
@@ -252,9 +234,11 @@ def paired_blocks(anchor: Architecture, donor: Architecture, layers: Layers | No
         met = [block.index]
         if block.index is not None and layers is not None:
             met = [index for anchor_index, index in layers.get(block.module, ()) if anchor_index == block.index]
-        keys = [key(block, index) for index in met]
-        pairs += [(block, donor_blocks[donor_key]) for donor_key in keys if donor_key in donor_blocks]
+        pairs += [(block, donor_blocks[key(block, index)]) for index in met if key(block, index) in donor_blocks]
     return pairs
+
+
+# --- streams and heads
 
 
 def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str, str]:
@@ -276,11 +260,7 @@ def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str,
 
 
 def _as_option(groups: Mapping[str, str], streams: Collection[str] = ()) -> str:
-    """Groups by stream as one value of `residual`.
-
-    Args:
-        streams: all there are; one group of all of them is named alone.
-    """
+    """Groups by stream as one value of `residual`; one group of all `streams` there are is named alone."""
     if len(set(groups.values())) == 1 and set(groups) == set(streams):
         return next(iter(groups.values()))
     return ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
@@ -289,24 +269,27 @@ def _as_option(groups: Mapping[str, str], streams: Collection[str] = ()) -> str:
 def options_of(transforms: Mapping[str, Transform], folded: Collection[str]) -> AlignConfig:
     """The options by which `check_pair` checks transforms that are known: nothing is matched, their streams move."""
     streams = [name for name, transform in transforms.items() if transform.kind == "stream"]
-    groups = {name: "rotation" if name in folded else "permutation" for name in streams}
-    return NOTHING.with_residual(_as_option(groups))
+    return NOTHING.with_residual(_as_option({s: "rotation" if s in folded else "permutation" for s in streams}))
 
 
 def _check_head(member: View, folded: Sequence[str], shifted: bool, untie: bool) -> None:
     """Refuse to fold a stream that a tied head reads, and to shift a head's rows that is tied or not there."""
     head, stream = ("", "") if untie or member.tied is None else member.tied
+    problem, remedy = "", "set 'untie: true'"
     if stream in folded:
         smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
         problem = f"'residual: rotation' needs an untied head, '{head}' is tied to the embedding"
         remedy = f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'"
-        raise RecipeError(problem, where=member.name, remedy=remedy)
-    if shifted and head:
+    elif shifted and head:
         problem = f"'shift_head: true' needs a head of its own, '{head}' is tied to the embedding"
-        raise RecipeError(problem, where=member.name, remedy="set 'untie: true'")
-    if shifted and not any(info.common is not None and info.common.head for info in member.architecture.tensors()):
+    elif shifted and not any(i.common is not None and i.common.head for i in member.architecture.tensors()):
         problem = "'shift_head: true' needs a head whose logits go through a softmax only; this model has none"
-        raise RecipeError(problem, where=member.name, remedy="leave it out")
+        remedy = "leave it out"
+    if problem:
+        raise RecipeError(problem, where=member.name, remedy=remedy)
+
+
+# --- tensors
 
 
 def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: Excluded) -> None:
@@ -325,8 +308,7 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
                 needed = fold.streams if fold.touches(block, info) else ()
                 if moving := moved.intersection(space.name for space in info.spaces()).union(needed):
                     problem = f"is missing, {holder.name} has it: '{min(moving)}' would move without it"
-                    remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
-                    remedy += ", or name the tensor under 'exclude' of a recipe"
+                    remedy = f"set 'untie: true', or {LIKE_IT}" if info.tied else LIKE_IT
                     raise CheckpointError(f"tensor '{info.name}' {problem}", where=lacking.name, remedy=remedy)
 
 
@@ -338,17 +320,15 @@ def _config_warnings(anchor: View, donor: View, averaged: bool) -> list[str]:
             one by which the forward pass computes otherwise.
     """
     known = anchor.architecture.family in shipped()
-    differing = list(differences(anchor.config, donor.config, not known))
-    for difference in differing:
-        if difference.field.verdict == "refused":
-            problem = f"{short(difference)} in {anchor.name}: {difference.field.why}"
-            raise CheckpointError(problem, where=donor.name, remedy="only models that agree in it can be aligned")
-    if forward := [d for d in differing if averaged and known and d.kinds and d.field.forward]:
-        words = "; ".join(f"{short(d)} in {anchor.name} ({d.field.why})" for d in forward[:3])
-        more = f", and {len(forward) - 3} entries more" if len(forward) > 3 else ""
-        remedy = "merge models that agree in this; if they do, correct the config"
-        raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
-    return [f"{donor.name}: {short(d)} in {anchor.name}; {d.field.why}." for d in differing]
+    warnings = []
+    for difference in differences(anchor.config, donor.config, not known):
+        words, why = f"{short(difference)} in {anchor.name}", difference.field.why
+        computes = averaged and known and difference.kinds and difference.field.forward
+        if computes or difference.field.verdict == "refused":
+            remedy = "only models that agree in it can be merged; if they do, correct the config"
+            raise CheckpointError(f"{words}: {why}", where=donor.name, remedy=remedy)
+        warnings.append(f"{donor.name}: {words}; {why}.")
+    return warnings
 
 
 def _unaligned(pair: Pair, excluded: Excluded) -> list[str]:
@@ -368,36 +348,36 @@ def _unaligned(pair: Pair, excluded: Excluded) -> list[str]:
                 problem = f"tensor '{name}' is not part of the {family} architecture and would not move with '{stream}'"
                 remedy = "use 'residual: none', or name it under 'exclude' to copy it from base_model"
                 raise CheckpointError(problem, where=member.name, remedy=remedy)
-    names = ", ".join(list(unknown)[:6]) + (", ..." if len(unknown) > 6 else "")
-    words = f"Not aligned, because the architecture does not list them: {len(unknown)} tensors ({names})."
+    words = f"Not aligned, because the architecture does not list them: {len(unknown)} tensors ({listed(unknown)})."
     return [words] if unknown else []
 
 
 def _remarks(view: View) -> list[str]:
-    """Notes on a model for the report: what opening it found, and biases that its config has and its files lack."""
+    """Notes on a model for the report: those of opening it, and biases that its config has and its files lack."""
     spec, notes = find(view.config), list(view.remarks)
-    biases = [name for name in view.shapes if name.endswith(".bias")]
     for module, definition in {} if spec is None else spec.modules.items():
         settings = (view.config.get(definition.config) or {}) if definition.config else view.config
         blocks = [block for block in view.architecture.blocks if block.module == module and block.index is not None]
-        for flag in (flag for flag in FLAGS if settings.get(flag) is True):
-            if lacking := next((block.name for block in blocks if not _biased(block, FLAGS[flag], biases)), None):
+        for flag in (flag for flag in BIAS_FLAGS if settings.get(flag) is True):
+            if lacking := next((block.name for block in blocks if not _biased(block, flag, view)), None):
                 entry = f"{definition.config}.{flag}" if definition.config else flag
                 words = f"'{entry}' is true, but no such bias is stored for {lacking}"
-                notes.append(f"`{view.name}`: {words}; {NEW_BIASES}.")
+                notes.append(
+                    f"`{view.name}`: {words}; transformers makes new ones (or set it to false in config.json)."
+                )
     return notes
 
 
-def _biased(block: Block, kinds: Collection[str], biases: Sequence[str]) -> bool:
-    """Whether biases are stored beside all linear maps of a block that have an axis in some kinds of spaces."""
+def _biased(block: Block, flag: str, view: View) -> bool:
+    """Whether biases are stored beside all linear maps of a block that a config entry gives one."""
     maps = (info for info in block.tensors if info.name.endswith(".weight") and len(info.axes) == 2)
-    names = [info.name for info in maps if any(space.kind in kinds for space in info.spaces())]
-    modules = {name.rsplit(".", 2)[0] + "." for name in names}
-    return all(any(bias.startswith(module) for bias in biases) for module in modules)
+    names = [info.name for info in maps if any(space.kind in BIAS_FLAGS[flag] for space in info.spaces())]
+    biases = [name for name in view.shapes if name.endswith(".bias")]
+    return all(any(bias.startswith(f"{name.rsplit('.', 2)[0]}.") for bias in biases) for name in names)
 
 
 def shape_faults(
-    anchor: View, donor: View, excluded: Excluded = lambda _: False, resized: bool = False, remedy: str = ""
+    anchor: View, donor: View, excluded: Excluded = _none, resized: bool = False, remedy: str = ""
 ) -> Iterator[CheckpointError]:
     """Tensors of two models that differ in shape, as errors.
 
@@ -420,11 +400,14 @@ def shape_faults(
 
 
 def check_shapes(
-    anchor: View, donor: View, excluded: Excluded = lambda _: False, resized: bool = False, remedy: str = ""
+    anchor: View, donor: View, excluded: Excluded = _none, resized: bool = False, remedy: str = ""
 ) -> None:
     """Refuse models whose tensors differ in shape; arguments and error as of `shape_faults`."""
     for fault in shape_faults(anchor, donor, excluded, resized, remedy):
         raise fault
+
+
+# --- opening
 
 
 def as_donor(anchor: View, donor: View, averaged: bool = False) -> View:
@@ -456,7 +439,7 @@ def open_pair(
     device: str = "cpu",
     words: bool = True,
     unsupported: str = "error",
-    excluded: Excluded = lambda _: False,
+    excluded: Excluded = _none,
     any_base: bool = False,
     watched: bool = True,
     shapes: bool = True,
@@ -482,18 +465,19 @@ def open_pair(
     first, second = (open_model(model, unsupported=unsupported, any_base=any_base) for model in models)
     second = _in_class_of(first, second)
     architecture = resolve(dict(first.config), list(first), first.name, untie=True) if untie else first.architecture
-    described = replace(first, architecture=architecture)
-    pair = check_pair(described, second, options, untie=untie, excluded=excluded, averaged=averaged)
+    compared = replace(first, architecture=architecture)
+    pair = check_pair(compared, second, options, untie=untie, excluded=excluded, averaged=averaged)
+    warnings, notes = list(pair.warnings), list(pair.notes)
     if words and (moved := other_ids(first, second)):
-        warning = f"{second.reference}: {moved}; a merge needs '{TOGETHER}'."
-        pair = replace(pair, warnings=(*pair.warnings, warning))
+        warnings.append(f"{second.reference}: {moved}; a merge needs '{TOGETHER}'.")
     if shapes:
-        check_shapes(described, second, excluded, not words, OUTSIDE_RECIPES)
+        check_shapes(compared, second, excluded, not words, OUTSIDE_RECIPES)
     if first.files is None and second.files is None:
         check_names(first, second)
     shared = None if pair.options.residual == "none" else shared_rows([first, second])
-    notes = () if shared is None else (matched_on(first, second, len(shared[0])),)
-    pair = replace(pair, notes=(*pair.notes, *notes), shared=shared, device=device, watched=watched)
+    if shared is not None:
+        notes.append(matched_on(first, second, len(shared[0])))
+    pair = replace(pair, warnings=tuple(warnings), notes=tuple(notes), shared=shared, device=device, watched=watched)
     return replace(pair, anchor=first, donor=in_class_order(second, pair.rows))
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.block import NotFiniteError
 from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import at_least_float32, transform_tensor
@@ -59,10 +58,6 @@ class Product(NamedTuple):
     stream: str
     gain: bool
     matrix: Tensor
-
-    def overlap(self, transforms: Mapping[str, Transform]) -> float:
-        """<R, A B^T> of the stream's element R."""
-        return overlap(transforms[self.stream], self.matrix, self.gain)
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,8 @@ class StreamMeasurement:
         for dim, axis in enumerate(info.axes):
             if not axis.parts or any(p.space.kind != "stream" or p.space.name not in transforms for p in axis.parts):
                 continue
-            moved = transform_tensor(b, _without(info, dim), transforms)
+            without = replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
+            moved = transform_tensor(b, without, transforms)
             donor_norm = _square(moved, precise)
             for part, start, x, y in axis_views(a, moved, dim, axis):
                 x, y = (t.movedim(start, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (x, y))
@@ -108,21 +104,17 @@ class StreamMeasurement:
 
     def plus(self, piece: StreamMeasurement) -> StreamMeasurement:
         """That of this slice of a tensor and of a further one."""
+        figures = ("entries", "norm", "donor_norm", "apart")
+        sums = {name: getattr(self, name) + getattr(piece, name) for name in figures}
         pairs = zip(self.products, piece.products, strict=True)
-        return replace(
-            self,
-            entries=self.entries + piece.entries,
-            norm=self.norm + piece.norm,
-            donor_norm=self.donor_norm + piece.donor_norm,
-            apart=self.apart + piece.apart,
-            products=tuple(a._replace(matrix=a.matrix + b.matrix) for a, b in pairs),
-        )
+        return replace(self, **sums, products=tuple(a._replace(matrix=a.matrix + b.matrix) for a, b in pairs))
 
     def distance(self, transforms: Mapping[str, Transform]) -> float:
         """The squared distance under the streams' transforms; along each of its axes it is the same."""
         if not self.products:
             return self.apart
-        shared = sum(p.overlap(transforms) for p in self.products if p.dim == self.products[0].dim)
+        alike = (p for p in self.products if p.dim == self.products[0].dim)
+        shared = sum(overlap(transforms[p.stream], p.matrix, p.gain) for p in alike)
         return max(self.norm + self.donor_norm - 2 * shared, 0.0)
 
 
@@ -135,21 +127,20 @@ def measured(
         pieces: read when they are asked for; slices of one tensor follow each other.
         transforms, precise: as of `StreamMeasurement.of`.
     """
-    for _, slices in groupby(_compared(pieces), key=lambda piece: piece[0].key):
-        whole = None
+    present = (
+        (info, anchor[info.key], donor[info.key])
+        for block, anchor, donor in pieces
+        for info in block.tensors
+        if info.key in anchor and info.key in donor and anchor[info.key].is_floating_point()
+    )
+    alike = ((info, a, b) for info, a, b in present if a.shape == b.shape)
+    for _, slices in groupby(alike, key=lambda piece: piece[0].key):
+        whole: StreamMeasurement | None = None
         for info, entries, a, b in _centred(slices):
             part = replace(StreamMeasurement.of(info, a, b, transforms, precise), entries=entries)
             whole = part if whole is None else whole.plus(part)
         assert whole is not None
         yield whole
-
-
-def _compared(pieces: Iterable[Piece]) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
-    for block, anchor, donor in pieces:
-        for info in block.tensors:
-            a, b = anchor.get(info.key), donor.get(info.key)
-            if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
-                yield info, a, b
 
 
 def _centred(
@@ -162,7 +153,8 @@ def _centred(
     """
     before, means = 0, [torch.zeros(1), torch.zeros(1)]
     for info, *pair in slices:
-        entries, axis = pair[0].numel(), _logits_axis(info)
+        reads = any(part.space.kind == "stream" and part.role == "read" for axis in info.axes for part in axis.parts)
+        axis, entries = 0 if info.common is not None else info.vocabulary_axis if reads else None, pair[0].numel()
         if axis is not None:
             rows, pair = pair[0].shape[axis], [at_least_float32(x) for x in pair]
             added = [x.mean(axis, keepdim=True, dtype=torch.float64) for x in pair]
@@ -183,14 +175,13 @@ class StreamSums:
     Attributes:
         products: sum of w A B^T, (d, d), float64, by stream; of norm gains and layer scales (True), or all else.
         weights: of every tensor seen, by name; they belong to the next pass.
-        apart, logs, overlap, entries: what the objective, its bound and the promise of a step are made of.
+        apart, logs, entries: what the bound of the objective and the promise of a step are made of.
     """
 
     products: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     apart: float = 0.0
     logs: float = 0.0
-    overlap: float = 0.0
     entries: int = 0
 
     @classmethod
@@ -202,9 +193,6 @@ class StreamSums:
         Args:
             equal: give every tensor the same say, 1 / |A| |B|, in the products: for a start, when nothing is known of
                 how well each of them agrees.
-
-        Raises:
-            NotFiniteError: the squares of a tensor's numbers are infinite.
         """
         sums = cls()
         for measurement in measurements:
@@ -216,10 +204,6 @@ class StreamSums:
         if tensor.norm == 0 or (tensor.products and folded):
             return
         distance = tensor.distance(transforms)
-        if not math.isfinite(distance):
-            model = "donor" if math.isfinite(tensor.norm) else "anchor"
-            problem = f"tensor '{tensor.name}' of the {model} holds numbers whose squares are infinite"
-            raise NotFiniteError(problem, remedy="repair or replace the checkpoint")
         lifted = distance + FLOOR * tensor.norm
         weight = (tensor.norm * tensor.donor_norm or math.inf) ** -0.5 if equal else tensor.entries / lifted
         self.weights[tensor.name] = weight
@@ -228,13 +212,13 @@ class StreamSums:
         self.logs += tensor.entries * math.log(lifted / tensor.norm)
         self.entries += tensor.entries
         self.apart += weight * distance
-        for product in tensor.products:
-            self.overlap += weight * product.overlap(transforms)
-            self._add((product.stream, product.gain), product.matrix, weight)
+        for stream, gain, matrix in (product[1:] for product in tensor.products):
+            self.logs += 2 * weight * overlap(transforms[stream], matrix, gain)
+            self._add((stream, gain), matrix, weight)
 
     def _add(self, key: tuple[str, bool], matrix: Tensor, weight: float) -> None:
         if key in self.products:
-            self.products[key].add_(matrix, alpha=weight)
+            self.products[key].add_(matrix.to(self.products[key].device), alpha=weight)
         else:
             self.products[key] = matrix * weight
 
@@ -246,26 +230,18 @@ class StreamSums:
             for key, matrix in part.products.items():
                 total._add(key, matrix, 1.0)
             total.weights.update(part.weights)
-            for name in ("apart", "logs", "overlap", "entries"):
+            for name in ("apart", "logs", "entries"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
 
-    def to(self, device: torch.device) -> StreamSums:
-        """The same, its products on a device."""
-        return replace(self, products={key: matrix.to(device) for key, matrix in self.products.items()})
-
-    @property
-    def objective(self) -> float:
-        """Geometric mean over entries of tensors in moving streams of their relative squared distance, plus `FLOOR`."""
-        return math.exp(self.logs / self.entries) if self.entries else 0.0
-
     def bound(self, transforms: Mapping[str, Transform]) -> float:
-        """Upper bound on the objective under other maps of the streams, with local spaces held fixed.
+        """Upper bound on the objective under some maps of the streams, with local spaces held fixed.
 
-        It uses the tangent of the logarithm, and equals the objective under the maps used for counting.
+        The objective is the geometric mean over entries of tensors in moving streams of their relative squared
+        distance, plus `FLOOR`. The bound uses the tangent of the logarithm, and is the objective itself under the maps
+        used for counting.
         """
-        logs = self.logs - 2 * (self._overlapping(transforms) - self.overlap)
-        return math.exp(logs / self.entries) if self.entries else 0.0
+        return math.exp((self.logs - 2 * self._overlapping(transforms)) / self.entries) if self.entries else 0.0
 
     def promise(self, current: Mapping[str, Transform], solved: Mapping[str, Transform]) -> float:
         """Share of the weighted squared distance that better stream elements would remove."""
@@ -277,17 +253,14 @@ class StreamSums:
 
     def solve(self, architecture: Architecture, groups: Mapping[str, str], current: Transforms) -> Transforms:
         """The best element of each stream's group; the current one of a stream of which nothing is known."""
-        known = {stream for stream, _ in self.products}
-        return {
-            name: self._solved(architecture, name, group) if name in known else current[name]
-            for name, group in groups.items()
-        }
-
-    def _solved(self, architecture: Architecture, stream: str, group: str) -> Transform:
-        free, _, size = architecture.stream_group(stream, group).groups["map"]
-        nothing = torch.zeros(size, size, dtype=torch.float64)
-        products, gains = (self.products.get((stream, gain), nothing)[None] for gain in (False, True))
-        return Transform("stream", {"map": free.solve(Stats.of_products(products, gains.to(products.device)))})
+        solved = dict(current)
+        for name in {stream for stream, _ in self.products} & groups.keys():
+            free, _, size = architecture.stream_group(name, groups[name]).groups["map"]
+            nothing = torch.zeros(size, size, dtype=torch.float64)
+            products, gains = (self.products.get((name, gain), nothing)[None] for gain in (False, True))
+            stats = Stats.of_products(products, gains.to(products.device))
+            solved[name] = Transform("stream", {"map": free.solve(stats)})
+        return solved
 
 
 def overlap(transform: Transform, product: Tensor, gain: bool) -> float:
@@ -298,19 +271,6 @@ def overlap(transform: Transform, product: Tensor, gain: bool) -> float:
     assert isinstance(element, Monomial)
     picked = product.gather(1, element.index[0].to(product.device)[:, None])[:, 0]
     return float((picked if gain else picked * element.factor[0].to(picked)).sum())
-
-
-def _without(info: TensorInfo, dim: int) -> TensorInfo:
-    """The tensor without one axis and without row shifts."""
-    return replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
-
-
-def _logits_axis(info: TensorInfo) -> int | None:
-    """The vocabulary's axis in a head that reads a stream, the experts' in a router; None in other tensors."""
-    if info.common is not None:
-        return 0
-    reads = any(part.space.kind == "stream" and part.role == "read" for axis in info.axes for part in axis.parts)
-    return info.vocabulary_axis if reads else None
 
 
 def _chunks(x: Tensor, precise: bool) -> Iterator[Tensor]:
@@ -345,23 +305,19 @@ def residual_groups(architecture: Architecture, residual: str, model: str = "the
     """
     if residual == "none":
         return {}
-    if not architecture.streams:
-        problem = f"'residual: {residual}': the {architecture.family} architecture has no stream to move"
-        raise RecipeError(problem, where=model)
     choices = by_stream(residual) or dict.fromkeys(architecture.streams, residual)
-    largest = {name: groups[-1] for name, groups in architecture.stream_groups.items() if name in choices}
+    known, word, family = architecture.stream_groups, f"'residual: {residual}'", architecture.family
+    if not architecture.streams:
+        raise RecipeError(f"{word}: the {family} architecture has no stream to move", where=model)
     for name, group in choices.items():
-        if name not in architecture.streams:
-            problem = f"'residual: {residual}': there is no stream '{name}'"
-            raise RecipeError(problem, where=model, remedy=nearest(name, architecture.streams))
-        if group not in ("largest", *architecture.stream_groups[name]):
+        if name not in known:
+            raise RecipeError(f"{word}: there is no stream '{name}'", where=model, remedy=nearest(name, known))
+        if group not in ("largest", *known[name]):
             out = architecture.handed_out.get(name)
-            why = f"(stream '{name}'" + (f", which this model gives out as '{out}')" if out else ")")
-            problem = f"'residual: {group}' is not a symmetry of the {architecture.family} architecture {why}"
-            same = len(set(largest.values())) == 1
-            word = largest[name] if same else ",".join(f"{stream}={each}" for stream, each in largest.items())
-            raise RecipeError(problem, where=model, remedy=f"the largest it admits is 'residual: {word}'")
-    groups = {name: largest[name] if group == "largest" else group for name, group in choices.items()}
+            why = f"stream '{name}', which this model gives out as '{out}'" if out else f"stream '{name}'"
+            problem = f"'residual: {group}' is not a symmetry of the {family} architecture ({why})"
+            raise RecipeError(problem, where=model, remedy=f"the largest it admits is 'residual: {known[name][-1]}'")
+    groups = {name: known[name][-1] if group == "largest" else group for name, group in choices.items()}
     return {name: group for name, group in groups.items() if group != "none"}
 
 

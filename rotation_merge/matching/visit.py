@@ -10,10 +10,9 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.block import BlockMatch, check_numbers, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import Piece, StreamMeasurement, StreamSums, Transforms, measured
 from rotation_merge.model.apply import at_least_float32, read_block, transform_tensor
@@ -59,7 +58,7 @@ class Visits:
         folded: streams whose norms are folded as blocks are read.
         cached: whether what fits in memory is kept, as the models are read more than once.
         device: where blocks are brought; None: they stay where they are read.
-        home: where results are brought.
+        home: where sums are brought.
         known: what plain blocks say of the streams, by their names, and whether precisely: the same in every pass.
     """
 
@@ -118,16 +117,11 @@ class Visits:
     def piece(self, step: Step, item: int) -> StreamSums | BlockMatch:
         """A step on the block of a number."""
         block = self.architecture.blocks[item]
-        options = self.options[block.name]
-        matched = {space.name for space in wanted_spaces(block, options)}
-        result: StreamSums | BlockMatch
         if step.weights is None:
-            result = self._last(step.streams, block, options, matched)
-        elif self.is_plain(block):
-            result = self._plain(step, block)
-        else:
-            result = self._passed(step, step.weights, block, options, matched)
-        return result if self.home is None else result.to(torch.device(self.home))
+            return self._last(step.streams, block)
+        sums = self._plain(step, block) if self.is_plain(block) else self._passed(step, step.weights, block)
+        home = sums.products if self.home is None else {key: x.to(self.home) for key, x in sums.products.items()}
+        return replace(sums, products=home)
 
     def _plain(self, step: Step, block: Block) -> StreamSums:
         """The sums of a plain block, which is measured once."""
@@ -137,27 +131,27 @@ class Visits:
             self.known[block.name] = step.precise, measurements
         return StreamSums.of(measurements, step.streams, step.equal)
 
-    def _passed(
-        self, step: Step, weights: Mapping[str, float], block: Block, options: AlignConfig, matched: set[str]
-    ) -> StreamSums:
+    def _passed(self, step: Step, weights: Mapping[str, float], block: Block) -> StreamSums:
         """Match all local spaces under the streams' transforms, and sum what the block says of the streams.
 
         Tensors have the roots of their weights as factors, in place; not those that are stored without an offset.
         """
         ((_, anchor, donor),) = self._pieces(block)
-        factors = {i.key: weights[i.name] for i in block.tensors if matched and i.name in weights and not i.offset}
+        options = self.options[block.name]
+        weighted = [i for i in block.tensors if i.name in weights and not i.offset and wanted_spaces(block, options)]
+        factors = {info.key: weights[info.name] for info in weighted}
         for tensors in (anchor, donor):
             for key in factors.keys() & tensors.keys():
                 tensors[key] = at_least_float32(tensors[key]) * factors[key] ** 0.5
         maps = step.streams | match_block(block, anchor, donor, options, step.streams, with_rows=False).transforms
         sums = StreamSums.of(measured([(block, anchor, donor)], maps, step.precise), maps, step.equal)
         applied = {info.name: factors.get(info.key, 1.0) for info in block.tensors}
-        sums.weights = {name: weight * applied[name] for name, weight in sums.weights.items()}
-        return sums
+        return replace(sums, weights={name: weight * applied[name] for name, weight in sums.weights.items()})
 
-    def _last(self, streams: Transforms, block: Block, options: AlignConfig, matched: set[str]) -> BlockMatch:
+    def _last(self, streams: Transforms, block: Block) -> BlockMatch:
         """Match the local spaces without weights under the streams' transforms."""
-        result = BlockMatch({}, [])
+        result, options = BlockMatch({}, []), self.options[block.name]
+        matched = wanted_spaces(block, options)
         for part, anchor, donor in self._pieces(block) if streams or matched else ():
             before, norm = squared_distances(part, anchor, donor, {}) if streams else (0.0, 0.0)
             for info in (info for info in part.tensors if info.key in donor):  # turned once, not for every look at it
@@ -168,40 +162,34 @@ class Visits:
         return result
 
     def _pieces(self, block: Block) -> Iterator[Piece]:
-        """A block with the tensors of both models; of a plain one, long vocabularies follow in slices."""
+        """A block with the tensors of both models; of a plain one, long vocabularies follow in slices.
+
+        Raises:
+            AlignmentError: a tensor holds NaN or infinity.
+        """
         slices = self._slices(block) if self.is_plain(block) else {}
-        with self._reading:
-            if slices:
-                stored = [stored_tensors(block, source) for source in self._stored]
-            else:
-                anchor, donor = (read_block(block, source) for source in self._sources)
-        if not slices:
-            yield _checked(block, anchor, donor)
-            return
         axes = vocabulary_axes(block.tensors)
         short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in slices))
         parts: list[tuple[Block, slice | None]] = [(short, None)]
         parts += [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in slices.get(i.key, ())]
+        with self._reading:
+            whole = [] if slices else [read_block(block, source) for source in self._sources]
+            stored = [stored_tensors(block, source) for source in self._stored] if slices else []
         for part, rows in parts:
             sources = stored if rows is None else [with_rows(source, axes, rows) for source in stored]
             folded = (folded_tensors(self.architecture, source, self.folded) for source in sources)
-            anchor, donor = (read_block(part, source) for source in folded)
-            yield _checked(part, anchor, donor)
+            anchor, donor = whole or (read_block(part, source) for source in folded)
+            check_numbers(part, anchor, "anchor")
+            check_numbers(part, donor, "donor")
+            yield part, anchor, donor
 
     def _slices(self, block: Block) -> dict[str, list[slice]]:
         """The slices of long vocabularies, by the keys of their tensors."""
-        known = [as_tensors(source).shapes for source in self._stored]
         result = {}
         for info in block.tensors:
-            names = [next((n for n in (*info.names, *info.tied) if n in shapes), None) for shapes in known]
-            if None not in names:
-                empty = [torch.empty(s[str(n)], device="meta") for s, n in zip(known, names, strict=True)]
-                result[info.key] = vocabulary_slices(info, empty)
-        return {key: slices for key, slices in result.items() if slices}
-
-
-def _checked(block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> Piece:
-    """Tensors that are compared, all of them finite."""
-    check_finite(block, anchor, "anchor")
-    check_finite(block, donor, "donor")
-    return block, anchor, donor
+            names = (*info.names, *info.tied)
+            shapes = [next((s.shapes[n] for n in names if n in s), None) for s in map(as_tensors, self._stored)]
+            empty = [torch.empty(shape, device="meta") for shape in shapes if shape is not None]
+            if len(empty) == 2 and (slices := vocabulary_slices(info, empty)):
+                result[info.key] = slices
+        return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rotation_merge.model.card import metadata_in
 from rotation_merge.model.contents import read_json
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
+from rotation_merge.model.nearness import RELATED, likeness, sampled_changes
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.view import View
 
@@ -36,12 +37,14 @@ class TaskVectorBase:
     Attributes:
         name: a folder, or a name on the hub.
         why: the evidence, in words.
-        changes: of the models to it.
+        cosine: mean over pairs of models, of the angle between their changes to it; 0 of one model.
+        same: whether a model has its weights.
     """
 
     name: str
     why: str
-    changes: SampledChanges
+    cosine: float = 0.0
+    same: bool = False
 
 
 def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVectorBase | None:
@@ -55,36 +58,36 @@ def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVector
     """
     opened = {name: open_model(name, any_base=True) for name in models}
     if base_name is not None:
-        return _opened(base_name, "as given", opened)
-    stated = (_tried(name, why, opened) for name, why in _named(opened))
-    return next((base for base in stated if base is not None), None) or _nearest(models, opened)
+        return _checked(base_name, "as given", opened)
+    for base in _bases(_named(opened), opened):
+        return base
+    beside = dict.fromkeys(_candidates(opened), "by its weights")
+    independent = [b for b in _bases(beside.items(), opened) if not b.same and abs(b.cosine) < UNRELATED]
+    return min(independent, key=lambda base: abs(base.cosine), default=None)
 
 
-def _opened(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase:
+def _checked(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase:
     """Open the base and check that the models were tuned from it.
 
     Raises:
         RotationMergeError: it is missing, or not the base of a model.
     """
-    base = open_model(name, any_base=True)
-    for model in models:
-        if model == name:
-            continue
+    base, tuned = open_model(name, any_base=True), {model: view for model, view in models.items() if model != name}
+    for model in tuned:
         pair = open_pair(name, model, NOTHING, averaged=True)
         if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
             problem = f"is not the base of {model}: the mean cosine of their matrices is {cosine:.2f}"
-            raise CheckpointError(
-                problem, where=name, remedy="name the model that all others were fine-tuned from, or leave out 'base'"
-            )
-    tuned_models = {model: opened for model, opened in models.items() if model != name}
-    return TaskVectorBase(name, why, sampled_changes(base, tuned_models))
+            remedy = "name the model that all others were fine-tuned from, or leave out 'base'"
+            raise CheckpointError(problem, where=name, remedy=remedy)
+    changes = sampled_changes(base, tuned)
+    return TaskVectorBase(name, why, changes.cosine, not all(changes.lengths.values()))
 
 
-def _tried(name: str, why: str, models: Mapping[str, View]) -> TaskVectorBase | None:
-    try:
-        return _opened(name, why, models)
-    except RotationMergeError:
-        return None
+def _bases(named: Iterable[tuple[str, str]], models: Mapping[str, View]) -> Iterator[TaskVectorBase]:
+    """Those among candidates, with the evidence, that may be the base."""
+    for name, why in named:
+        with suppress(RotationMergeError):
+            yield _checked(name, why, models)
 
 
 def _named(models: Mapping[str, View]) -> Iterator[tuple[str, str]]:
@@ -95,43 +98,37 @@ def _named(models: Mapping[str, View]) -> Iterator[tuple[str, str]]:
             yield str(reference.model), f"base of the adapter ({os.path.basename(str(reference.lora))})"
     for name, model in models.items():
         stated = metadata_in(model.folder).get("base_model")
-        names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
+        names = stated if isinstance(stated, list) else [stated]
         if len(names) == 1:  # a merge has several
-            for place in _places(str(names[0]), model.folder):
+            for place in _places(names[0], model.folder):
                 yield place, f"the card of {os.path.basename(name)} names it"
 
 
-def _places(stated: str, folder: str) -> Iterator[str]:
-    """Where a model is that the files in a folder name: in a folder, beside that folder, or in the hub's cache."""
-    for place in (stated, os.path.join(os.path.dirname(folder), stated)):
-        if stated and os.path.isdir(place):
-            yield os.path.abspath(place)
-    if is_hub_name(stated) and not os.path.exists(stated) and not absent_parts(parse_reference(stated)):
-        yield stated
-
-
-def _nearest(models: Sequence[str], opened: Mapping[str, View]) -> TaskVectorBase | None:
-    """The model that all others differ from independently: one of them, or beside them, or named by their configs."""
+def _candidates(models: Mapping[str, View]) -> list[str]:
+    """Models that all others may differ from: one of them, folders beside them, and models that their configs name."""
     if len(models) < 2:
-        return None
-    candidates = [*(models if len(models) > 2 else []), *_beside(models), *_began_as(opened.values())]
-    bases = [base for name in dict.fromkeys(candidates) if (base := _tried(name, "by its weights", opened)) is not None]
-    bases = [base for base in bases if all(base.changes.lengths.values()) and abs(base.changes.cosine) < UNRELATED]
-    return min(bases, key=lambda base: abs(base.changes.cosine), default=None)
-
-
-def _beside(models: Sequence[str]) -> list[str]:
-    """Folders with a model beside the models, without merges."""
+        return []
+    names = list(models) if len(models) > 2 else []
     parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.exists(name)}
-    named = {os.path.realpath(name) for name in models}
-    places = [place for parent in sorted(parents) for place in sorted(Path(parent).iterdir())]
-    bases = (
-        str(p) for p in places if (p / "config.json").is_file() and not any((p / file).exists() for file in MERGED)
-    )
-    return [place for place in bases if os.path.realpath(place) not in named][:MOST_BESIDE]
+    folders = [place for parent in sorted(parents) for place in sorted(Path(parent).iterdir())]
+    here = {os.path.realpath(name) for name in models}
+    beside = [
+        str(place)
+        for place in folders
+        if (place / "config.json").is_file()
+        and not any((place / file).exists() for file in MERGED)
+        and os.path.realpath(place) not in here
+    ]
+    began = [(read_json(os.path.join(m.folder, "config.json")).get("_name_or_path"), m.folder) for m in models.values()]
+    stated = [place for name, folder in began for place in _places(name, folder)]
+    return list(dict.fromkeys([*names, *beside[:MOST_BESIDE], *stated]))
 
 
-def _began_as(models: Iterable[View]) -> list[str]:
-    """Stored models that configs name as those which were loaded before training (`_name_or_path`)."""
-    stated = [(model, read_json(os.path.join(model.folder, "config.json")).get("_name_or_path")) for model in models]
-    return [place for model, name in stated for place in _places(str(name or ""), model.folder)]
+def _places(stated: object, folder: str) -> Iterator[str]:
+    """Where a model is that the files in a folder name: in a folder, beside that folder, or in the hub's cache."""
+    name = stated if isinstance(stated, str) else ""
+    for place in (name, os.path.join(os.path.dirname(folder), name)):
+        if name and os.path.isdir(place):
+            yield os.path.abspath(place)
+    if is_hub_name(name) and not os.path.exists(name) and not absent_parts(parse_reference(name)):
+        yield name

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,30 +16,18 @@ from rotation_merge.model.open import open_model
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.measure import MeasureConfig, measured, model_for
 from rotation_merge.run.sample_kinds import SELF, SOURCES
-from rotation_merge.search.job import SearchConfig
-from rotation_merge.search.preparation import FAR, SHARED, Parents
+from rotation_merge.search.parents import FAR, SHARED, Parents
 from rotation_merge.workers import listener
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
 
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "task_arithmetic": ({}, {}),
-    "ties": ({}, {"density": 0.5}),
-    "wudi": ({}, {}),
-    "tsv": ({}, {}),
-    "wudi, both sides": ({"sides": "both"}, {}),
-}
-"""Averages of task vectors, the cheap ones first: what the recipe says beside the delegate, and under each model."""
-
-SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, "wudi, both sides": 1.1}
-"""The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
-
-STEPS = 400
-"""Of learning, where there is time."""
-
 LAST = "wudi, both sides"
 """Tried where the budget allows: it is the costliest."""
+SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, LAST: 1.1}
+"""The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
+STEPS = 400
+"""Of learning, where there is time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,7 @@ class Candidate:
         models: those that are merged.
         parameters: of the whole recipe.
         of_model: of single models, by model.
-        needs: what must be made before: `fit` or `statistics`; None for nothing.
+        needs: key under each model whose file must be made before: `alignment` or `statistics`; None for nothing.
         scale: `lambda`, whose best value is searched; None: the delegate has none.
     """
 
@@ -64,10 +51,6 @@ class Candidate:
     of_model: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs: str | None = None
     scale: float | None = None
-
-    def with_files(self, of_model: Mapping[str, Mapping[str, Any]]) -> Candidate:
-        """The candidate with the files that it needs."""
-        return replace(self, of_model=of_model, needs=None)
 
     def recipe(self, dtype: str | None) -> str:
         """The recipe as YAML."""
@@ -83,119 +66,92 @@ class Candidate:
         return yaml.safe_dump(content, sort_keys=False, width=1 << 20, allow_unicode=True)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The candidates for some models, and the files that they need, each made once.
+def candidates_of(parents: Parents) -> list[Candidate]:
+    """Candidates in their order: averages, averages of aligned models, what is solved or learned on samples."""
+    models, aligned = parents.config.models, parents.relation != SHARED
+    groups = parents.anchor.architecture.stream_groups.values()
+    moved, plain = aligned and any(admitted[-1] != "none" for admitted in groups), LOCAL if aligned else PLAIN
+    untied = {"untie": True} if parents.anchor.tied_head is not None else {}
+    turned = untied if parents.anchor.architecture.admitting("rotation") else {}
+    whole = {**LOCAL, "residual": "largest", **turned}
+    data, samples = {model: {"data": source} for model, source in parents.data.items()}, parents.config.samples
+    apart = len(set(parents.data.values())) > 1 or parents.config.data[0] == SELF
+    refit = {"delegate": "refit", "samples": samples, "targets": "own" if apart else "mean"}
+    averages = [
+        (aligned, Candidate("heads, neurons", models[0], models, LOCAL)),
+        (moved, Candidate("whole model", models[0], models, whole)),
+        (True, Candidate("regmean", models[0], models, {"delegate": "regmean", **plain}, needs="statistics")),
+        (True, Candidate("refit, plain", models[0], models, {**refit, **PLAIN}, data)),
+        (moved, Candidate("refit, whole model", models[0], models, {**refit, **whole}, data)),
+        (aligned and bool(parents.training), Candidate("learned", models[0], models, untied, needs="alignment")),
+    ]
+    plain_average, changes = Candidate("plain", models[0], models, PLAIN), list(_of_changes(parents, plain))
+    chosen = [plain_average, *changes, *(candidate for possible, candidate in averages if possible)]
+    return sorted(chosen, key=lambda candidate: candidate.name == LAST)
 
-    Attributes:
-        files: folder of these files.
+
+def _of_changes(parents: Parents, options: Mapping[str, Any]) -> Iterator[Candidate]:
+    """Averages of task vectors, the cheap ones first; for a single one only its scale is searched."""
+    base, tuned = parents.base, parents.tuned
+    if parents.relation == FAR or base is None:
+        return
+    for name, scale in {"task_arithmetic": round(1 / math.sqrt(len(tuned)), 3), **SCALES}.items():
+        if len(tuned) > 1 or name == "task_arithmetic":
+            parameters = {"delegate": name.partition(",")[0], **options, **({"sides": "both"} if name == LAST else {})}
+            of_model = dict.fromkeys(tuned, {"density": 0.5} if name == "ties" else {})
+            yield Candidate(name, base.name, tuned, parameters, of_model, scale=scale)
+
+
+def left_out(parents: Parents) -> dict[str, str]:
+    """Candidates that these models exclude, and why."""
+    reasons = {}
+    if parents.relation == SHARED:
+        reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
+    if parents.relation == FAR:
+        reasons["averages of task vectors"] = "the models are not fine-tunes of one base"
+    elif parents.base is None:
+        reasons["averages of task vectors"] = "no base is known; name it as 'base'"
+    elif len(parents.tuned) == 1:
+        reasons[", ".join(SCALES)] = "there is only one task vector"
+    return reasons
+
+
+def with_files(candidate: Candidate, parents: Parents, seconds: float) -> Candidate:
+    """The candidate with the files that it needs, each made once.
+
+    Args:
+        seconds: that learning may take.
     """
-
-    config: SearchConfig
-    parents: Parents
-    files: Path
-
-    def all(self) -> list[Candidate]:
-        """Candidates in their order: averages, averages of aligned models, what is solved or learned on samples."""
-        aligned = self.parents.relation != SHARED
-        moved = aligned and any(
-            groups[-1] != "none" for groups in self.parents.anchor.architecture.stream_groups.values()
-        )
-        plain = LOCAL if aligned else PLAIN
-        chosen = [self._candidate("plain", PLAIN), *self._of_changes(plain)]
-        if aligned:
-            chosen.append(self._candidate("heads, neurons", LOCAL))
-        if moved:
-            chosen.append(self._candidate("whole model", self._whole))
-        chosen.append(self._candidate("regmean", {"delegate": "regmean", **plain}, needs="statistics"))
-        chosen.append(self._refit("refit, plain", PLAIN))
-        if moved:
-            chosen.append(self._refit("refit, whole model", self._whole))
-        if aligned and self.parents.training:
-            chosen.append(self._candidate("learned", {"untie": True} if self.parents.tied else {}, needs="fit"))
-        return sorted(chosen, key=lambda candidate: candidate.name == LAST)
-
-    def left_out(self) -> dict[str, str]:
-        """Candidates that these models exclude, and why."""
-        reasons, relation = {}, self.parents.relation
-        if relation == SHARED:
-            reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
-        if relation == FAR:
-            reasons["averages of task vectors"] = "the models are not fine-tunes of one base"
-        elif self.parents.base is None:
-            reasons["averages of task vectors"] = "no base is known; name it as 'base'"
-        elif len(self._tuned) == 1:
-            reasons[", ".join(SCALES)] = "there is only one task vector"
-        return reasons
-
-    @property
-    def _tuned(self) -> tuple[str, ...]:
-        """The models without their base."""
-        base = self.parents.base
-        return tuple(model for model in self.config.models if base is None or model != base.name)
-
-    def _of_changes(self, options: Mapping[str, Any]) -> Iterator[Candidate]:
-        """Delegates that merge task vectors; for a single one only its scale is searched."""
-        base, tuned = self.parents.base, self._tuned
-        if self.parents.relation == FAR or base is None:
-            return
-        for name, (values, of_model) in CHANGES.items():
-            if len(tuned) > 1 or name == "task_arithmetic":
-                parameters = {"delegate": name.partition(",")[0], **options, **values}
-                scale = SCALES.get(name, round(1 / math.sqrt(len(tuned)), 3))
-                yield Candidate(name, base.name, tuned, parameters, dict.fromkeys(tuned, of_model), scale=scale)
-
-    @property
-    def _whole(self) -> dict[str, Any]:
-        turned = self.parents.anchor.architecture.admitting("rotation")
-        return {**LOCAL, "residual": "largest", **({"untie": True} if self.parents.tied and turned else {})}
-
-    def _refit(self, name: str, options: Mapping[str, Any]) -> Candidate:
-        data, samples = self.parents.data, self.config.samples
-        apart = len(set(data.values())) > 1 or self.config.data[0] == SELF
-        refit = {"delegate": "refit", "samples": samples, "targets": "own" if apart else "mean"}
-        candidate = self._candidate(name, {**refit, **options})
-        return candidate.with_files({model: {"data": data[model]} for model in self.config.models})
-
-    def _candidate(self, name: str, parameters: Mapping[str, Any], needs: str | None = None) -> Candidate:
-        return Candidate(name, self.config.models[0], self.config.models, parameters, needs=needs)
-
-    def ready(self, candidate: Candidate, seconds: float) -> Candidate:
-        """The candidate with its files.
-
-        Args:
-            seconds: that learning may take.
-        """
-        if candidate.needs == "statistics":
-            return candidate.with_files({m: {"statistics": self._statistics(m)} for m in candidate.models})
-        if candidate.needs == "fit":
-            files = self._learned(candidate, seconds)
-            return candidate.with_files({model: {"alignment": file} for model, file in files.items()})
+    if candidate.needs is None:
         return candidate
+    parents.files.mkdir(parents=True, exist_ok=True)
+    if candidate.needs == "statistics":
+        files = {model: _statistics(parents, model) for model in candidate.models}
+    else:
+        files = _learned(parents, candidate.models, seconds)
+    return replace(candidate, of_model={model: {candidate.needs: file} for model, file in files.items()})
 
-    def _statistics(self, model: str) -> str:
-        path = self.files / f"statistics-{self.config.models.index(model)}.safetensors"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            opened, device, source = open_model(model, any_base=True), self.config.device, self.parents.data[model]
-            module = model_for(opened, MeasureConfig(), source, device, None)
-            limit = self.config.samples if source in SOURCES else None
-            data = read_samples(model, source, limit, *self.config.reading, module)
-            measured(opened, module, data, MeasureConfig(), path, listener(), device)
-        return str(path)
 
-    def _learned(self, candidate: Candidate, seconds: float) -> dict[str, str]:
-        tell = listener()
-        files = {model: str(self.files / f"learned-{i}.safetensors") for i, model in enumerate(candidate.models)}
-        del files[candidate.anchor]
-        if all(os.path.exists(file) for file in files.values()):
-            return files
-        batches = [batch for data in self.parents.training for batch in data.batches]
-        options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=self.config.seed)
-        donors, devices = candidate.models[1:], [self.config.device]
-        watch = lambda done, total, _: tell("learning", done, total)  # noqa: E731
-        untie = self.parents.tied
-        result = fit(candidate.anchor, donors, batches, None, options, watch, untie=untie, devices=devices)
-        for model, alignment in zip(donors, result.alignments, strict=True):
-            alignment.write(files[model])
-        return files
+def _statistics(parents: Parents, model: str) -> str:
+    config, source = parents.config, parents.data[model]
+    path = parents.files / f"statistics-{config.models.index(model)}.safetensors"
+    if not path.exists():
+        view, options = open_model(model, any_base=True), MeasureConfig()
+        module = model_for(view, options, source, config.device, None)
+        data = read_samples(model, source, config.samples if source in SOURCES else None, *config.reading, module)
+        measured(view, module, data, options, path, listener(), config.device)
+    return str(path)
+
+
+def _learned(parents: Parents, models: tuple[str, ...], seconds: float) -> dict[str, str]:
+    """Alignment files of the donors, learned together on the training samples."""
+    config, tell = parents.config, listener()
+    files = {model: str(parents.files / f"learned-{number}.safetensors") for number, model in enumerate(models[1:], 1)}
+    if not all(map(os.path.exists, files.values())):
+        batches = [batch for data in parents.training for batch in data.batches]
+        options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=config.seed)
+        watch, untie = lambda done, total, _: tell("learning", done, total), parents.anchor.tied_head is not None
+        result = fit(models[0], list(files), batches, None, options, watch, untie=untie, devices=[config.device])
+        for file, alignment in zip(files.values(), result.alignments, strict=True):
+            alignment.write(file)
+    return files

@@ -1,18 +1,27 @@
-"""Options of a search."""
+"""Options of a search, and the config of one, with its key."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import re
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Predicate
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import Config, Count, Dtype, Kind, Length, option
+from rotation_merge.errors import RotationMergeError
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+
+CHANGEABLE = ("budget", "device", "out")
+"""Options that may change when a search continues."""
 
 
 def seconds(time: Any) -> float:
@@ -38,7 +47,65 @@ class MergeConfig(Config):
     dtype: Dtype | None = option(None, "type of the weights. Not given: that of the models")
     base: str | None = option(None, "common base of the models. Not given: found from adapters, cards or weights")
 
+
+@dataclass(frozen=True)
+class SearchConfig(MergeConfig):
+    """Config of a search: the models, the output and the options.
+
+    Attributes:
+        models: the first is the anchor.
+        data: one source for all, or one for each model.
+        device: to compute on.
+    """
+
+    models: tuple[str, ...]
+    out: str
+    data: tuple[str, ...]
+    device: str = "cpu"
+
+    def load(self, model: str) -> Any:
+        """Load a model on the device, with its classes in the first model's order."""
+        from rotation_merge.run.functions import load
+
+        return load(model, like=self.models[0]).to(self.device)
+
     @property
-    def seconds(self) -> float:
-        """Seconds in which new merges are tried."""
-        return seconds(self.budget)
+    def reading(self) -> tuple[int, int, int]:
+        """Batch size, length and seed of reading samples."""
+        return self.batch_size, self.length, self.seed
+
+    def key(self) -> str:
+        """Stable key of the models, the samples and the options, and of the state of their files."""
+        options = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
+        weights = [path for model in filter(None, [*self.models, self.base]) for path in _weights(model)]
+        stamps = [os.stat(path).st_mtime_ns for path in (*weights, *filter(os.path.exists, self.data))]
+        return hashlib.blake2b(json.dumps([options, stamps]).encode(), digest_size=4).hexdigest()
+
+
+def _weights(model: str) -> list[str]:
+    """The weight files of a model that is here, and of its adapter."""
+    from rotation_merge.model.folder import folder_of
+    from rotation_merge.model.open import parse_reference
+
+    reference = parse_reference(model)
+    folders = [folder_of(part) for part in (reference.model, reference.lora) if part is not None]
+    files = [file for folder in folders if folder for file in sorted(Path(folder).iterdir())]
+    return [str(file) for file in files if file.suffix in (".safetensors", ".bin")]
+
+
+def usual_data(model: str) -> str:
+    """Default data: texts written by the models, or random images.
+
+    Raises:
+        RotationMergeError: the model can make up neither.
+    """
+    from rotation_merge.run.functions import local_path, read_config
+    from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
+
+    config = read_config(local_path(model))
+    name = str((config.get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return SELF
+    if "image_size" in config or "vision_config" in config:
+        return SYNTHETIC
+    raise RotationMergeError(f"{name or 'the model'} cannot write samples", where=model, remedy="give 'data'")

@@ -7,7 +7,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,77 @@ from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.card import updated_card
 from rotation_merge.model.contents import Contents, reason
+from rotation_merge.model.verdict import sentences
 from rotation_merge.model.writing import staged
-from rotation_merge.record import DISTANCES, REPORT_FILE
+from rotation_merge.record import DISTANCES, REPORT_FILE, Score, Verdict
 from rotation_merge.report.files import read_report
 from rotation_merge.run.batches import data_hash
 from rotation_merge.run.evaluate import keep_figures
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
-from rotation_merge.search.candidates import Candidate, Candidates
-from rotation_merge.search.job import SearchConfig
-from rotation_merge.search.judge import Figures
-from rotation_merge.search.outcome import Outcome, Trial
-from rotation_merge.search.preparation import Preparation
-from rotation_merge.search.scaling import best_scale
+from rotation_merge.search.candidates import Candidate, candidates_of, left_out, with_files
+from rotation_merge.search.config import SearchConfig, seconds
+from rotation_merge.search.judge import Figures, forgetting
+from rotation_merge.search.parents import Parents, opened_parents
+from rotation_merge.search.scale import best_scale
 
 MARKED = re.compile(r"[0-9a-f]{8}")
 """Names of the folders of searches beside OUT; other folders there are not ours."""
-RECIPE, CARD = "recipe.yml", "README.md"
-MERGED, JUDGED = "merged", "judged"
-"""What the records beside a candidate merge say: its recipe, once it is complete, and its figures."""
+RECIPE, CARD, PLAIN = "recipe.yml", "README.md", "plain"
 WRITING = "writing"
 """Name of the record of a search that has begun to write OUT."""
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """The hub's names of the measures, by unit."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate and its figures on the selection samples.
+
+    Attributes:
+        scale: its `lambda`; None: it has none.
+    """
+
+    name: str
+    figures: Figures
+    seconds: float
+    recipe: str
+    scale: float | None = None
+
+    @property
+    def score(self) -> Score:
+        """The candidate as a row of report and card."""
+        name = self.name if self.scale is None else f"{self.name}, lambda {self.scale:g}"
+        return _score(name, self.figures, self.seconds)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a search.
+
+    Attributes:
+        tried: all merges, the best first; then those that forget too much.
+        relations: of every other model: mean cosine of its matrices to the first one's.
+        written: whether the best merge was written.
+    """
+
+    verdict: Verdict
+    tried: list[Trial]
+    relations: dict[str, float]
+    written: bool = False
+
+    def __repr__(self) -> str:
+        return f"Outcome({' '.join(sentences(self.verdict))})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as a dictionary for JSON: those of the verdict, models by name."""
+        facts, verdict = asdict(self), self.verdict
+        parents = {parent.name: asdict(parent) for parent in verdict.parents}
+        chosen = {"best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}
+        return {**facts.pop("verdict"), **facts, "parents": parents, **chosen}
+
+
+def _score(name: str, figures: Figures, seconds: float = 0.0) -> Score:
+    return Score(name, figures.score, figures.accuracy, figures.on_base, seconds)
 
 
 def searched(config: SearchConfig, say: Callable[[str], None], force: bool, anyway: bool) -> Outcome:
@@ -49,9 +99,19 @@ def searched(config: SearchConfig, say: Callable[[str], None], force: bool, anyw
 
     Args:
         say: shows a line.
+        force: whatever lies at OUT may be replaced.
+
+    Raises:
+        RotationMergeError: something lies there, models do not fit together, or data are of no use.
     """
     search = Search(config, say)
-    outcome = search.outcome_of(force)
+    search.begin(force)
+    try:
+        outcome = search.run()
+    except RotationMergeError:
+        if search.work.is_empty():
+            search.clean()
+        raise
     written = outcome.verdict.worth_it or anyway
     if written:
         search.write(outcome)
@@ -62,222 +122,183 @@ def searched(config: SearchConfig, say: Callable[[str], None], force: bool, anyw
 class Search:
     """One search. Finished candidates are stored in `OUT.unfinished`, so that an interrupted search continues."""
 
+    parents: Parents
+    samples: str
+
     def __init__(self, config: SearchConfig, say: Callable[[str], None]) -> None:
         self.config, self.say = config, say
-        self.deadline = time.perf_counter() + config.seconds
-        self.work = Store(config.out)
-        self.mark = config.key()
+        self.deadline = time.perf_counter() + seconds(config.budget)
+        self.work, self.mark = Store(config.out), config.key()
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
+        self.tried: list[Trial] = []
         self.left_out: dict[str, str] = {}
-        self.plain: Trial | None = None
 
-    def outcome_of(self, force: bool = False) -> Outcome:
-        """Try candidates within the budget, without writing to OUT.
-
-        Args:
-            force: whatever lies there may be replaced.
+    def begin(self, force: bool) -> None:
+        """Begin the work beside OUT, or continue with it.
 
         Raises:
-            RotationMergeError: something lies there, models do not fit together, or data are of no use.
+            RotationMergeError: something lies at OUT that this search did not write, or nothing can be written there.
         """
-        out = self.config.out
-        goes_on = self.work.is_of(self.mark) and self.work.get(WRITING) is not None
-        if not force and not goes_on and os.path.isdir(out) and os.listdir(out):
-            if self.work.path.is_dir() and self.work.is_empty():
-                self.work.remove()  # it was killed while it cleaned up after OUT was written
-            raise RotationMergeError(
-                "already exists", where=out, remedy="write somewhere else (the command replaces it with --force)"
-            )
+        out, continues = self.config.out, self.work.is_of(self.mark) and self.work.get(WRITING) is not None
+        elsewhere = "write somewhere else"
+        if not force and not continues and os.path.isdir(out) and os.listdir(out):
+            remedy = f"{elsewhere} (the command replaces it with --force)"
+            raise RotationMergeError("already exists", where=out, remedy=remedy)
         try:
             self.work.begin(self.mark)
         except OSError as error:
-            problem = f"cannot be written ({reason(error)})"
-            raise RotationMergeError(problem, where=out, remedy="write somewhere else") from error
-        try:
-            self.prepare()
-            return self.run()
-        except RotationMergeError:
-            if self.work.is_empty():
-                self.clean()
-            raise
-
-    def prepare(self) -> None:
-        """Open and measure the models.
-
-        Raises:
-            RotationMergeError: models that do not fit together, data without use.
-        """
-        self.parents = Preparation(self.config, self.files, self.say).run()
-        self.deciding, self.reporting = self.parents.deciding, self.parents.reporting
-        self.forgetting = self.parents.forgetting
-        self.candidates = Candidates(self.config, self.parents, self.files)
-        sets = [*self.deciding.sets, *(self.forgetting.texts if self.forgetting else [])]
-        self.samples_mark = data_hash([batch for data in sets for batch in data.batches])
-
-    # --- candidates --------------------------------------------------------------------------------------------
+            raise RotationMergeError(f"cannot be written ({reason(error)})", where=out, remedy=elsewhere) from error
 
     def run(self) -> Outcome:
         """Try candidates within the budget, and measure the best one on the reporting samples."""
-        self.left_out |= self.candidates.left_out()
+        self.parents = opened_parents(self.config, self.files, self.say)
+        judge = self.parents.deciding
+        self.samples = data_hash([batch for data in [*judge.sets, *judge.texts] for batch in data.batches])
+        self.left_out |= left_out(self.parents)
         for name, why in self.left_out.items():
             self.say(f"left out: {name} ({why})")
-        tried: list[Trial] = []
-        for candidate in self.candidates.all():
-            if tried and time.perf_counter() >= self.deadline:
+        for candidate in candidates_of(self.parents):
+            if self.tried and self._over():
                 self.left_out[candidate.name] = "the budget was spent"
-            elif (trial := self._try(candidate)) is not None:
-                tried.append(trial)
-        if not tried:
+            else:
+                self._try(candidate)
+        if not self.tried:
             raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
-        return self._outcome(sorted(tried, key=lambda trial: self._rank(trial.figures)))
+        return self._outcome(sorted(self.tried, key=lambda trial: self._rank(trial.figures)))
+
+    def _over(self) -> bool:
+        return time.perf_counter() >= self.deadline
+
+    def _plain(self) -> Trial | None:
+        return next((trial for trial in self.tried if trial.name == PLAIN), None)
+
+    def _forgetting(self, figures: Figures) -> tuple[float, float]:
+        """See `forgetting`; zeros where the base writes no text."""
+        plain, base = self._plain(), self.parents.base_figures
+        return (0.0, 0.0) if base is None else forgetting(figures, plain.figures if plain else None, base)
+
+    def _rank(self, figures: Figures) -> tuple[float, float]:
+        """The sort key of merges: those that forget too much come last."""
+        more, allowed = self._forgetting(figures)
+        return max(more - allowed, 0.0), figures.score
+
+    # --- candidates --------------------------------------------------------------------------------------------
+
+    def _try(self, candidate: Candidate) -> None:
+        """Try a candidate, unless it was tried before an interruption; it is left out if it cannot be made."""
+        self.say(f"{candidate.name} ...")
+        try:
+            trial = self._trial(candidate)
+        except (RotationMergeError, OneLineError, torch.OutOfMemoryError) as error:
+            self.left_out[candidate.name] = str(error) if isinstance(error, OneLineError) else line(error)
+            self.say(f"{candidate.name}: left out, {self.left_out[candidate.name]}")
+            return
+        self.tried.append(trial)
+        figures, judge = trial.figures, self.parents.deciding
+        words = f"{figures.score:.4f} {judge.unit}"
+        words += "" if figures.accuracy is None else f", {judge.figure} {figures.accuracy:.3f}"
+        words += "" if figures.on_base is None else f", on the base's text {figures.on_base:.4f}"
+        self.say(f"{trial.name}: {words} ({trial.seconds:.0f} s)")
+
+    def _trial(self, candidate: Candidate) -> Trial:
+        """The result of a candidate, from an interrupted search or measured now."""
+        began, judge = time.perf_counter(), self.parents.deciding
+        candidate = with_files(candidate, self.parents, max((self.deadline - began) / 2, 1.0))
+        text = candidate.recipe(self.config.dtype)
+        key, record = [text, self.samples], self.work.get(candidate.name) or {}
+        if record.pop("key", None) == key:
+            return Trial(**{**record, "figures": Figures(**record["figures"])})
+        model, scale = self.config.load(self._made(candidate.name, text)), candidate.scale
+        if scale is None:
+            figures = judge.measure(model)
+        else:
+            base = self.config.load(candidate.anchor)
+            scale, figures = best_scale(model, base, scale, judge.measure, self._rank, self._over)
+        text = replace(candidate, scale=scale).recipe(self.config.dtype)
+        trial = Trial(candidate.name, figures, time.perf_counter() - began, text, scale)
+        self.work.put(candidate.name, {"key": key, **asdict(trial)})
+        return trial
+
+    def _made(self, name: str, text: str) -> str:
+        """The folder with a candidate's merge, made by this recipe."""
+        folder = self.work.file("".join(c if c.isalnum() else "-" for c in name))
+        if Contents(str(folder)).text("mergekit_config.yml") != text:
+            shutil.rmtree(folder, ignore_errors=True)
+            merge_recipe(text, str(folder), tokenizer=True, device=self.config.device)
+        return str(folder)
+
+    # --- the end -----------------------------------------------------------------------------------------------
 
     def _outcome(self, tried: list[Trial]) -> Outcome:
-        """The outcome, from all candidates, the best one first."""
-        best, forgetting = tried[0], self.forgetting
-        reported = self._report(best)
-        plain = reported if best is self.plain else None if self.plain is None else self._report(self.plain)
-        better = [trial for trial in tried if trial.figures.score < best.figures.score]
-        notes = [] if forgetting is None else [forgetting.why(t.name, t.figures, self._plain) for t in better]
-        return Outcome(
-            self.reporting.labelled,
-            tried,
-            dict(self.parents.figures),
-            self.parents.ensemble,
-            reported,
-            plain,
-            self.left_out,
-            dict(self.parents.relations),
-            self.reporting.unit,
-            self.reporting.figure,
+        """The outcome, from all candidates, the best one first; they are measured on the reporting samples."""
+        parents, judge, best = self.parents, self.parents.reporting, tried[0]
+        reported = {
+            trial.name: _score(trial.name, judge.measure(self.config.load(self._made(trial.name, trial.recipe))))
+            for trial in tried
+            if trial.name in (best.name, PLAIN)
+        }
+        verdict = Verdict(
+            judge.unit,
+            judge.figure,
             self._samples_words(),
-            notes,
-            None if forgetting is None else forgetting.base,
+            [_score(name, figures) for name, figures in parents.figures.items()],
+            reported[best.name],
+            reported.get(PLAIN),
+            _score("ensemble", parents.ensemble),
+            [trial.score for trial in tried],
+            self.left_out,
+            [self._why(trial) for trial in tried if trial.figures.score < best.figures.score],
+            None if parents.base_figures is None else parents.base_figures.on_base,
+        )
+        return Outcome(verdict, tried, dict(parents.relations))
+
+    def _why(self, trial: Trial) -> str:
+        """The reason for rejecting a merge with a better score."""
+        more, allowed = self._forgetting(trial.figures)
+        return (
+            f"Not chosen: '{trial.name}' ({trial.figures.score:.4f} on the selection samples) forgets too much. On the "
+            f"base's own text it loses {more:.4f} nats more than the plain average; {allowed:.4f} is allowed: a tenth "
+            "of its gain over the base, and the standard error."
         )
 
     def _samples_words(self) -> str:
         """The reporting samples in words."""
-        count = sum(data.examples for data in self.reporting.sets)
+        count = sum(data.examples for data in self.parents.reporting.sets)
         sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
         origin = {SELF: "written by the models", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
         return f"{count} held-out samples {origin}"
-
-    def _rank(self, figures: Figures) -> tuple[float, float]:
-        """The sort key of merges: those that forget too much come last."""
-        return 0.0 if self.forgetting is None else self.forgetting.excess(figures, self._plain), figures.score
-
-    @property
-    def _plain(self) -> Figures | None:
-        return None if self.plain is None else self.plain.figures
-
-    def _try(self, candidate: Candidate) -> Trial | None:
-        """Try a candidate; None if it cannot be made."""
-        self.say(f"{candidate.name} ...")
-        try:
-            trial = self._tried(candidate)
-        except (RotationMergeError, OneLineError, torch.OutOfMemoryError) as error:
-            self.left_out[candidate.name] = str(error) if isinstance(error, OneLineError) else line(error)
-            self.say(f"{candidate.name}: left out, {self.left_out[candidate.name]}")
-            return None
-        if candidate.name == "plain":
-            self.plain = trial
-        figures = trial.figures
-        words = f"{figures.score:.4f} {self.deciding.unit}"
-        words += "" if figures.accuracy is None else f", {self.deciding.figure} {figures.accuracy:.3f}"
-        words += "" if figures.on_base is None else f", on the base's text {figures.on_base:.4f}"
-        self.say(f"{trial.name}: {words} ({trial.seconds:.0f} s)")
-        return trial
-
-    def _tried(self, candidate: Candidate) -> Trial:
-        """The result of a candidate, from an interrupted search or tried now."""
-        began = time.perf_counter()
-        candidate = self.candidates.ready(candidate, max((self.deadline - began) / 2, 1.0))
-        text = candidate.recipe(self.config.dtype)
-        key, place = [text, self.samples_mark], self._place(candidate.name)
-        if (record := self._record(f"{place.name}.{JUDGED}", key)) is not None:
-            return Trial(**{**record, "figures": Figures(**record["figures"])})
-        self._make(candidate.name, text)
-        model = self.config.load(str(place))
-        if candidate.scale is None:
-            figures = self._measured(model)
-        else:
-            scale, figures = self._scaled(model, candidate.anchor, candidate.scale)
-            candidate = replace(candidate, scale=scale)
-        seconds, text = time.perf_counter() - began, candidate.recipe(self.config.dtype)
-        trial = Trial(candidate.name, figures, seconds, text, candidate.scale)
-        self.work.put(f"{place.name}.{JUDGED}", {"key": key, **asdict(trial)})
-        return trial
-
-    def _scaled(self, merged: Any, base: str, scale: float) -> tuple[float, Figures]:
-        """The best `lambda` of a merge of task vectors, and its figures; the merge moves along the line."""
-        over = lambda: time.perf_counter() >= self.deadline  # noqa: E731
-        return best_scale(merged, self.config.load(base), scale, self._measured, self._rank, over)
-
-    def _make(self, name: str, text: str) -> None:
-        """Merge a recipe into the candidate's folder, unless it is done."""
-        place = self._place(name)
-        if place.is_dir() and self._record(f"{place.name}.{MERGED}", [text]) is not None:
-            return
-        shutil.rmtree(place, ignore_errors=True)
-        merge_recipe(text, str(place), tokenizer=True, device=self.config.device)
-        self.work.put(f"{place.name}.{MERGED}", {"key": [text]})
-
-    def _measured(self, model: Any) -> Figures:
-        """Measure the score and the forgetting of a merge."""
-        figures = self.deciding.measure(model)
-        return figures if self.forgetting is None else self.forgetting.measured(model, figures)
-
-    def _report(self, trial: Trial) -> Figures:
-        """Figures of a merge on the reporting samples."""
-        self._make(trial.name, trial.recipe)
-        figures = self.reporting.measure(self.config.load(str(self._place(trial.name))))
-        return replace(figures, on_base=trial.figures.on_base)
-
-    def _place(self, name: str) -> Path:
-        """The folder of a candidate merge."""
-        return self.work.file("".join(c if c.isalnum() else "-" for c in name))
-
-    def _record(self, name: str, key: list[str]) -> dict[str, Any] | None:
-        """The facts that this search stored before it was interrupted; None if there are none, or those of another key.
-
-        Args:
-            key: the recipe, and the samples that judged it.
-        """
-        facts = self.work.get(name)
-        return None if facts is None or facts.pop("key", None) != key else facts
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def write(self, outcome: Outcome) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.
 
         Until it is complete, OUT holds the previous merge, or none.
         """
+        best = outcome.tried[0]
         self.work.put(WRITING, {})
         with staged(self.config.out) as staging:
-            shutil.copytree(self._place(outcome.tried[0].name), staging, dirs_exist_ok=True)
+            shutil.copytree(self._made(best.name, best.recipe), staging, dirs_exist_ok=True)
             self._complete(Path(staging), outcome)
 
     def _complete(self, folder: Path, outcome: Outcome) -> None:
         """Write the files beside the weights: recipe, figures, and the verdict in report and card."""
         best = outcome.tried[0]
         write_text(folder / RECIPE, best.recipe)
-        if self.reporting.labelled:
-            self._keep_figures(folder, outcome.best)
+        if self.parents.reporting.labelled:
+            self._keep_figures(folder, outcome.verdict)
         report = replace(read_report(str(folder / REPORT_FILE)), search=outcome.verdict)
         write_text(folder / REPORT_FILE, report.text())
         card, name = folder / CARD, Path(self.config.out).name
         if card.exists():
-            title = f"# {self._place(best.name).name}\n"
+            title = f"# {Path(self._made(best.name, best.recipe)).name}\n"
             text = card.read_text(encoding="utf-8").replace(title, f"# {name}\n", 1)
             picture = DISTANCES if (folder / DISTANCES).exists() else None
             write_text(card, updated_card(text, report, name, Contents(str(folder)).config, picture=picture))
 
-    def _keep_figures(self, folder: Path, best: Figures) -> None:
+    def _keep_figures(self, folder: Path, verdict: Verdict) -> None:
         """Store the merge's figures on the reporting samples for its card."""
-        sets = self.reporting.sets
-        figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
-        if name := MEASURES.get(self.reporting.unit):
-            figures[name] = best.score
+        sets, best = self.parents.reporting.sets, verdict.best
+        figures = {} if best.accuracy is None else {verdict.figure.lower(): best.accuracy}
+        figures |= {MEASURES[verdict.unit]: best.score} if verdict.unit in MEASURES else {}
         facts = {"data": ", ".join(self.config.data), "task": sets[0].task, "examples": sum(d.examples for d in sets)}
         keep_figures(str(folder), "pixel_values" in sets[0].batches[0], facts, figures)
 
@@ -286,22 +307,17 @@ class Search:
 
         Args:
             recipe: of the merge that was written, if any. It needs the files that it names, and the samples that these
-                were made from.
+                were made from; files of other searches are needed where none was written.
         """
         self.work.remove()
-        named = _words(recipe)
-        if any(str(file) in named for file in self.files.rglob("*")):
+        named = {event.value for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent)}
+        if any(str(file) in named for file in self.files.glob("*")):
             named |= set(self.parents.data.values())
-        searches = [folder for folder in self.files.parent.glob("*") if MARKED.fullmatch(folder.name)]
-        for folder in searches if recipe else [self.files]:  # another merge may need the files of its search
-            for file in sorted(folder.rglob("*")):
-                if file.is_file() and str(file) not in named:
-                    file.unlink()
-        for folder in (*searches, self.files.parent):
-            if folder.is_dir() and not any(folder.iterdir()):
+        everything = self.files.parent
+        searches = [folder for folder in everything.glob("*") if MARKED.fullmatch(folder.name)]
+        for folder in searches if recipe else [self.files]:
+            for file in (file for file in folder.glob("*") if str(file) not in named):
+                file.unlink()
+        for folder in (*searches, everything):
+            with suppress(OSError):  # it is not empty, or not there
                 folder.rmdir()
-
-
-def _words(recipe: str) -> set[str]:
-    """All words in a recipe, as YAML reads them."""
-    return {event.value for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,68 +16,70 @@ from transformers.models.llama.modeling_llama import LlamaModel
 OFF = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
-def fused(anchor: Path, donor: Path, **parameters: object) -> dict:
-    made = recipe_for("linear", anchor, donor, **{**OFF, **parameters})
-    made["parameters"]["delegate"] = "ot_fusion"
-    return made
+def fused(anchor: Path, donor: Path, **parameters: object) -> dict[str, Any]:
+    document = recipe_for("linear", anchor, donor, **{**OFF, **parameters})
+    document["parameters"]["delegate"] = "ot_fusion"
+    return document
+
+
+def assert_anchor(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(result[name], tensor.float(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "vit"])
-def test_hard_plans_find_permuted_neurons(family: str, tmp_path: Path):
+def test_hard_plans_find_permuted_neurons(family: str, tmp_path: Path) -> None:
     anchor = make(family, tmp_path / "anchor")
     moved = twin(anchor, tmp_path / "twin", **{**OFF, "ffn": "permutation"})
-    result = merged(fused(anchor, moved, plan="hard", stream="identity"), tmp_path / "out")
-    for name, tensor in state(anchor).items():
-        torch.testing.assert_close(result[name], tensor)
+    assert_anchor(merged(fused(anchor, moved, plan="hard", stream="identity"), tmp_path / "out"), state(anchor))
 
 
-def test_experts_with_biases_in_one_tensor(tmp_path: Path):
-    """gpt-oss: the biases of all experts stand in a matrix, and are no map."""
-    anchor = checkpoint("gpt_oss", "sinks", tmp_path / "anchor")
+def test_experts(tmp_path: Path) -> None:
+    """They have plans of their own; gpt-oss's biases of all experts stand in a matrix, and are no map."""
+    anchor = checkpoint("gpt_oss", "sinks", tmp_path / "sinks")
     shutil.copytree(anchor.path, tmp_path / "same")
-    result = merged(fused(anchor.path, tmp_path / "same", plan="hard"), tmp_path / "out")
-    for name, tensor in anchor.state.items():
-        torch.testing.assert_close(result[name], tensor.float(), rtol=1e-6, atol=1e-6)
+    assert_anchor(merged(fused(anchor.path, tmp_path / "same", plan="hard"), tmp_path / "one"), anchor.state)
+    anchor = checkpoint("mixtral", "untied", tmp_path / "anchor")
+    moved = residual_twin(anchor, tmp_path / "twin", "none", **{**OFF, "ffn": "permutation"})
+    document = fused(anchor.path, moved.path, plan="hard", stream="identity", ffn="permutation")
+    assert_anchor(merged(document, tmp_path / "out"), anchor.state)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [False, True])
-def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(data: bool, tmp_path: Path):
+def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(data: bool, tmp_path: Path) -> None:
     anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    moved = residual_twin(
-        anchor, tmp_path / "twin", "permutation", heads="none", attention="none", ffn="permutation", scaling=False
-    )
+    moved = residual_twin(anchor, tmp_path / "twin", "permutation", **{**OFF, "ffn": "permutation"})
     extra = {"data": "synthetic"} if data else {}
     result = merged(fused(anchor.path, moved.path, plan="hard", **extra), tmp_path / "out")
-    for name, tensor in anchor.state.items():
-        torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-4)
+    assert_anchor(result, anchor.state)
 
 
 @pytest.mark.slow
-def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both models run on what the anchor writes, token by token; the donor would write something else."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    stock, seen = LlamaModel.forward, {}
+    stock, reads = LlamaModel.forward, dict[float, list[torch.Tensor]]()
 
-    def watched(self: LlamaModel, *args: object, **given: object):
+    def watched(self: LlamaModel, *arguments: object, **options: Any) -> Any:
         if not self.embed_tokens.weight.is_meta:
-            seen.setdefault(float(self.embed_tokens.weight[0, 0]), []).append(given["input_ids"])
-        return stock(self, *args, **given)
+            reads.setdefault(float(self.embed_tokens.weight[0, 0]), []).append(options["input_ids"])
+        return stock(self, *arguments, **options)
 
     monkeypatch.setattr(LlamaModel, "forward", watched)
     merged(fused(anchor, donor, data="self"), tmp_path / "out")
-    writes, reads = (seen[float(state(path)["model.embed_tokens.weight"][0, 0])] for path in (anchor, donor))
-    assert any(ids.shape[1] == 1 for ids in writes)
-    assert all(any(torch.equal(ids, own) for own in writes) for ids in reads)
+    first, second = (reads[float(state(path)["model.embed_tokens.weight"][0, 0])] for path in (anchor, donor))
+    assert any(ids.shape[1] == 1 for ids in first)
+    assert all(any(torch.equal(ids, written) for written in first) for ids in second)
 
 
 @pytest.mark.slow
-def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path):
-    """Queries and keys of a donor come through untouched but for the stream, which stays as it is here."""
+def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path) -> None:
+    """Queries and keys of a donor come through untouched but for the stream, which stays as it is here. A twin that
+    alignment brings home needs no plan."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    out = tmp_path / "out"
+    out, first, second = tmp_path / "out", state(anchor), state(donor)
     result = merged(fused(anchor, donor, stream="identity"), out)
-    first, second = state(anchor), state(donor)
     for part in ("q", "k"):
         name = f"model.layers.0.self_attn.{part}_proj.weight"
         torch.testing.assert_close(result[name], (first[name] + second[name]) / 2)
@@ -84,46 +87,32 @@ def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path):
     assert float((result[name] - (first[name] + second[name]) / 2).abs().max()) > 0.01
     assert any("not symmetries" in note for note in report(out)["notes"])
     load(str(out))
-
-
-@pytest.mark.slow
-def test_alignment_goes_before_fusion(tmp_path: Path):
-    """A twin that alignment brings home needs no plan: the identity is the best one."""
-    anchor = make("llama", tmp_path / "anchor")
-    moved = twin(anchor, tmp_path / "twin")
     on = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
-    result = merged(fused(anchor, moved, plan="hard", **on), tmp_path / "out")
-    for name, tensor in state(anchor).items():
-        torch.testing.assert_close(result[name], tensor, rtol=1e-3, atol=1e-3)
+    moved = twin(anchor, tmp_path / "twin")
+    assert_anchor(merged(fused(anchor, moved, plan="hard", **on), tmp_path / "home"), first)
 
 
-@pytest.mark.slow
-def test_experts_have_plans_of_their_own(tmp_path: Path):
-    anchor = checkpoint("mixtral", "untied", tmp_path / "anchor")
-    moved = residual_twin(anchor, tmp_path / "twin", "none", **{**OFF, "ffn": "permutation"})
-    made = fused(anchor.path, moved.path, plan="hard", stream="identity", ffn="permutation")
-    result = merged(made, tmp_path / "out")
-    for name, tensor in anchor.state.items():
-        torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-4)
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "plan": ({"plan": "firm"}, {}, "one of: soft, hard"),
+    "data": ({"data": "none.npz"}, {}, "no such file"),
+    "slices": ({"data": "self", "weight": 0.5}, {}, "slices pair layers differently"),
+    "a task vector": ({}, {"finetuned_from": "ANCHOR"}, "a task vector is already in the anchor's"),
+    "own data": ({}, {"data": "self"}, "their own 'data'"),
+}
 
 
-def test_bad_words_and_data_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bad_input_is_one_line(fault: str, tmp_path: Path) -> None:
+    parameters, of_one, words = FAULTS[fault]
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    done = mergekit_yaml(fused(anchor, donor, plan="firm"), tmp_path / "out")
+    document = fused(anchor, donor, **parameters)
+    if fault == "slices":
+        sources = [{"model": str(model), "layer_range": place} for model, place in ((anchor, [0, 1]), (donor, [1, 2]))]
+        document = {"slices": [{"sources": sources}], **document}
+        del document["models"]
+    for name, value in of_one.items():
+        document["models"][1]["parameters"][name] = str(anchor) if value == "ANCHOR" else value
+    done = mergekit_yaml(document, tmp_path / "out")
     assert done.exit_code == 2
-    assert "one of: soft, hard" in one_error(done.output)
-    done = mergekit_yaml(fused(anchor, donor, data=str(tmp_path / "none.npz")), tmp_path / "out")
-    assert done.exit_code == 2
-    assert "no such file" in one_error(done.output)
-    sources = [{"model": str(model), "layer_range": place} for model, place in ((anchor, [0, 1]), (donor, [1, 2]))]
-    made = {"slices": [{"sources": sources}], **fused(anchor, donor, data="self", weight=0.5)}
-    del made["models"]
-    assert "slices pair layers differently" in one_error(mergekit_yaml(made, tmp_path / "out").output)
-    made = fused(anchor, donor)
-    made["models"][1]["parameters"]["finetuned_from"] = str(anchor)
-    assert "a task vector is already in the anchor's" in one_error(mergekit_yaml(made, tmp_path / "out").output)
-    made = fused(anchor, donor)
-    made["models"][0]["parameters"]["data"] = "self"
-    done = mergekit_yaml(made, tmp_path / "out")
-    assert "their own 'data'" in one_error(done.output)
+    assert words in one_error(done.output)
     assert not (tmp_path / "out").exists()

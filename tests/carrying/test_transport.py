@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import merged, mergekit_yaml, one_error
+from plugin_support import merged, mergekit_yaml, one_error, write_adapter
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -70,7 +69,6 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
 DELEGATES: dict[str, dict[str, Any]] = {
     "linear": {},
     "ties": {"density": 1.0},
-    "dare_linear": {"density": 1.0},
     "della_linear": {"density": 1.0, "epsilon": 0.0},
     "breadcrumbs": {"density": 1.0, "gamma": 0.0},
 }
@@ -85,35 +83,30 @@ def test_any_delegate_sees_anchor_plus_moved_change(delegate: str, trio: Any, tm
     if delegate == "linear":
         document["models"].append({"model": str(anchor.path), "parameters": {"weight": 0.0}})
     document["parameters"].update(delegate=delegate, **DELEGATES[delegate])
-    found = merged(document, tmp_path / "out")
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(merged(document, tmp_path / "out"), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_weights_scale_and_changes_of_several_bases_add_up(trio: Any, tmp_path: Path) -> None:
     """In the anchor's coordinates; without weight the anchor comes out."""
     anchor, old, fine = trio
-    other = twin(anchor, tmp_path / "other", "rotation", seed=9)
-    second = tuned(other, tmp_path / "second", seed=3)
+    second_base = twin(anchor, tmp_path / "second base", "rotation", seed=9)
+    second = tuned(second_base, tmp_path / "second", seed=3)
 
     def result(name: str, *pairs: tuple[Checkpoint, Checkpoint], weight: float = 1.0) -> dict[str, Tensor]:
         document = transport(anchor, *pairs, residual="rotation", normalize=False)
         document["models"][0]["parameters"]["weight"] = weight
         return merged(document, tmp_path / name)
 
-    one, two, both = (
-        result("one", (fine, old)),
-        result("two", (second, other)),
-        result("both", (fine, old), (second, other)),
-    )
-    none, half = (result(str(weight), (fine, old), weight=weight) for weight in (0.0, 0.5))
+    pairs = (fine, old), (second, second_base)
+    one, two, both = result("one", pairs[0]), result("two", pairs[1]), result("both", *pairs)
+    none, half = (result(str(weight), pairs[0], weight=weight) for weight in (0.0, 0.5))
     assert anchor.differs(tmp_path / "0.0") <= 1e-5
     expected = {name: (none[name] + one[name]) / 2 for name in one}
     torch.testing.assert_close(half, expected, atol=1e-5, rtol=1e-4)
     base, name = anchor.folded(), "model.layers.0.mlp.down_proj.weight"
     torch.testing.assert_close(both[name], one[name] + two[name] - base[name], atol=1e-5, rtol=1e-4)
-    carried = {f"{model.path} (carried over from {origin.path})" for model, origin in ((fine, old), (second, other))}
+    carried = {f"{model.path} (carried over from {origin.path})" for model, origin in pairs}
     assert set(report(tmp_path / "both")["summary"]) == carried
 
 
@@ -141,8 +134,7 @@ def tokenizer(words: list[str], where: Path) -> None:
 
 def other_vocabulary(model: Checkpoint, where: Path, rows: list[int], extra: int) -> Checkpoint:
     """The model with its tokens in another order, and new rows after them."""
-    state = model.state
-    generator = torch.Generator().manual_seed(1)
+    state, generator = model.state, torch.Generator().manual_seed(1)
     for name in VOCABULARY:
         new = torch.randn(extra, state[name].shape[1], generator=generator)
         state[name] = torch.cat([state[name][rows], new])
@@ -152,57 +144,57 @@ def other_vocabulary(model: Checkpoint, where: Path, rows: list[int], extra: int
     return result
 
 
+def copied(model: Checkpoint, where: Path, words: list[str] | None = None) -> Checkpoint:
+    """The model in another folder, with its config, and a tokenizer of its own or none."""
+    copy = model.write(model.state, where)
+    (where / "config.json").write_text((model.path / "config.json").read_text())
+    if words is not None:
+        tokenizer(words, where)
+    return copy
+
+
 @pytest.fixture(scope="module")
 def words(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, Checkpoint, list[int]]:
     """Anchor, old base and fine-tune; the last two have the tokens at other ids, and nine rows of padding. And the
     anchor's row of each old token."""
-    folder = tmp_path_factory.mktemp("words")
-    anchor, old, _ = trio
+    folder, (anchor, old, _) = tmp_path_factory.mktemp("words"), trio
     size = anchor.config["vocab_size"]
     rows = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
-    mine = anchor.write(anchor.state, folder / "anchor")
-    theirs = other_vocabulary(old, folder / "old", rows, extra=9)
-    fine = tuned(theirs, folder / "fine")
-    tokenizer([f"w{i}" for i in range(size)], folder / "anchor")
-    for name in ("old", "fine"):
-        tokenizer([f"w{i}" for i in rows], folder / name)
-    return mine, theirs, fine, rows
+    longer = other_vocabulary(old, folder / "old", rows, extra=9)
+    models = copied(anchor, folder / "anchor"), longer, tuned(longer, folder / "fine")
+    for model, order in zip(models, (range(size), rows, rows), strict=True):
+        tokenizer([f"w{i}" for i in order], model.path)
+    return *models, rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["rotation", "signed_permutation", "none"])
 def test_task_vector_to_other_token_ids(residual: str, words: Any, tmp_path: Path) -> None:
-    """Every token gets its change."""
+    """Every token gets its change; the same as a value, bit for bit as `transfer` adds it. A recipe folds the anchor
+    where a stream turns."""
     anchor, old, fine, rows = words
-    document = transport(anchor, (fine, old), residual=residual)
-    result = merged(document, tmp_path / "out")
+    result = merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
     before = anchor.folded() if residual == "rotation" else anchor.state
     for name in VOCABULARY:
+        change, expected = (result[name] - before[name])[rows], (fine.state[name] - old.state[name])[: len(rows)]
         assert result[name].shape == before[name].shape
-        change = (result[name] - before[name])[rows]
-        wanted = (fine.state[name] - old.state[name])[: len(rows)]
         assert float(change.norm()) > 0
-        if residual != "none":
-            factor = 1.0 if name == VOCABULARY[0] or residual != "rotation" else None
-            if factor is not None:
-                torch.testing.assert_close(change.norm(dim=1), wanted.norm(dim=1), atol=1e-4, rtol=1e-3)
-    checked = run("check", tmp_path / "out.yml")
-    assert checked.exit_code == 0, checked.output
+        if residual == "signed_permutation" or (residual == "rotation" and name == VOCABULARY[0]):
+            torch.testing.assert_close(change.norm(dim=1), expected.norm(dim=1), atol=1e-4, rtol=1e-3)
+    assert run("check", tmp_path / "out.yml").exit_code == 0
     assert any(f"share {len(rows)} tokens" in note for note in report(tmp_path / "out")["notes"])
-    if residual == "rotation":
-        found = report(tmp_path / "out")["summary"][f"{fine.path} (carried over from {old.path})"]
-        assert found["relative_after"] <= 1e-4
-
-
-def test_carrying_and_resizing_do_not_go_together(words: Any, tmp_path: Path) -> None:
-    anchor, old, fine, _ = words
-    document = {**transport(anchor, (fine, old), residual="rotation"), "tokenizer_source": "base"}
-    assert "leave out 'tokenizer'" in one_error(mergekit_yaml(document, tmp_path / "out").output)
-    document = transport(anchor, (fine, old), residual="rotation")
-    document["models"][-1]["parameters"]["carry"] = "refit"
-    line = one_error(mergekit_yaml(document, tmp_path / "out").output)
-    assert "samples cannot be shared" in line
-    assert not (tmp_path / "out").exists()
+    if residual == "none":
+        return
+    summary = report(tmp_path / "out")["summary"][f"{fine.path} (carried over from {old.path})"]
+    assert residual != "rotation" or summary["relative_after"] <= 1e-4
+    options = rm.AlignConfig(heads="permutation", residual=residual)
+    alignment, _ = Bases.of(str(anchor.path), str(old.path)).aligned(rm.TransferConfig(match=options))
+    view = rm.Delta.between(old.path, fine.path).moved(alignment, anchor.path).applied()
+    carried = rm.transfer(fine.path, old.path, anchor.path, rm.TransferConfig(match=options))
+    folded = dict(folded_tensors(view.architecture, view.tensors, alignment.folded))
+    for name, tensor in view.state_dict().items():
+        torch.testing.assert_close(folded[name], result[name], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(tensor, carried[name], atol=0, rtol=0)
 
 
 @pytest.mark.slow
@@ -211,57 +203,56 @@ def test_donor_of_another_vocabulary(mean: bool, words: Any, tmp_path: Path) -> 
     """mergekit brings the vocabularies together after the alignment, which looks at shared tokens."""
     anchor, old, _, rows = words
     document = recipe(anchor, old, residual="rotation", **({"anchor": "mean"} if mean else {}))
-    result = merged({**document, "tokenizer": {"source": "base"}}, tmp_path / "out")
-    before: dict[str, Tensor] = anchor.folded()
+    result, before = merged({**document, "tokenizer": {"source": "base"}}, tmp_path / "out"), anchor.folded()
     for name in result:
-        there = rows if name in VOCABULARY else slice(None)
-        torch.testing.assert_close(result[name][there], before[name][there].float(), atol=1e-4, rtol=1e-3)
+        part = rows if name in VOCABULARY else slice(None)
+        torch.testing.assert_close(result[name][part], before[name][part].float(), atol=1e-4, rtol=1e-3)
 
 
-def test_vocabularies_that_cannot_be_compared(words: Any, tmp_path: Path) -> None:
-    anchor, old, fine, rows = words
-    mute = {name: model.write(model.state, tmp_path / name) for name, model in (("old", old), ("fine", fine))}
-    for model in mute.values():
-        (model.path / "config.json").write_text((old.path / "config.json").read_text())
-    document = transport(anchor, (mute["fine"], mute["old"]), residual="rotation")
-    message = one_error(mergekit_yaml(document, tmp_path / "out").output)
-    assert "no tokenizer says" in message
+def test_vocabularies_that_cannot_be_carried(words: Any, tmp_path: Path) -> None:
+    """Resized ones, samples of two, those without a tokenizer, and those of other tokens: one line each."""
+    anchor, old, fine, _ = words
+    mute = {name: copied(model, tmp_path / name) for name, model in (("old", old), ("fine", fine))}
+    cases = [
+        (transport(anchor, (fine, old), residual="rotation") | {"tokenizer_source": "base"}, "leave out 'tokenizer'"),
+        (transport(anchor, (fine, old), residual="rotation"), "samples cannot be shared"),
+        (transport(anchor, (mute["fine"], mute["old"]), residual="rotation"), "no tokenizer says"),
+    ]
+    cases[1][0]["models"][-1]["parameters"]["carry"] = "refit"
+    for document, expected in cases:
+        assert expected in one_error(mergekit_yaml(document, tmp_path / "out").output)
     tokenizer([f"other{i}" for i in range(53)], mute["old"].path)
-    message = one_error(mergekit_yaml(document, tmp_path / "out").output)
-    assert f"has 53 tokens (`other0`, `other1`, ...) that {anchor.path} lacks and lacks {len(rows)} tokens" in message
+    message = one_error(mergekit_yaml(cases[2][0], tmp_path / "out").output)
+    assert f"has 53 tokens that differ from {anchor.path} (`other0`, `other1`)" in message
     assert "carry between bases of one vocabulary" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_added_tokens_are_refused(words: Any, tmp_path: Path) -> None:
     """In one line that names them, before anything is written: by command, recipe and in Python."""
     anchor, old, fine, rows = words
     longer = other_vocabulary(fine, tmp_path / "fine", list(range(len(fine.state[VOCABULARY[0]]))), extra=2)
-    lora = adapter(old, tmp_path / "adapter")
+    name, weight = next((name, x) for name, x in old.state.items() if "q_proj" in name)
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    factors = {"lora_A": torch.randn(2, weight.shape[1]), "lora_B": torch.randn(weight.shape[0], 2)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    tensors = {f"{module}.{part}.weight": x for part, x in factors.items()}
+    lora = write_adapter({**config, "base_model_name_or_path": str(old.path)}, tensors, tmp_path / "adapter")
+    expected = f"has 1 tokens that differ from {old.path} (`<|im_start|>`)"
     for place in (longer.path, lora):
         tokenizer([*(f"w{i}" for i in rows), "<|im_start|>"], place)
         done = run("carry", place, "--from", old.path, "--to", anchor.path, tmp_path / "out")
         assert done.exit_code == 2
-        words_on_it = f"{place}: has 1 token (`<|im_start|>`) that {old.path} lacks; remove the tokens that it added"
-        assert words_on_it in one_error(done.output)
+        assert f"{place}: {expected}; remove the tokens that it added" in one_error(done.output)
     done = mergekit_yaml(transport(anchor, (longer, old), residual="none"), tmp_path / "out")
-    assert "has 1 token (`<|im_start|>`)" in one_error(done.output)
-    with pytest.raises(RotationMergeError, match="has 1 token"):
-        rm.transfer(longer.path, old.path, anchor.path)
-    with pytest.raises(RotationMergeError, match="has 1 token"):
-        rm.Delta.between(old.path, longer.path)
+    assert expected in one_error(done.output)
+    for call in (
+        lambda: rm.transfer(longer.path, old.path, anchor.path),
+        lambda: rm.Delta.between(old.path, longer.path),
+    ):
+        with pytest.raises(RotationMergeError, match="has 1 tokens"):
+            call()
     assert not (tmp_path / "out").exists()
-
-
-def adapter(base: Checkpoint, where: Path) -> Path:
-    """A LoRA of one map."""
-    name, weight = next((name, x) for name, x in base.state.items() if "q_proj" in name)
-    module = f"base_model.model.{name.removesuffix('.weight')}"
-    factors = {"lora_A": torch.randn(2, weight.shape[1]), "lora_B": torch.randn(weight.shape[0], 2)}
-    where.mkdir()
-    save_file({f"{module}.{part}.weight": x for part, x in factors.items()}, where / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    (where / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base.path)}))
-    return where
 
 
 @pytest.mark.slow
@@ -269,18 +260,14 @@ def adapter(base: Checkpoint, where: Path) -> Path:
 def test_a_chat_template_comes_along(same_ids: bool, words: Any, tmp_path: Path) -> None:
     """With the ids that it needs, where these mean the same in the new base."""
     anchor, old, fine, rows = words
-    chat = fine.write(fine.state, tmp_path / "chat")
-    (chat.path / "config.json").write_text((fine.path / "config.json").read_text())
-    tokenizer([f"w{i}" for i in rows], chat.path)
+    order = [f"w{i}" for i in rows]
+    chat = copied(fine, tmp_path / "chat", order)
     speaker = AutoTokenizer.from_pretrained(chat.path)
     speaker.chat_template, speaker.eos_token = "{{ messages }} w1", "w1"
     speaker.save_pretrained(chat.path)
     (chat.path / "generation_config.json").write_text(json.dumps({"eos_token_id": speaker.eos_token_id}))
-    new = twin(old, tmp_path / "new", "none") if same_ids else anchor
-    if same_ids:
-        (new.path / "config.json").write_text((old.path / "config.json").read_text())
-        tokenizer([f"w{i}" for i in rows], new.path)
-    done = run("carry", chat.path, "--from", old.path, "--to", new.path, tmp_path / "out")
+    new = copied(old, tmp_path / "new", order) if same_ids else anchor
+    done = run("carry", chat.path, "--from", old.path, "--to", new.path, tmp_path / "out", "--force")
     assert done.exit_code == 0, done.output
     assert ("Its chat template was copied." in done.output) == same_ids
     carried = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -289,23 +276,3 @@ def test_a_chat_template_comes_along(same_ids: bool, words: Any, tmp_path: Path)
     if same_ids:
         generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
         assert generation["eos_token_id"] == speaker.eos_token_id
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", ["rotation", "signed_permutation"])
-def test_the_value_of_a_change_is_what_a_recipe_adds(residual: str, words: Any, tmp_path: Path) -> None:
-    """Also to other token ids; bit for bit as `transfer` adds it. A recipe folds the anchor where a stream turns."""
-    anchor, old, fine, _ = words
-    result = merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
-    options = rm.AlignConfig(heads="permutation", residual=residual)
-    bases, norms = Bases.of(str(anchor.path), str(old.path)), list[tuple[float, float]]()
-    alignment, _ = bases.aligned(rm.TransferConfig(match=options))
-    delta = rm.Delta.between(old.path, fine.path).moved(alignment, anchor.path)
-    view = delta.applied(record=lambda change, before: norms.append((change, before)))
-    carried = rm.transfer(fine.path, old.path, anchor.path, rm.TransferConfig(match=options))
-    folded = dict(folded_tensors(view.architecture, view.tensors, alignment.folded))
-    for name, tensor in view.state_dict().items():
-        torch.testing.assert_close(folded[name], result[name], atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(tensor, carried[name], atol=0, rtol=0)
-    assert len(norms) >= len(result)
-    assert all(0 <= change < before for change, before in norms)

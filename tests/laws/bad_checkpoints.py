@@ -143,7 +143,7 @@ FALCON = {"multi_query": False, "parallel_attn": False, "bias": True}
 ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 FITTING = [
     in_donor("another architecture", another("BertForMaskedLM"), "bert", "llama", "one architecture"),
-    in_donor("other KV heads", another("LlamaForCausalLM", num_key_value_heads=4), "KV heads 4", "2"),
+    in_donor("other KV heads", another("LlamaForCausalLM", num_key_value_heads=4), "groups 4", "2"),
     in_donor("other width", another("LlamaForCausalLM", hidden_size=48), "48", "32"),
     in_donor("other FFN", another("LlamaForCausalLM", intermediate_size=64), "64", "48"),
     in_donor("other depth", another("LlamaForCausalLM", num_hidden_layers=3), "3", "2"),
@@ -238,7 +238,7 @@ FITTING = [
             layer_types=["full_attention"] * 2,
         ),
         "against",
-        "rotary dimensions",
+        "rotary",
     ),
     in_donor("ALiBi and rotary", configured("FalconForCausalLM", FALCON, alibi=True), "against", "alibi"),
     in_donor(
@@ -247,7 +247,7 @@ FITTING = [
             "GPTNeoXForCausalLM", {"rope_parameters": ROTARY}, rope_parameters={**ROTARY, "partial_rotary_factor": 0.25}
         ),
         "against",
-        "rotary dimensions",
+        "rotary",
     ),
     in_donor(
         "another place of norms",
@@ -259,7 +259,7 @@ FITTING = [
         "another activation",
         configured("BertForMaskedLM", {}, hidden_act="relu2"),
         "against",
-        "degree of the activation",
+        "degree",
     ),
     Row(
         "architecture that is not supported",

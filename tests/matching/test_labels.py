@@ -13,7 +13,7 @@ import yaml
 from cli_support import parsed, run
 from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin, write_state
 from safetensors.torch import load_file
-from test_averaging import data_for, measure, state, worst
+from test_averaging import data_for, farthest, measure, state
 from tiny_models import ALL, Case, Planted, planted
 from torch import Tensor
 
@@ -126,7 +126,7 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     assert done.exit_code == 0, done.output
     assert "another order" in done.output
     assert "another order" in (out / "README.md").read_text()
-    assert worst(state(out), state(anchor)) < TOLERANCE
+    assert farthest(state(out), state(anchor)) < TOLERANCE
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in called(NAMES)} == called(NAMES)
     scored = parsed("evaluate", anchor, donor, "--data", labelled(models, tmp_path))
@@ -140,7 +140,7 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     assert max(aligned["loss"]) == pytest.approx(min(aligned["loss"]), rel=1e-3)
     assert "another order" in run("align", anchor, donor, *HEADS_MOVE).output
     made = from_file(recipe_for("linear", anchor, donor, prove=True), file)
-    assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
+    assert farthest(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
     assert "not checked" not in (tmp_path / "replayed" / "README.md").read_text()
 
 
@@ -158,7 +158,7 @@ def test_recipes_merge_in_the_anchors_order(delegate: str, models: tuple[Path, P
     made["parameters"]["delegate"] = delegate
     if delegate == "refit":
         made["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
-    assert worst(merged(made, tmp_path / "out"), state(anchor)) < TOLERANCE
+    assert farthest(merged(made, tmp_path / "out"), state(anchor)) < TOLERANCE
     assert "another order" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -179,7 +179,7 @@ def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path:
         made = recipe_for("linear", anchor, model, attention="none", scaling=False)
         made["parameters"]["delegate"] = "fisher"
         found.append(merged(made, tmp_path / f"of-{model.name}"))
-    assert worst(found[1], found[0]) < 1e-5
+    assert farthest(found[1], found[0]) < 1e-5
 
 
 @pytest.mark.slow
@@ -195,11 +195,11 @@ def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], 
         made = recipe_for("linear", anchor, model)
         made["models"][0]["parameters"]["weight"] = 0.0
         made["models"][1]["parameters"] = {"weight": 1.0, "finetuned_from": str(donor)}
-        assert worst(merged(made, tmp_path / f"recipe-{number}"), wanted) < TOLERANCE
+        assert farthest(merged(made, tmp_path / f"recipe-{number}"), wanted) < TOLERANCE
         out = tmp_path / f"carried-{number}"
         done = run("carry", model, "--from", donor, "--to", anchor, out, *HEADS_MOVE)
         assert done.exit_code == 0, done.output
-        assert worst(state(out), wanted) < TOLERANCE
+        assert farthest(state(out), wanted) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, P
     found = parsed("align", anchor, donor, *learning, "--alignment", file)["learned"]
     assert found["before"] == pytest.approx(found["after"], rel=0.05)
     made = from_file(recipe_for("linear", anchor, donor), file)
-    assert worst(merged(made, tmp_path / "out"), state(anchor)) < 0.05
+    assert farthest(merged(made, tmp_path / "out"), state(anchor)) < 0.05
     few = ("--data", data, "--samples", "8", "--steps", "1")
     polished = run("polish", anchor, tmp_path / "polished", "--teachers", donor, *few, "--json")
     assert json.loads(polished.stdout)["before"] < 1e-4, polished.output  # it says already what its teacher says

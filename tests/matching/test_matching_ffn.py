@@ -17,7 +17,7 @@ from rotation_merge.architecture.model import Architecture, Block, Space, Tensor
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale, cost
-from rotation_merge.matching.block import STILL, check_finite, compared, match_block, squared_distances
+from rotation_merge.matching.block import STILL, compared, match_block, squared_distances
 from rotation_merge.matching.neurons import Neurons, match_experts, match_ffn, proven_order
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_tensor
@@ -323,18 +323,12 @@ def test_planted_blocks_in_storage_dtypes(dtype: torch.dtype) -> None:
         assert row.distance_after < (1e-7 if dtype == torch.float32 else 1e-4) ** 0.5 * row.anchor_norm
 
 
-@pytest.mark.parametrize(("bad", "whose"), itertools.product([torch.nan, torch.inf], ["anchor", "donor"]))
-def test_bad_values_are_named(bad: float, whose: str) -> None:
-    _, block, tensors = llama_block()
-    check_finite(block, tensors, whose)
-    next(x for key, x in tensors.items() if "up_proj" in key)[3, 3] = bad
-    with pytest.raises(RotationMergeError, match=rf"up_proj.weight' of the {whose}"):
-        check_finite(block, tensors, whose)
-
-
-def test_numbers_whose_products_are_infinite_are_one_line() -> None:
-    _, block, anchor = llama_block(torch.float32)
-    for large in (1e18, 1e30):
-        models = [{key: large * x for key, x in model.items()} for model in (anchor, llama_block(torch.float32, 1)[2])]
-        with pytest.raises(RotationMergeError, match=r"'layers.0.*' holds numbers of more than 1e\+12, whose products"):
-            match_block(block, *models, AlignConfig())
+@pytest.mark.parametrize(("bad", "whose"), itertools.product([torch.nan, torch.inf, -1e18], ["anchor", "donor"]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bad_values_are_named(bad: float, whose: str, dtype: torch.dtype) -> None:
+    models = {side: llama_block(dtype)[2] for side in ("anchor", "donor")}
+    block = llama_block()[1]
+    assert match_block(block, *models.values(), AlignConfig()).transforms
+    next(x for key, x in models[whose].items() if "up_proj" in key)[3, 3] = bad
+    with pytest.raises(RotationMergeError, match=rf"up_proj.weight' of the {whose} holds NaN"):
+        match_block(block, *models.values(), AlignConfig())

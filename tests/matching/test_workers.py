@@ -247,7 +247,7 @@ class Counting:
         (["dask"], "--backend dask: distributed is not installed; pip install 'rotation-merge[dask]'"),
         (["dask", "--match-on", "both"], "leave out --match-on"),
         (["ray", "--device", "cuda:1"], "use --device cuda"),
-        (["spark"], "'spark' is not one of 'threads', 'ray', 'dask'"),
+        (["spark"], "one of: threads, ray, dask"),
     ],
 )
 def test_backends_that_cannot_be_used_are_said_in_one_line(

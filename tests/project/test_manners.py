@@ -12,7 +12,7 @@ import pytest
 from cli_support import CHECKPOINTS, COMMANDS, run
 
 from rotation_merge.cli import app as cli
-from rotation_merge.cli import show
+from rotation_merge.cli import command, show
 from rotation_merge.errors import RotationMergeError, no_space
 from rotation_merge.files import locked
 from rotation_merge.mergekit_plugin.console import line
@@ -137,6 +137,10 @@ def test_a_wrong_call_is_one_line(name: str, wrong: Path, monkeypatch: pytest.Mo
     assert sorted(wrong.rglob("*")) == before
 
 
+RESUMES = ("align", "barrier", "carry", "measure", "merge", "polish")
+"""Commands that continue an interrupted run."""
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_interrupted_and_read_as_a_shell_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,13 +148,14 @@ def test_every_command_is_interrupted_and_read_as_a_shell_does(
     monkeypatch.chdir(tmp_path)
     given = [word for word in NOWHERE[name] if not word.startswith("--nowhere")]
     given = [] if name == "demo" else given
-    monkeypatch.setattr(show.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(command.os, "dup2", lambda *_: None)
     for error, code, said in ((KeyboardInterrupt(), 130, "Interrupted"), (BrokenPipeError(), 141, "")):
-        monkeypatch.setattr(show, "_run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(command, "_printed", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
         result = run(name, *given)
         assert (result.exit_code, result.stdout) == (code, ""), result.output
         assert result.stderr.startswith(said)
         assert bool(result.stderr) == bool(said)
+        assert ("run the same command to continue" in result.stderr) == (bool(said) and name in RESUMES)
 
 
 def test_ctrl_c_while_libraries_come_up_ends_with_130(monkeypatch: pytest.MonkeyPatch):
@@ -179,20 +184,6 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
     assert file.read_bytes() != b"mine"
 
 
-@pytest.mark.parametrize(
-    ("module", "goes_on"), [("rotation_merge.cli.align", True), ("rotation_merge.cli.check", False)]
-)
-def test_ctrl_c_ends_with_130_and_says_whether_the_command_goes_on(module: str, goes_on: bool, capsys):
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    interrupted.__module__ = module
-    with pytest.raises(SystemExit) as caught:
-        show.shown(interrupted)()
-    assert caught.value.code == 130
-    assert ("run the same command to continue" in capsys.readouterr().err) == goes_on
-
-
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error():
     """`rotation-merge inspect --architectures --json | head -c 1`."""
@@ -216,14 +207,6 @@ def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, 
         progress("matching", done, 8)
     progress.close()
     assert capsys.readouterr().err.splitlines() == ["matching 3 of 8, 31 s so far", "matching 5 of 8, 95 s so far"]
-
-
-def test_no_color_is_heard(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert show.on_terminal()
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not show.on_terminal()
 
 
 def test_below_the_line_is_explained():

@@ -114,7 +114,7 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp
         (("--compare", ",".join(f"m{i}=x" for i in range(8))), "holds 8 curves"),
         (("--compare", "made=./gone"), "gone"),
         (("--compare", "local", "--residual", "rotation"), "need the curve 'aligned'"),
-        (("--alignment", "x"), "for two models"),
+        (("--alignment", "x"), "or two models"),
         (("--heads", "permutation"), "measure more of them two by two"),
         (("--plot", "p.xyz"), "end the name in .png"),
     ],

@@ -10,6 +10,7 @@ from test_planted_faults import UNSEEN, copies
 from tiny_models import ALL, Case, make
 
 from rotation_merge.diagnose.doctor import open_case
+from rotation_merge.diagnose.doctor.span import of_span
 from rotation_merge.diagnose.doctor.weights import of_weights
 from rotation_merge.report.integrity import check_folder
 from rotation_merge.report.integrity.mending import mend
@@ -29,7 +30,8 @@ IN_TENSORS = ("a tensor left out", "the last layer left out", "a tensor that nob
 def kinds(merge: Path, parent: Path, weights: bool) -> set[str]:
     """What is found in headers and small files alone, or in numbers of tensors alone."""
     if weights:
-        return {cause.name for cause in of_weights(open_case(str(merge), [str(parent)]))}
+        case = open_case(str(merge), [str(parent)])
+        return {cause.name for cause in (*of_span(case, None), *of_weights(case))}
     return {defect.kind for defect in check_folder(str(merge), [str(parent)])}
 
 

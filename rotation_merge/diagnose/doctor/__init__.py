@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 from rotation_merge.diagnose.doctor.case import CERTAIN, Case, Cause, open_case
 from rotation_merge.diagnose.doctor.pairs import of_pairs
@@ -14,32 +13,6 @@ from rotation_merge.workers import Progress
 
 __all__ = ["Case", "Cause", "diagnose", "open_case"]
 
-
-def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
-    """Every cause that is found, the likeliest first.
-
-    Raises:
-        RotationMergeError: a model or recipe cannot be read.
-    """
-    causes = list(of_integrity(case))
-    if any(cause.name in UNREADABLE for cause in causes):
-        return sorted(causes, key=lambda cause: -cause.likelihood)
-    if case.merged is not None:
-        try:
-            case.merged_model  # noqa: B018  (names, shapes and config are read and checked)
-        except RotationMergeError as error:
-            damaged = Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")
-            return causes if any(cause.likelihood >= CERTAIN for cause in causes) else [damaged, *causes]
-    causes += of_pairs(case, progress)
-    if "do not fit" not in [cause.name for cause in causes]:
-        causes += of_span(case, progress)
-    explained = any(cause.name in SPOILS for cause in causes)
-    causes += of_weights(case, progress, norms=not explained)
-    if not explained:
-        causes += of_activations(case, [cause.name for cause in causes])
-    return sorted(dict.fromkeys(causes), key=lambda cause: -cause.likelihood)
-
-
 UNREADABLE = ("damaged index", "damaged weight file", "index disagrees", "missing shard")
 """Defects with which no weights can be examined."""
 
@@ -47,8 +20,33 @@ FATAL, NOTED = 0.97, 0.3
 """Likelihoods of a defect for which a program refuses a folder or loads another model, and of others."""
 
 
-def of_integrity(case: Case) -> Iterator[Cause]:
-    """Causes that headers and small files of the merged model's folder show."""
-    for defect in case.defects:
-        path = os.path.join(case.name, defect.where)
-        yield Cause(defect.kind, FATAL if defect.fatal else NOTED, defect.what, path, defect.remedy)
+def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
+    """Every cause that is found, the likeliest first.
+
+    Raises:
+        RotationMergeError: a model or recipe cannot be read.
+    """
+    causes = [
+        Cause(d.kind, FATAL if d.fatal else NOTED, d.what, os.path.join(case.name, d.where), d.remedy)
+        for d in case.defects
+    ]
+    if not any(cause.name in UNREADABLE for cause in causes):
+        try:
+            case.merged_model  # noqa: B018  (names, shapes and config are read and checked)
+        except RotationMergeError as error:
+            if not any(cause.likelihood >= CERTAIN for cause in causes):
+                damaged = Cause("damaged", FATAL, error.what, error.where or case.name, error.remedy or "merge again")
+                causes.append(damaged)
+        else:
+            causes += _of_tensors(case, progress)
+    return sorted(dict.fromkeys(causes), key=lambda cause: -cause.likelihood)
+
+
+def _of_tensors(case: Case, progress: Progress | None) -> list[Cause]:
+    """Causes that weights show."""
+    causes = list(of_pairs(case, progress))
+    if not any(cause.name == "do not fit" for cause in causes):
+        causes += of_span(case, progress)
+    causes += of_weights(case, progress)
+    names = {cause.name for cause in causes}
+    return causes if names & set(SPOILS) else [*causes, *of_activations(case, names)]

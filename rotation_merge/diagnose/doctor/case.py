@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-from mergekit.config import MergeConfiguration
-from pydantic import ValidationError
 
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
@@ -18,8 +16,8 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin import METHOD
-from rotation_merge.mergekit_plugin.document import MULTI_KEYS, documents
-from rotation_merge.mergekit_plugin.rules import explain
+from rotation_merge.mergekit_plugin.document import documents
+from rotation_merge.mergekit_plugin.rules import check_structure
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import absent_parts, folder_of
 from rotation_merge.model.gguf import is_gguf
@@ -34,7 +32,6 @@ from rotation_merge.workers import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
 """Names of recipes beside a merged model."""
-
 
 CERTAIN, LIKELY = 0.9, 0.5
 """Lower limits of the words for likelihoods; below all of them a cause is possible."""
@@ -106,15 +103,13 @@ class Case:
     @property
     def folders(self) -> list[str]:
         """Folders of the parents, the base's first."""
-        places = [folder_of(parse_reference(name).model) for name in self.parents]
-        return [place for place in places if place is not None]
+        return [place for name in self.parents if (place := folder_of(parse_reference(name).model)) is not None]
 
     @cached_property
     def defects(self) -> list[Defect]:
         """Defects in headers and small files of the merged model's folder."""
-        if self.merged is None or not os.path.isdir(self.merged) or is_gguf(self.merged):
-            return []
-        return check_folder(self.merged, self.folders)
+        folder = self.merged is not None and os.path.isdir(self.merged) and not is_gguf(self.merged)
+        return check_folder(str(self.merged), self.folders) if folder else []
 
     @property
     def method(self) -> str:
@@ -126,17 +121,21 @@ class Case:
         return self.recipe.get("parameters") or {}
 
     @property
-    def tokenizer(self) -> bool:
-        """Whether the recipe brings vocabularies together."""
-        return bool(self.recipe.get("tokenizer") or self.recipe.get("tokenizer_source"))
+    def delegate(self) -> str:
+        """The method that averages."""
+        return str(self.parameters.get("delegate", "linear")) if self.method == METHOD else self.method
 
     @property
-    def dtype(self) -> str:
-        """Dtype of the merge, from its weights or from the recipe."""
+    def sliced(self) -> bool:
+        """Whether the recipe names layers."""
+        return bool(self.recipe.get("slices") or self.recipe.get("modules"))
+
+    @property
+    def half(self) -> bool:
+        """Whether the merge is stored, or is to be stored, in float16."""
         if self.merged_model is not None:
-            kinds = {str(dtype) for dtype in self.merged_model.dtypes.values()}
-            return "float16" if "torch.float16" in kinds else next(iter(kinds), "").removeprefix("torch.")
-        return str(self.recipe.get("out_dtype") or self.recipe.get("dtype") or "")
+            return "torch.float16" in map(str, self.merged_model.dtypes.values())
+        return str(self.recipe.get("out_dtype") or self.recipe.get("dtype")) == "float16"
 
 
 def is_small(model: str) -> bool:
@@ -160,51 +159,41 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
         raise CheckpointError("no such file or directory", where=name, remedy=remedy)
     if not os.path.isdir(name) or not (Contents(name).opened or os.path.exists(os.path.join(name, "config.json"))):
         open_model(name, unsupported="merge")
-    for file in RECIPES:
-        if os.path.isfile(path := os.path.join(name, file)):
-            return _of_recipe(path, name, parents)
+    recipe = next(filter(os.path.isfile, (os.path.join(name, file) for file in RECIPES)), None)
+    if recipe is not None:
+        return _of_recipe(recipe, name, parents)
     report = os.path.join(name, REPORT_FILE)
-    anchors = [read_report(report).anchor] if os.path.isfile(report) else []
-    present, absent = _sorted([*parents, *anchors])
-    return Case(name, name, present, absent)
+    return Case(name, name, *_sorted([*parents, *([read_report(report).anchor] if os.path.isfile(report) else [])]))
 
 
 def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     try:
         with open(path, encoding="utf-8") as file:
-            value = documents(file.read())[-1].value
-        if not isinstance(value, dict) or "merge_method" not in value:
-            raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
-        config = MergeConfiguration.model_validate({k: v for k, v in value.items() if k not in MULTI_KEYS})
+            document = documents(file.read())[-1]
     except UnicodeDecodeError as error:
         remedy = "give a recipe or a merged model's directory"
         raise RecipeError("is not a text file", where=path, remedy=remedy) from error
-    except ValidationError as error:
-        problem, remedy = explain(error.errors()[0])
-        raise RecipeError(problem, where=path, remedy=remedy) from error
-    except (RuntimeError, ValueError) as error:
-        raise RecipeError(str(error), where=path, remedy="see mergekit's documentation") from error
-    base = [config.base_model] if config.base_model is not None else []
-    text = str(value)  # mergekit names them in no order
-    named = sorted(config.referenced_models(), key=lambda model: text.find(model.model.path))
-    present, absent = _sorted([*parents, *map(str, dict.fromkeys([*base, *named]))])
+    value = document.value
+    if not isinstance(value, dict) or "merge_method" not in value:
+        raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
+    check_structure(document)
+    document.raise_first()
+    config, text = document.config, str(value)  # mergekit names models in no order
+    models = sorted(map(str, config.referenced_models()), key=lambda model: text.find(model.partition("+")[0]))
+    present, absent = _sorted([*parents, *map(str, filter(None, [config.base_model])), *models])
     donors = {}
     if value["merge_method"] == METHOD and config.models and not absent:
-        try:
+        with suppress(*([RotationMergeError] if merged is not None else [])):
             donors = {donor.name: donor for donor in donors_of(path)}
-        except RotationMergeError:
-            if merged is None:
-                raise
     return Case(merged or path, merged, present, absent, value, donors)
 
 
 def _sorted(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Models that are here, and those that are not, each once: user and recipe may call one by different paths."""
-    first_names = dict[str, str]()
-    for model in names:
-        first_names.setdefault(whole_path(model), model)
-    absent = tuple(filter(_is_absent, first_names.values()))
-    return tuple(model for model in first_names.values() if model not in absent), absent
+    first_names = {whole_path(model): model for model in reversed(names)}
+    models = [first_names.pop(path) for path in map(whole_path, names) if path in first_names]
+    absent = tuple(filter(_is_absent, models))
+    return tuple(model for model in models if model not in absent), absent
 
 
 def _is_absent(name: str) -> bool:

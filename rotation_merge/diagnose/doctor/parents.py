@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 from rotation_merge.workers import Progress
 
 
@@ -38,53 +39,41 @@ class Parent:
     source: TensorSource
     layers: Mapping[int | None, int] | None = None
 
+    @classmethod
+    def of(cls, model: View, layers: Mapping[int | None, int] | None = None) -> Parent:
+        return cls(model.architecture, model, layers)
+
     @cached_property
     def _blocks(self) -> dict[tuple[str, str, int | None], Block]:
         return {(block.module, block.place, block.index): block for block in self.architecture.blocks}
 
     def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
-        """The parent's counterpart of a tensor of the merge; None if there is none."""
+        """The parent's counterpart of a tensor of the merge, in float32; None if there is none."""
         index = block.index if self.layers is None else self.layers.get(block.index, -1)
         parent_block = self._blocks.get((block.module, block.place, index))
         parent_info = None if parent_block is None else parent_block.tensor(info.key)
-        return None if parent_info is None else read_tensor(parent_info, self.source)
+        tensor = None if parent_info is None else read_tensor(parent_info, self.source)
+        return None if tensor is None else tensor.float()
 
 
-@dataclass(frozen=True)
-class ParentSpan:
-    """All parents of a merged model.
+def parents_of(case: Case, progress: Progress | None) -> tuple[list[Parent], bool]:
+    """The parents that are here, as the merge saw them; and whether the merge lies in or near their span.
 
-    Attributes:
-        complete: whether the merge lies in or near the span of the parents; else some parents are unknown or were
-            changed.
-    """
-
-    members: list[Parent] = field(default_factory=list)
-    complete: bool = True
-
-    def tensors(self, block: Block, info: TensorInfo, shape: tuple[int, ...]) -> list[Tensor]:
-        """The parents' counterparts of a tensor of the merge that have its shape, in float32."""
-        tensors = (parent.tensor(block, info) for parent in self.members)
-        return [tensor.float() for tensor in tensors if tensor is not None and tuple(tensor.shape) == shape]
-
-
-def parents_of(case: Case, progress: Progress | None) -> ParentSpan:
-    """The parents that are here, as the merge saw them.
+    Else some parents are unknown, or were changed in a way that is not known.
 
     Raises:
         RotationMergeError: one cannot be read.
     """
-    if case.recipe.get("slices") or case.recipe.get("modules"):
-        named = {name: layers for name, layers in _sliced_parents(case).items() if name in case.models}
-        sliced = [Parent(case.models[name].architecture, case.models[name], layers) for name, layers in named.items()]
-        return ParentSpan(sliced, complete=case.method != METHOD and not case.absent)
+    if case.sliced:
+        layers = {name: places for name, places in _layers(case).items() if name in case.models}
+        parents = [Parent.of(case.models[name], places) for name, places in layers.items()]
+        return parents, case.method != METHOD and not case.absent
     if case.method != METHOD:
-        plain = [Parent(model.architecture, model) for model in case.models.values()]
-        return ParentSpan(plain, complete=not case.absent)
+        return [Parent.of(model) for model in case.models.values()], not case.absent
     return _moved(case, progress)
 
 
-def _sliced_parents(case: Case) -> dict[str, dict[int | None, int]]:
+def _layers(case: Case) -> dict[str, dict[int | None, int]]:
     """Models of a recipe with slices, each with its layers by the merge's layers.
 
     For a recipe of ours only the first model of each slice, which is not moved.
@@ -102,26 +91,33 @@ def _sliced_parents(case: Case) -> dict[str, dict[int | None, int]]:
     return layers_of
 
 
-def _moved(case: Case, progress: Progress | None) -> ParentSpan:
-    """The anchor and the donors of a recipe of ours: matched once more, or moved by their files."""
-    anchor, complete = case.models[case.parents[0]], bool(case.donors) and not case.absent
-    pairs: list[tuple[RecipeDonor, Pair, Alignment]] = []
-    for donor in case.donors.values():
-        aligned = _alignment(case, donor, progress)
-        complete = complete and aligned is not None
-        pairs += [] if aligned is None else [(donor, *aligned)]
-    if not pairs:
-        return ParentSpan([Parent(anchor.architecture, anchor)], complete)
-    folded = next((alignment.folded for _, _, alignment in pairs if alignment.folded), ())
-    layout = pairs[0][1].architecture
-    members = [Parent(layout, moved_tensors(layout, pairs[0][1].sources[0], {}, folded))]
-    for donor, pair, alignment in pairs:
-        sources = [pair.sources[1]]
-        if donor.origin is not None:  # whose change was carried: the fine-tune moves as its base does
-            sources.append(open_pair(donor.origin, donor.name, NOTHING, donor.untie, any_base=True).sources[1])
-        moved = (moved_tensors(pair.architecture, source, alignment.transforms, folded) for source in sources)
-        members += [Parent(pair.architecture, tensors) for tensors in moved]
-    return ParentSpan(members, complete)
+def _moved(case: Case, progress: Progress | None) -> tuple[list[Parent], bool]:
+    """The anchor and the donors of a recipe of ours: matched once more, or moved by their files.
+
+    Donors whose maps are not known are taken as they are, if only norms are to be compared: no stream was moved.
+    """
+    aligned = {donor.name: _alignment(case, donor, progress) for donor in case.donors.values()}
+    known = {name: pair for name, pair in aligned.items() if pair is not None}
+    complete = bool(known) and len(known) == len(aligned) and not case.absent
+    anchor = case.models[case.parents[0]]
+    if not complete:
+        still = all(donor.options.residual == "none" for donor in case.donors.values())
+        return [Parent.of(model) for model in (case.models.values() if still else [anchor])], False
+    folded = next((alignment.folded for _, alignment in known.values() if alignment.folded), ())
+    first, _ = next(iter(known.values()))
+    parents = [Parent(first.architecture, moved_tensors(first.architecture, first.sources[0], {}, folded))]
+    for name, (pair, alignment) in known.items():
+        for source in _sources(case.donors[name], pair):
+            moved = moved_tensors(pair.architecture, source, alignment.transforms, folded)
+            parents.append(Parent(pair.architecture, moved))
+    return parents, True
+
+
+def _sources(donor: RecipeDonor, pair: Pair) -> Iterator[TensorSource]:
+    """What a donor's maps move: where its change was carried, the fine-tune moves as its base does."""
+    yield pair.sources[1]
+    if donor.origin is not None:
+        yield open_pair(donor.origin, donor.name, NOTHING, donor.untie, any_base=True).sources[1]
 
 
 def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tuple[Pair, Alignment] | None:

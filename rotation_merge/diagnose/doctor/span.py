@@ -1,27 +1,28 @@
-"""Tensors of a merge compared with the span of its parents': scaled, or unlike all of them."""
+"""Tensors of a merge compared with the span of its parents': scaled, unlike all of them, or faded layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.diagnose.doctor.case import Case, Cause
-from rotation_merge.diagnose.doctor.parents import Parent, ParentSpan, parents_of
+from rotation_merge.diagnose.doctor.parents import Parent, parents_of
 from rotation_merge.errors import RotationMergeError, named
 from rotation_merge.matching.block import match_block
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.model.apply import read_tensor, transform_tensor
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.view import View
 from rotation_merge.workers import Progress
 
 SMALL, LARGE = 0.8, 1.25
-"""Share of the parents that a merge holds, from which on it is scaled."""
+"""Share of the parents that a merge holds, from which on it is scaled (the mean of two unrelated models: 0.71)."""
 LOST, KEPT = 0.5, 0.9
 """Cosine of a tensor to the span of its parents': below the first it is unlike them, above the second it is theirs."""
 MOST = 0.2
@@ -42,9 +43,10 @@ SPOILS = (LAYOUT, "scale", "unlike its parents")
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor of a merge beside its parents'.
+    """One matrix of a merge beside its parents'.
 
     Attributes:
+        layer: its block's name.
         rotary: whether it holds queries or keys that RoPE turns.
         cosine: to the span of theirs.
         share: of their mean that it holds.
@@ -52,6 +54,7 @@ class TensorComparison:
     """
 
     name: str
+    layer: str
     rotary: bool
     cosine: float
     share: float
@@ -63,157 +66,171 @@ class TensorComparison:
         smaller, larger = max(self.share, self.ratio) < SMALL, min(self.share, self.ratio) > LARGE
         return self.cosine > KEPT and (smaller or larger)
 
+    @property
+    def averaged(self) -> float:
+        """Norm of the mean of both, over the mean of their norms; of a tensor beside one other."""
+        square = 1 + self.ratio**2 + 2 * self.share
+        return math.sqrt(max(square, 0.0)) / (1 + self.ratio)
+
+
+Comparisons = list[TensorComparison]
+Pairs = dict[str, tuple[Tensor, list[Tensor]]]
+"""Tensors of a block of the merge, and the parents', by key."""
+
 
 def of_span(case: Case, progress: Progress | None) -> Iterator[Cause]:
-    """Faults of single tensors of a merge compared with its parents.
-
-    For a recipe, of parents compared with the first one: whether they have its layout of RoPE.
+    """Faults of single tensors of a merge compared with its parents; of a recipe, of its parents beside the first.
 
     Raises:
         RotationMergeError: a model cannot be read.
     """
-    yield from _of_parents(case, progress)
+    if case.method != METHOD and not case.sliced:
+        yield from _of_parents(case, progress)
     if case.merged_model is None or not case.parents:
         return
-    parents = parents_of(case, progress)
-    compared = compare(case.merged_model.architecture.blocks, case.merged_model, parents, progress)
-    unlike = list(_unlike(case.name, compared))
-    if not parents.complete or _scales_itself(case):
-        yield from (cause for cause in unlike if cause.name == LAYOUT)
-        return
-    yield from _scaled(case.name, compared)
-    if _delegate(case) not in SOLVED:
-        yield from unlike
+    parents, complete = parents_of(case, progress)
+    compared = _in_order(case.merged_model, parents, _compared(case.merged_model, parents, progress))
+    causes = list(_unlike(case.name, compared))
+    if not complete or (case.delegate == "passthrough" and "scale" in str(case.recipe)):
+        causes = [cause for cause in causes if cause.name == LAYOUT]
+    else:
+        causes = [*_scaled(case.name, compared), *(causes if case.delegate not in SOLVED else ())]
+    yield from causes or of_layers("weights", _by_layer(compared, [tensor.ratio for tensor in compared]), SMALL, LARGE)
 
 
 def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
-    """Parents with another layout than the first one's."""
-    if case.method == METHOD or case.recipe.get("slices") or case.recipe.get("modules"):
-        return
+    """Parents with another layout than the first one's, and whose mean with it would fade."""
     for name in case.parents[1:]:
-        anchor, donor = case.models[case.parents[0]], case.models[name]
-        first = ParentSpan([Parent(anchor.architecture, anchor)])
         try:
-            causes = list(_unlike(name, compare(donor.architecture.blocks, donor, first, progress)))
+            compared = _compared(case.models[name], [Parent.of(case.models[case.parents[0]])], progress)
         except RotationMergeError:  # which `of_pairs` says
             continue
-        yield from (cause for cause in causes if cause.name == LAYOUT)
+        yield from (cause for cause in _unlike(name, compared) if cause.name == LAYOUT)
+        if case.merged is None and case.method == "linear":
+            shares = _by_layer(compared, [tensor.averaged for tensor in compared])
+            yield from of_layers("weights", shares, SMALL, math.inf)
 
 
-def _delegate(case: Case) -> str:
-    return str(case.parameters.get("delegate", "linear")) if case.method == METHOD else case.method
-
-
-def _scales_itself(case: Case) -> bool:
-    """Whether a recipe stacks layers and scales them explicitly."""
-    return _delegate(case) == "passthrough" and "scale" in str(case.recipe)
-
-
-def compare(
-    blocks: tuple[Block, ...], merged: TensorSource, parents: ParentSpan, progress: Progress | None = None
-) -> list[TensorComparison]:
-    """Every matrix of the layers beside those of the parents.
-
-    Where only few are unlike theirs, heads, neurons and experts are put in order first.
-    """
-    layers = [block for block in blocks if block.index is not None]
-    compared = []
+def _compared(merged: View, parents: Sequence[Parent], progress: Progress | None = None) -> Comparisons:
+    """Every matrix of the layers beside those of the parents."""
+    layers = [block for block in merged.architecture.blocks if block.index is not None]
+    compared: Comparisons = []
     for number, block in enumerate(layers):
         if progress is not None:
             progress("comparing", number, len(layers))
-        compared.append(_of_block(block, dict(_pairs(block, merged, parents))))
-    unlike = [sum(tensor.cosine < LOST for tensor in tensors) for tensors in compared]
-    if 2 * sum(unlike) < sum(map(len, compared)):
-        for number in (number for number, count in enumerate(unlike) if count):
-            pairs = dict(_pairs(layers[number], merged, parents))
-            compared[number] = _of_block(layers[number], _in_order(layers[number], pairs))
-    return [tensor for tensors in compared for tensor in tensors]
-
-
-Pair = tuple[Tensor, list[Tensor]]
-"""A tensor of the merge, and the parents'."""
-
-
-def _pairs(block: Block, merged: TensorSource, parents: ParentSpan) -> Iterator[tuple[str, Pair]]:
-    """The tensors of a block that can be compared, in float32, by their keys."""
-    for info in block.tensors:
-        tensor = read_tensor(info, merged)
-        if tensor is None or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            continue
-        if parent_tensors := parents.tensors(block, info, tuple(tensor.shape)):
-            yield info.key, (tensor.float(), parent_tensors)
-
-
-def _in_order(block: Block, pairs: dict[str, Pair]) -> dict[str, Pair]:
-    """The tensors of the merge, their heads, neurons and experts in the parents' order as far as all agree in one."""
-    parent_means = {key: torch.stack(stored).mean(0) for key, (_, stored) in pairs.items()}
-    ours = {key: tensor for key, (tensor, _) in pairs.items()}
-    transforms = match_block(block, parent_means, ours, ORDERS, with_rows=False).transforms
-    infos = {info.key: info for info in block.tensors}
-    return {key: (transform_tensor(ours[key], infos[key], transforms), pairs[key][1]) for key in pairs}
-
-
-def _of_block(block: Block, pairs: dict[str, Pair]) -> list[TensorComparison]:
-    """The matrices of a block beside the parents'; zeros say nothing."""
-    compared = []
-    for info in block.tensors:
-        tensor, parent_tensors = pairs.get(info.key, (None, []))
-        parent_tensors = [tensor for tensor in parent_tensors if bool(tensor.any())]
-        if tensor is not None and len(info.axes) > 1 and bool(tensor.any()) and parent_tensors:
-            compared.append(_beside(info, tensor, parent_tensors))
+        compared += _of_block(block, _pairs(block, merged, parents))
     return compared
 
 
-def _beside(info: TensorInfo, merged: Tensor, parents: list[Tensor]) -> TensorComparison:
-    flat_parents = torch.stack([parent.flatten() for parent in parents])
-    flat = merged.flatten()
-    gram, inner = (flat_parents @ flat_parents.T).double(), (flat_parents @ flat).double()
+def _in_order(merged: View, parents: Sequence[Parent], compared: Comparisons) -> Comparisons:
+    """The same with heads, neurons and experts of layers in order, where only few matrices are unlike the parents'."""
+    unlike = [tensor.layer for tensor in compared if tensor.cosine < LOST]
+    if not 0 < 2 * len(unlike) < len(compared):
+        return compared
+    for block in (block for block in merged.architecture.blocks if block.name in unlike and block.index is not None):
+        pairs = _pairs(block, merged, parents)
+        means = {key: torch.stack(stored).mean(0) for key, (_, stored) in pairs.items()}
+        ours = {key: tensor for key, (tensor, _) in pairs.items()}
+        transforms = match_block(block, means, ours, ORDERS, with_rows=False).transforms
+        moved = {i.key: transform_tensor(ours[i.key], i, transforms) for i in block.tensors if i.key in ours}
+        ordered = _of_block(block, {key: (tensor, pairs[key][1]) for key, tensor in moved.items()})
+        compared = [*(tensor for tensor in compared if tensor.layer != block.name), *ordered]
+    return compared
+
+
+def _pairs(block: Block, merged: View, parents: Sequence[Parent]) -> Pairs:
+    """The tensors of a block that can be compared, in float32."""
+    pairs: Pairs = {}
+    for info in block.tensors:
+        tensor = read_tensor(info, merged)
+        if tensor is not None and tensor.is_floating_point() and bool(torch.isfinite(tensor).all()):
+            counterparts = (parent.tensor(block, info) for parent in parents)
+            if stored := [x for x in counterparts if x is not None and x.shape == tensor.shape]:
+                pairs[info.key] = (tensor.float(), stored)
+    return pairs
+
+
+def _of_block(block: Block, pairs: Pairs) -> Iterator[TensorComparison]:
+    """The matrices of a block beside the parents'; zeros say nothing."""
+    for info in block.tensors:
+        tensor, stored = pairs.get(info.key, (None, []))
+        stored = [parent for parent in stored if bool(parent.any())]
+        if tensor is not None and len(info.axes) > 1 and bool(tensor.any()) and stored:
+            yield _beside(block, info, tensor, stored)
+
+
+def _beside(block: Block, info: TensorInfo, merged: Tensor, parents: list[Tensor]) -> TensorComparison:
+    rows, flat = torch.stack([parent.flatten() for parent in parents]), merged.flatten()
+    gram, inner = (rows @ rows.T).double(), (rows @ flat).double()
     weights = torch.linalg.lstsq(gram, inner[:, None], driver="gelsd").solution[:, 0]
-    norm = float(flat.norm())
-    within = max(0.0, float(weights @ inner)) ** 0.5
-    count = len(parents)
+    norm, count = float(flat.norm()), len(parents)
+    cosine = min(1.0, max(0.0, float(weights @ inner)) ** 0.5 / norm)
     share = float(inner.sum() / count) / max(float(gram.sum()) / count**2, 1e-300)
     ratio = norm / max(float(gram.diagonal().sqrt().mean()), 1e-300)
     rotary = any(part.role in ("q", "k") and part.space.rotary for axis in info.axes for part in axis.parts)
-    return TensorComparison(info.name, rotary, min(1.0, within / norm), share, ratio)
+    return TensorComparison(info.name, block.name, bool(rotary), cosine, share, ratio)
 
 
-def _scaled(name: str, compared: list[TensorComparison]) -> Iterator[Cause]:
+def _scaled(name: str, compared: Comparisons) -> Iterator[Cause]:
     """Tensors that are the parents' times a number."""
-    scaled = [beside for beside in compared if beside.scaled]
+    scaled = [tensor for tensor in compared if tensor.scaled]
     if not scaled:
         return
-    share = median(beside.share for beside in scaled)
+    words = f"{median(tensor.share for tensor in scaled):.2f} times those of the parents"
     remedy = "divide them by it, or merge again with weights that add up to 1"
     if len(scaled) > (1 - MOST) * len(compared):
-        problem = f"all weights are {share:.2f} times those of the parents ({len(scaled)} matrices compared)"
-        yield Cause("scale", 0.98, problem, name, remedy)
+        yield Cause("scale", 0.98, f"all weights are {words} ({len(scaled)} matrices compared)", name, remedy)
     elif len(scaled) < MOST * len(compared) or len(scaled) == 1:
-        worst = min(scaled, key=lambda beside: min(beside.share, 1 / beside.share))
-        problem = f"{_some(scaled)} {share:.2f} times those of the parents, all others unchanged"
-        yield Cause("scale", 0.9, problem, worst.name, remedy)
+        worst = min(scaled, key=lambda tensor: min(tensor.share, 1 / tensor.share))
+        yield Cause("scale", 0.9, f"{_names(scaled)}: {words}, all others unchanged", worst.name, remedy)
 
 
-def _unlike(name: str, compared: list[TensorComparison]) -> Iterator[Cause]:
+def _unlike(name: str, compared: Comparisons) -> Iterator[Cause]:
     """Single tensors that have nothing of the parents'."""
-    unlike = [beside for beside in compared if beside.cosine < LOST]
-    if not unlike or sum(beside.cosine > KEPT for beside in compared) < (1 - MOST_UNLIKE) * len(compared):
+    unlike = [tensor for tensor in compared if tensor.cosine < LOST]
+    if not unlike or sum(tensor.cosine > KEPT for tensor in compared) < (1 - MOST_UNLIKE) * len(compared):
         return
-    worst = min(unlike, key=lambda beside: beside.cosine)
-    problem = f"{_some(unlike)} unlike the parents' (cosine to their span {worst.cosine:.2f}, all others above {KEPT})"
-    if len(unlike) > 1 and set(unlike) == {beside for beside in compared if beside.rotary}:
-        layouts = (
-            "these are all queries and keys: they may stand in the other RoPE layout (pairs side by side, or halves)"
-        )
+    worst = min(unlike, key=lambda tensor: tensor.cosine)
+    problem = f"{_names(unlike)}: cosine to the span of the parents' {worst.cosine:.2f}, all others above {KEPT}"
+    if len(unlike) > 1 and set(unlike) == {tensor for tensor in compared if tensor.rotary}:
+        problem += "; these are all queries and keys, maybe in the other RoPE layout (pairs side by side, or halves)"
         remedy = (
             "convert that model to the layout of the others (its conversion script permutes them), then merge again"
         )
-        yield Cause(LAYOUT, 0.95, f"{problem}; {layouts}", name, remedy)
+        yield Cause(LAYOUT, 0.95, problem, name, remedy)
     else:
         remedy = "take them from a parent, or merge again: tensors of one layer must have their heads in one order"
         yield Cause("unlike its parents", 0.9, problem, worst.name, remedy)
 
 
-def _some(tensors: list[TensorComparison]) -> str:
-    names = named(f"'{beside.name}'" for beside in tensors)
-    return f"{names} {'is' if len(tensors) == 1 else 'are'}"
+def _names(tensors: Comparisons) -> str:
+    return named(f"'{tensor.name}'" for tensor in tensors)
+
+
+def _by_layer(compared: Comparisons, values: Sequence[float]) -> dict[str, float]:
+    """Means of values of the matrices of each layer."""
+    layers: dict[str, list[float]] = {}
+    for tensor, value in zip(compared, values, strict=True):
+        layers.setdefault(tensor.layer, []).append(value)
+    return {layer: mean(in_layer) for layer, in_layer in layers.items()}
+
+
+def of_layers(words: str, shares: dict[str, float], small: float, large: float) -> Iterator[Cause]:
+    """Layers that hold much less, or much more, than the parents' mean.
+
+    Smaller norms are an effect of averaging unlike matrices.
+
+    Args:
+        shares: of that mean, by layer.
+    """
+    faded = [layer for layer, share in shares.items() if share < small]
+    if faded:
+        least = min(shares, key=lambda layer: shares[layer])
+        problem = (
+            f"{words} fade in {len(faded)} of {len(shares)} layers, to {shares[least]:.2f} of the parents' in {least}"
+        )
+        remedy = "align the models first ('preset: far'), then 'delegate: refit' or 'rotation-merge polish'"
+        yield Cause("vanished variance", 0.7, problem, faded[0], remedy)
+    elif shares and (most := max(shares, key=lambda layer: shares[layer])) and shares[most] > large:
+        problem = f"{words} grow to {shares[most]:.2f} of the parents'"
+        yield Cause("scale", 0.7, problem, most, "lower the weights of the models, or the method's 'lambda'")
