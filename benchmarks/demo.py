@@ -10,16 +10,18 @@ import subprocess
 
 from record import Table
 
-from rotation_merge.cli.demo import cells
-
-COLUMNS = ("merge", "measure", "parents", "plain", "heads, neurons", "whole model", "learned")
+COLUMNS = {"plain": "plain", "local": "heads, neurons", "whole": "whole model", "learned": "learned"}
 
 
 def main() -> None:
     done = subprocess.run(["rotation-merge", "demo", "--json"], check=True, capture_output=True, text=True)
     table = Table("demo")
     for row in json.loads(done.stdout)["results"]:
-        table.add(dict(zip(COLUMNS, cells(row), strict=False)))
+        form = "{:.1%}" if row["measure"] == "accuracy" else "{:.3f}"
+        figures = {title: row["merges"].get(way) for way, title in COLUMNS.items()}
+        merges = {title: "" if figure is None else form.format(figure) for title, figure in figures.items()}
+        parents = " / ".join(map(form.format, row["parents"]))
+        table.add({"merge": row["title"], "measure": row["measure"], "parents": parents, **merges})
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from rotation_merge.averaging.config import AdapterMergeConfig as AdapterMergeConfig
 from rotation_merge.averaging.config import RefitConfig
@@ -30,6 +29,7 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit as fit
 from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.match_on import activation_matcher
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
@@ -141,29 +141,31 @@ def average(
         RecipeError: the method or a parameter does not exist, or a required input is missing.
         CheckpointError: the models do not compute alike, or their tensors differ in names or shapes.
     """
-    MeasureConfig.options()["samples"].check("limit", limit)
-    MeasureConfig.options()["seed"].check("seed", seed)
+    for name, option, value in (("limit", "samples", limit), ("seed", "seed", seed)):
+        MeasureConfig.options()[option].check(name, value)
     delegate, views = delegate_of(method), _opened(models)
     kind = delegate if isinstance(delegate, OwnMethod) else OwnMethod
-    each_head = parameters.get("heads_of") == "each"
+    shares = _shares(weights, len(views))
     if kind.whole_models:
         return _average_by_refit(views, samples, weights, {**parameters, "samples": limit, "seed": seed})
     opened = renamed_views(views)
     _check_folded(opened)
-    _check_used(method, statistics=statistics is None or kind.statistics)
-    _check_used(method, samples=samples is None or kind.statistics or kind.on_samples)
+    takes = {"statistics": kind.statistics, "samples": kind.statistics or kind.on_samples}
+    for name, source in (("statistics", statistics), ("samples", samples)):
+        if source is not None and not takes[name]:
+            raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
     measured, batches = list[Statistics](), list[Batch]()
     if kind.statistics and statistics is not None:
         measured = _checked_statistics(views, opened, kind.statistics, statistics)
     elif kind.statistics:
         config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
-        measured = _measured(opened, method, samples, config)
+        measured = [measure(*each, config) for each in zip(opened, _each(samples, opened, method), strict=True)]
     elif samples is not None:
         batches = _pool(opened, method, samples, limit, seed)
-    shares = [{} if weight is None else {"weight": weight} for weight in _weights(weights, len(views))]
     with python_places():
         result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
     result = replace(result, name=views[0].name)
+    each_head = parameters.get("heads_of") == "each"
     return replace(result, heads=under_heads(result, views[1:])) if each_head else result
 
 
@@ -183,40 +185,46 @@ def _opened(models: Iterable[ModelLike]) -> list[View]:
     return views
 
 
-def _check_used(method: str, **used: Any) -> None:
-    """Refuse what a method does not use."""
-    for name in (name for name, value in used.items() if not value):
-        raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
-
-
-def _weights(weights: Sequence[float] | None, count: int) -> list[float | None]:
-    """The weight of each model; None where all are equal."""
+def _shares(weights: Sequence[float] | None, count: int) -> list[dict[str, float]]:
+    """The parameters of each model: its weight, if they are given."""
     if weights is None:
-        return [None] * count
+        return [{}] * count
     shares = numbers_for(weights, count, "model")
     if abs(sum(shares)) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
-    return [*shares]
+    return [{"weight": share} for share in shares]
+
+
+def _each(samples: Samples, models: Sequence[View], method: str) -> list[Samples]:
+    """The samples that each model is measured on.
+
+    Raises:
+        RecipeError: there are none.
+    """
+    if samples is None:
+        problem = f"{method} needs samples or statistics of the models"
+        raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
+    return for_each(samples, len(models))
 
 
 def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, seed: int) -> list[Batch]:
     """The samples that activations of all models are compared on.
 
     Raises:
-        RecipeError: models have samples of their own.
+        RecipeError: models have samples of their own, or other tokens.
     """
-    first, *further_samples = for_each(samples, len(models))
-    if any(source is not first for source in further_samples):
+    first, *further = for_each(samples, len(models))
+    if any(source is not first for source in further):
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
     for view in models[1:]:
-        _check_one_vocabulary(models[0], view, f"{method} compares activations on")
+        _check_one_vocabulary(models[0], view)
     return read_samples(models[0], first, limit, seed=seed).batches
 
 
-def _check_one_vocabulary(base: View, view: View, why: str) -> None:
+def _check_one_vocabulary(base: View, view: View) -> None:
     if shared_rows([base, view]) is not None:
-        problem = f"its tokens are not those of {base.name}, but {why} one set of token ids"
+        problem = f"its tokens are not those of {base.name}, but all models run on the same token ids"
         raise RecipeError(problem, where=view.name, remedy="use another method")
 
 
@@ -226,32 +234,16 @@ def _check_folded(models: Sequence[View]) -> None:
     Raises:
         CheckpointError: names a model and a gain that is not.
     """
-    for folded in models:
-        for model in models:
-            gain = unfolded_gain(model.architecture, model.tensors, folded.folded)
-            if gain is not None:
-                problem = f"'{gain}' is not folded into its readers, as in the view of {folded.name}"
-                remedy = "take alignment.apply_anchor(anchor) of the alignment that rotated the stream"
-                raise CheckpointError(problem, where=model.name, remedy=remedy)
+    for folded, model in itertools.product(models, repeat=2):
+        gain = unfolded_gain(model.architecture, model.tensors, folded.folded)
+        if gain is not None:
+            problem = f"'{gain}' is not folded into its readers, as in the view of {folded.name}"
+            remedy = "take alignment.apply_anchor(anchor) of the alignment that rotated the stream"
+            raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
-def _measured(models: Sequence[View], method: str, samples: Samples, config: MeasureConfig) -> list[Statistics]:
-    """Statistics of each model on samples.
-
-    Raises:
-        RecipeError: there are none.
-    """
-    if samples is None:
-        problem = f"{method} needs samples or statistics of the models"
-        raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
-    sources = for_each(samples, len(models))
-    return [measure(model, source, config) for model, source in zip(models, sources, strict=True)]
-
-
-def _checked_statistics(
-    views: Sequence[View], models: Sequence[View], kind: str, statistics: Sequence[Statistics | str | os.PathLike[str]]
-) -> list[Statistics]:
-    """Statistics of each model, checked.
+def _checked_statistics(views: Sequence[View], models: Sequence[View], kind: str, statistics: Any) -> list[Statistics]:
+    """Statistics of each model, from values or files.
 
     Args:
         models: the views with distinct names.
@@ -266,9 +258,9 @@ def _checked_statistics(
         raise RecipeError(problem, remedy="give those of each model, in their order")
     opened = [part if isinstance(part, Statistics) else Statistics.open(part) for part in parts]
     for view, model, part in zip(views, models, opened, strict=True):
-        known, moved = part.metadata.get("fingerprint"), view.identity()
-        fingerprint = moved if moved is not None and moved == known else model.fingerprint
-        part.check(kind, fingerprint, model.name, "measure it: rotation_merge.measure(model, ...)")
+        moved = view.identity() or model.fingerprint
+        mark = moved if moved == part.metadata.get("fingerprint") else model.fingerprint
+        part.check(kind, mark, model.name, "measure it: rotation_merge.measure(model, ...)")
     return opened
 
 
@@ -346,12 +338,12 @@ def _refitted(
         return any(part in name for part in exclude)
 
     shares = None if weights is None else numbers_for(weights, len(views), "model")
-    base, notes = views[0], list(views[0].notes)
-    alike = [base]
+    base, *donors = views
+    notes, alike = list(base.notes), [base]
     _check_folded(views)
-    for view in views[1:]:
+    for view in donors:
         pair = check_pair(base, view.as_filed, NOTHING, excluded=excluded, averaged=True)
-        _check_one_vocabulary(base, view, "refit runs all models on")
+        _check_one_vocabulary(base, view)
         notes += [*pair.warnings, *pair.notes]
         alike.append(in_class_order(view.as_filed, pair.rows))
     merged = refitted_later(alike, samples, config, shares, excluded)
@@ -362,12 +354,11 @@ def _average_by_refit(
     views: Sequence[View], samples: Samples, weights: Sequence[float] | None, parameters: Mapping[str, Any]
 ) -> View:
     """`average` by `refit`."""
-    _weights(weights, len(views))
     values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
     if checked("heads_of", values.pop("heads_of", "base")) == "each":
         raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
-    names = checked("exclude", values.pop("exclude")) if "exclude" in values else None
-    exclude = [part.strip() for part in (names or "").split(",") if part.strip()]
+    parts = (checked("exclude", values.pop("exclude")) if "exclude" in values else "").split(",")
+    exclude = [part.strip() for part in parts if part.strip()]
     return _refitted(views, samples, RefitConfig.from_values(values), weights, exclude)
 
 
@@ -502,38 +493,29 @@ def transfer(
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
             fit.
     """
-    chosen = _with_given_alignment(TransferConfig.of(config, options), old)
+    chosen = _with_checked_alignment(TransferConfig.of(config, options), old)
     chosen.check_use()
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
-    adapter = is_adapter(tuned)
     first, second = open_model(new, "new"), open_model(old, "old")
-    work = tuned if adapter else open_model(tuned, "tuned")
+    work = tuned if is_adapter(tuned) else open_model(tuned, "tuned")
     if isinstance(work, View) and None in (first.files, work.files):
         check_names(first, work)
-    chosen, match, samples = _run_of(chosen, samples, first, second)
-    value = carried(Transfer.of(work, second, first, chosen, watched=False, match=match), samples=samples)
+    if type(samples) is int:
+        chosen, samples = replace(chosen, samples=samples), None
+    match, named = None, isinstance(samples, str | os.PathLike)
+    if chosen.matched_on != WEIGHTS and (samples is not None or None in (first.files, second.files)):
+        match = _matcher(chosen.matched_on, chosen.data if samples is None else samples, first, second)
+    if samples is not None:
+        chosen = replace(chosen, data=os.fspath(samples) if named else "samples in memory")
+    job = Transfer.of(work, second, first, chosen, watched=False, match=match)
+    value = carried(job, samples=None if named else samples)
     if isinstance(value, Adapter) and first.files is None:
-        named = getattr(new, "name_or_path", None) or None
-        return replace(value, config={**value.config, "base_model_name_or_path": named})
+        base = getattr(new, "name_or_path", None) or None
+        return replace(value, config={**value.config, "base_model_name_or_path": base})
     return value
 
 
-def _run_of(
-    config: TransferConfig, samples: Samples, new: View, old: View
-) -> tuple[TransferConfig, Match | None, Samples]:
-    """How a transfer runs: its config with what the samples are called, what aligns, and samples in memory."""
-    if type(samples) is int:
-        config, samples = replace(config, samples=samples), None
-    match = None
-    if config.matched_on != WEIGHTS and (samples is not None or None in (new.files, old.files)):
-        match = _matcher(config.matched_on, config.data if samples is None else samples, new, old)
-    named = isinstance(samples, str | os.PathLike)
-    if samples is not None:
-        config = replace(config, data=os.fspath(samples) if named else "samples in memory")
-    return config, match, None if named else samples
-
-
-def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:
+def _with_checked_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:
     """The config, its alignment checked against the old base, where one is given.
 
     Raises:
@@ -541,14 +523,12 @@ def _with_given_alignment(config: TransferConfig, old: ModelLike) -> TransferCon
         AlignmentError: it was made for another donor.
     """
     alignment = config.alignment
-    if isinstance(alignment, os.PathLike):
-        return replace(config, alignment=os.fspath(alignment))
     if isinstance(alignment, Alignment) and alignment.basis is not None:
         alignment.check_donor(old)
-    elif alignment is not None and not isinstance(alignment, Alignment | str):
+    elif not isinstance(alignment, Alignment | str | os.PathLike | None):
         problem = f"option 'alignment' is {short(repr(alignment))}"
         raise RecipeError(problem, remedy="it must be an Alignment of old to new, or its file")
-    return config
+    return replace(config, alignment=os.fspath(alignment)) if isinstance(alignment, os.PathLike) else config
 
 
 def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
@@ -559,30 +539,24 @@ def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
         DataError: the samples are of no use to the models.
     """
     MatchConfig.options()["match_on"].check("match_on", how)
+    if how == WEIGHTS and samples is not None:
+        raise RecipeError("matching on weights uses no samples", remedy="add match_on='both', or leave them out")
     if how == WEIGHTS:
-        if samples is not None:
-            raise RecipeError("matching on weights uses no samples", remedy="add match_on='both', or leave them out")
         return match_model
     if samples is None:
         problem = f"match_on='{how}' runs the models on samples"
         raise RecipeError(problem, remedy="give 'samples': batches of what their forward takes, or a source")
-    from rotation_merge.matching.match_on import activation_matcher
-
     modules = [_as_it_is(model) for model in (anchor, donor)]
-    if isinstance(samples, str) and samples == SELF:
-        halves = zip((anchor, donor), modules, ((SAMPLES + 1) // 2, SAMPLES // 2), range(2), strict=True)
-        parts = [read_samples(model, SELF, count, seed=seed, module=module) for model, module, count, seed in halves]
-        batches = [batch for part in parts for batch in part.batches]
-    else:
-        batches = read_samples(anchor, samples, SAMPLES, module=modules[0]).batches
-    plain = [unlabelled(batch) for batch in batches]
-    data_in_memory(plain, modules[1])
-    return activation_matcher(how, modules[0], modules[1], plain, "samples")
+    writers = 2 if isinstance(samples, str) and samples == SELF else 1  # each writes half
+    batches = [
+        unlabelled(batch)
+        for seed, (model, module) in enumerate(list(zip((anchor, donor), modules, strict=True))[:writers])
+        for batch in read_samples(model, samples, SAMPLES // writers, seed=seed, module=module).batches
+    ]
+    data_in_memory(batches, modules[1])
+    return activation_matcher(how, modules[0], modules[1], batches, "samples")
 
 
-def _as_it_is(opened: View) -> nn.Module:
+def _as_it_is(opened: View) -> Any:
     """A module as the caller gave it; another model loaded for evaluation."""
-    if opened.module is None or opened.at is not None:
-        module: nn.Module = for_evaluation(opened)
-        return module
-    return opened.module
+    return for_evaluation(opened) if opened.module is None or opened.at is not None else opened.module

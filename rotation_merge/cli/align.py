@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.cli.command import (
-    Backend,
     Device,
     Model,
     ShardSize,
@@ -44,8 +43,7 @@ from rotation_merge.run.proof import Proof, prove
 from rotation_merge.run.sample_kinds import ReadingConfig
 from rotation_merge.workers import on_backend
 
-SAMPLED = ("match_on", "data", "samples", "seed")
-"""Options that say what chooses the maps."""
+THREADS: Literal["threads"] = "threads"
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ def command(
     anchor: Model,
     donor: Model,
     out: Annotated[str | None, NEW_MODEL] = None,
-    /,
     *,
     options: AlignConfig,
     match: MatchConfig,
@@ -78,7 +75,12 @@ def command(
     shard_size: ShardSize = "5B",
     dtype: Storage = None,
     device: Device = "cpu",
-    backend: Backend = "threads",
+    backend: Annotated[
+        Literal["threads", "ray", "dask"],
+        "who computes the blocks: threads of this process, or workers of the Ray or Dask cluster that RAY_ADDRESS or "
+        "DASK_SCHEDULER_ADDRESS names (otherwise one on this machine). All must see the models under the same path; "
+        "needs rotation-merge[ray] or [dask]",
+    ] = THREADS,
     verify: Annotated[bool, "--verify/--no-verify", "compare OUT's outputs with the donor's"] = True,
     by: Annotated[Literal["space", "layer"], "rows of the table"] = "space",
     progress: Progress,
@@ -96,67 +98,91 @@ def command(
     --learn starts from the matching and lowers the loss of the interpolated models by gradient descent, on a GPU in
     mixed precision. For several donors at once, see rotation_merge.fit in Python.
     """
-    _check_use(learn, out, alignment, match.match_on, backend)
-    place, size, (device, worker_device) = out or alignment, parse_size(shard_size), _devices(device, backend)
-    pair = open_pair(anchor, donor, options, match.untie, device, watched=place is not None)
+    _check_use(learn, out, alignment, match.match_on)
+    place, size, devices = out or alignment, parse_size(shard_size), _devices(device, backend, match, learn)
+    pair, proofs = open_pair(anchor, donor, options, match.untie, devices[0], watched=place is not None), list[Proof]()
+    notes = [*(f"Warning: {warning}" for warning in pair.warnings), *pair.notes]
+    working = _matched(pair, match, devices, backend, place, progress)
     if learn:
-        learning = replace(learning, match_on=match.match_on, seed=match.seed, half=device.startswith("cuda"))
-        working = _learned(pair, learning, match.data, reading, device, str(place), progress)
-    else:
-        working = _matched(pair, match, (device, worker_device, backend), place, progress)
-    proofs, notes = list[Proof](), (*(f"Warning: {warning}" for warning in pair.warnings), *pair.notes)
+        learning = replace(learning, match_on=match.match_on, seed=match.seed, half=devices[0].startswith("cuda"))
+        working = _learned(pair, learning, match.data, reading, devices[0], str(place), progress)
 
     def check(staging: str) -> tuple[bool, str]:
         proofs.append(prove(str(pair.donor.reference), staging, options.shift_head))
         return not proofs[0].failed, proofs[0].words
 
     with working as result:  # what is unfinished stays until all is written
-        if place is None:
-            return _compared(pair, result, by, notes)
         if out is not None:
             view = write_aligned(pair, result, out, dtype, size, progress, check if verify else None)
-            notes = (*notes, *view.notes)
+            notes += [*result.notes, *view.notes, f"Written to {out}."]
         if alignment is not None:
             result.write(alignment, half)
-    report, name, learned = result.known_report, str(pair.donor.reference), result.metadata.get("learned")
+            notes.append(f"Transforms written to {alignment}.")
+        if place is None:
+            return _distances(pair, result, by, notes)
+    return _gain(pair, result, {"out": out, "alignment": alignment}, proofs, notes)
+
+
+def _gain(
+    pair: Pair, alignment: Alignment, files: dict[str, Any], proofs: Sequence[Proof], notes: Sequence[str]
+) -> Answer:
+    """What alignment did, and the files that were written."""
+    report, name, learned = alignment.known_report, str(pair.donor.reference), alignment.metadata.get("learned")
     before, after = report.relative_distances(name)
-    facts: dict[str, Any] = {"out": out, "alignment": alignment, "before": before, "after": after}
-    facts |= {"proof": asdict(proofs[0]) if proofs else None, **report.to_dict()["summary"]}
-    lines = [*notes, *result.notes, sentence(report.verdict(name))]
+    proof = asdict(proofs[0]) if proofs else None
+    facts = {**files, "before": before, "after": after, "proof": proof, **report.to_dict()["summary"]}
+    lines = [*notes, *(sentence(proof.words) for proof in proofs), sentence(report.verdict(name))]
     if learned is not None:
-        facts, lines = {**facts, "learned": learned}, [*lines, sentence(learned["verdict"])]
-    if out is not None:
-        lines.append(f"Written to {out}; {proofs[0].words if proofs else 'its outputs were not compared'}.")
-    return Answer(facts, [*lines, f"Transforms written to {alignment}." if alignment else ""])
+        return Answer({**facts, "learned": learned}, [*lines, sentence(learned["verdict"])])
+    return Answer(facts, lines)
 
 
-def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: str, backend: str) -> None:
+def _distances(pair: Pair, alignment: Alignment, by: str, notes: Sequence[str]) -> Answer:
+    """Distances and angles, space by space, before and after alignment."""
+    measured = list(gaps(pair.architecture, *pair.matched, alignment))
+    summary, rows = coordinates_verdict(measured), [asdict(gap) for gap in measured]
+    facts = {"anchor": str(pair.anchor.reference), "donor": str(pair.donor.reference), "summary": summary}
+    apart = pair.options.residual == "none" and measured[-1].angle_before >= APART
+    lines = (
+        sentence(summary),
+        "The residual stream was not aligned: '--residual largest' aligns it, too." if apart else "",
+        Table(row for row in rows if by == "space" or row["kind"] in ("block", "model")),
+        *notes,
+    )
+    return Answer({**facts, "warnings": pair.warnings, "gaps": rows}, lines)
+
+
+def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: str) -> None:
     """Refuse options that would do nothing."""
-    by_weights, fitted = match_on == WEIGHTS, FitConfig.options() | LearningSamplesConfig.options()
     if learn and (not (out or alignment) or not given("data")):
         raise RotationMergeError("--learn needs --data, and OUT or --alignment", remedy="name them")
-    nothing, leave_out = "{} has no effect here", "leave it out"
+    fitted = FitConfig.options() | LearningSamplesConfig.options()
     refuse_given(
         (not learn, [name for name, field in fitted.items() if field.command], "{} needs --learn", "add it"),
         (learn, ["samples"], "{} is for matching on activations", "give --limit for learning"),
-        (out is None, ["dtype", "shard_size", "verify"], nothing, leave_out),
-        (alignment is None, ["half"], nothing, leave_out),
-        (bool(out or alignment), ["by"], nothing, leave_out),
-        (not learn and by_weights, ["data", "samples"], "matching on weights uses no samples", "add --match-on both"),
+        (out is None, ["dtype", "shard_size", "verify"], "{} needs OUT", "name it, or leave the option out"),
+        (alignment is None, ["half"], "{} needs --alignment", "add it"),
+        (bool(out or alignment), ["by"], "{} is for models that are only compared", "leave it out"),
+        (
+            not learn and match_on == WEIGHTS,
+            ["data", "samples"],
+            "matching on weights uses no samples",
+            "add --match-on",
+        ),
     )
-    if backend != "threads" and (learn or not by_weights):
-        problem = f"--backend {backend} works for matching on weights only"
-        raise RotationMergeError(problem, remedy="leave out --match-on and --learn, or --backend")
 
 
-def _devices(name: str, backend: str) -> tuple[str, str]:
+def _devices(name: str, backend: str, match: MatchConfig, learn: bool) -> tuple[str, str]:
     """Devices for this process and for the workers of a backend, from --device.
 
     Raises:
-        RotationMergeError: it is not there, or is none.
+        RotationMergeError: it is not there, or is none; the backend cannot do what is asked for.
     """
-    if backend == "threads":
+    if backend == THREADS:
         return usable_device(name), "cpu"
+    if learn or match.match_on != WEIGHTS:
+        problem = f"--backend {backend} works for matching on weights only"
+        raise RotationMergeError(problem, remedy="leave out --match-on and --learn, or --backend")
     if name not in ("cpu", "cuda"):
         problem = f"--backend {backend} does not take --device {name}: each worker chooses its own"
         raise RotationMergeError(problem, remedy="use --device cuda")
@@ -165,23 +191,23 @@ def _devices(name: str, backend: str) -> tuple[str, str]:
 
 @contextmanager
 def _matched(
-    pair: Pair, match: MatchConfig, where: tuple[str, str, str], place: str | None, progress: Progress
+    pair: Pair, match: MatchConfig, devices: tuple[str, str], backend: str, place: str | None, progress: Progress
 ) -> Iterator[Alignment]:
     """The alignment by matching; unfinished work goes with the block.
 
     Args:
-        where: device of this process and of workers, and the backend.
+        devices: of this process and of workers.
         place: the output that unfinished work is kept beside.
     """
-    device, worker_device, backend = where
-    models, names = (pair.anchor, pair.donor), (str(pair.anchor.reference), str(pair.donor.reference))
-    on = [] if match.match_on == WEIGHTS else [str(getattr(match, name)) for name in SAMPLED]
+    models, (device, worker_device) = (pair.anchor, pair.donor), devices
+    anchor, donor = (str(model.reference) for model in models)
+    by_weights, sampled = match.match_on == WEIGHTS, (match.data, match.samples, match.seed)
+    on = [] if by_weights else [match.match_on, *map(str, sampled)]
     mark = partial(mark_of, models, on, on=on, options=asdict(pair.options), untie=match.untie)
     workers = on_backend(backend, worker_device)
     with kept_beside(place, mark, device) as ledger, unchanged(models), workers as over:
-        find = matcher(match.match_on, *names, match.data, match.samples, match.seed, device)
-        find = partial(match_model, over=over) if match.match_on == WEIGHTS else find
-        yield match_pair(pair, progress, find, ledger)
+        find = matcher(match.match_on, anchor, donor, *sampled, device)
+        yield match_pair(pair, progress, partial(match_model, over=over) if by_weights else find, ledger)
 
 
 @contextmanager
@@ -195,29 +221,12 @@ def _learned(
     if config.objective != "distill":
         check_labels(samples.batches, module, samples.task, data)
 
+    def watch(done: int, steps: int, figures: object) -> None:
+        progress("learning", done, steps)
+
     with Store(place) as work:
         work.begin("learn")
         config = replace(config, state=work.file("state"))
-        watch = lambda done, steps, _: progress("learning", done, steps)  # noqa: E731
         inputs: tuple[Any, ...] = samples.batches, pair.options, config, watch, data, pair.untie, module, [device]
         (result,) = fit(anchor, donor, *inputs).alignments
         yield replace(result, metadata={**result.metadata, **described(samples), "seed": config.seed})
-
-
-def _compared(pair: Pair, alignment: Alignment, by: str, notes: tuple[str, ...]) -> Answer:
-    """Distances and angles, space by space, before and after alignment."""
-    measured = list(gaps(pair.architecture, *pair.matched, alignment))
-    summary, names = coordinates_verdict(measured), (str(pair.anchor.reference), str(pair.donor.reference))
-    facts = dict(zip(("anchor", "donor"), names, strict=True))
-    fields = ("block", "space", "distance_before", "distance_after", "angle_before", "angle_after", "from_identity")
-    shown = [gap for gap in measured if by == "space" or gap.kind in ("block", "model")]
-    headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
-    apart = pair.options.residual == "none" and measured[-1].angle_before >= APART
-    lines = (
-        sentence(summary),
-        "The residual stream was not aligned: '--residual largest' aligns it, too." if apart else "",
-        Table(headers, [[getattr(gap, field) for field in fields] for gap in shown]),
-        *notes,
-    )
-    gaps_found = [asdict(gap) for gap in measured]
-    return Answer({**facts, "summary": summary, "warnings": pair.warnings, "gaps": gaps_found}, lines)

@@ -44,7 +44,6 @@ SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, besid
 )
 def command(
     models: Annotated[tuple[str, ...], MODELS_OR_RECIPE, "RECIPE | ANCHOR DONOR"],
-    /,
     *,
     data: Annotated[tuple[str, ...], SAMPLES, f"samples to measure on, one or more: {KINDS}"],
     config: BarrierConfig,
@@ -131,4 +130,5 @@ def _lines(barrier: Barrier) -> Iterator[str | Table]:
     title += f", under the head of {barrier.head}" * bool(barrier.head)
     columns = {f"loss, {curve.name}": curve.loss for curve in curves}
     columns |= {f"{barrier.figure}, {curve.name}": curve.accuracy for curve in curves}
-    yield Table(("position", *columns), zip(curves[0].t, *columns.values(), strict=True), title)
+    names, cells = ("position", *columns), zip(curves[0].t, *columns.values(), strict=True)
+    yield Table((dict(zip(names, row, strict=True)) for row in cells), title)

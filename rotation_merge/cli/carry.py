@@ -32,7 +32,6 @@ WIDEST = TransferConfig().match
 def command(
     work: Model,
     out: Annotated[str, NEW_MODEL],
-    /,
     *,
     from_: Annotated[str, MODEL, "OLD_BASE", "base that WORK was trained on"],
     to: Annotated[str, MODEL, "NEW_BASE", "base that OUT is for"],

@@ -16,7 +16,6 @@ from rotation_merge.report.remote import remote_headers
 @cli_command("rotation-merge check recipe.yml")
 def command(
     recipe: Annotated[str, MODELS_OR_RECIPE],
-    /,
     *,
     offline: Annotated[bool, "do not fetch headers of models from the hub"] = False,
 ) -> Answer:

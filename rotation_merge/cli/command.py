@@ -1,7 +1,7 @@
 """A command out of a function: its arguments and options from the annotations of parameters, or from a config's fields.
 
-Parameters before `/` are arguments, all others options. A config becomes an option for each of its fields that the
-command line has, or that its annotation lists. Any other parameter is annotated with its type, as fields of configs
+Parameters before `*` are arguments, those behind it options. A config becomes an option for each of its fields that
+the command line has, or that its annotation lists. Any other parameter is annotated with its type, as fields of configs
 are, and with a click type where it names what is read or written, its flags if not its name, its placeholder in
 capitals, and its help. `force` and `progress` are filled in.
 """
@@ -13,14 +13,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from operator import itemgetter
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from rotation_merge.cli.paths import MODEL, SAMPLES, Writes, held
 from rotation_merge.cli.show import Answer, Progress, note, silence_libraries, verbosity
@@ -34,18 +35,16 @@ BROKEN_PIPE = 141
 """Exit code of a process whose output nobody reads any more."""
 FIELDS = {"data": SAMPLES, "base": MODEL}
 """Click types of config fields that name inputs."""
+ERROR = ("what", "where", "remedy")
+"""The parts of an error in JSON."""
 
 Model = Annotated[str, MODEL]
 Device = Annotated[str, "DEVICE", "device to compute on: auto, cpu, cuda or cuda:N"]
 ShardSize = Annotated[str, "largest weight file, e.g. 500M"]
 Storage = Annotated[Dtype | None, "storage of the weights. Not given: that of the input"]
-Backend = Annotated[
-    Literal["threads", "ray", "dask"],
-    "who computes the blocks: threads of this process, or workers of the Ray or Dask cluster that RAY_ADDRESS or "
-    "DASK_SCHEDULER_ADDRESS names (otherwise one on this machine). All must see the models under the same path; needs "
-    "rotation-merge[ray] or [dask]",
-]
-"""`threads` needs nothing else."""
+
+Fill = Callable[[Mapping[str, Any]], Any]
+"""The value of a function's parameter, from the values of arguments and options by name."""
 
 
 class Value(click.ParamType):
@@ -55,18 +54,13 @@ class Value(click.ParamType):
         self.flag, self.described = flag, described
         self.name = {int: "integer", float: "float"}.get(described.kind, "text")
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
-        words = self.described.literals
-        if not words or self.described.kind is tuple:
-            return None
-        return f"[{'|'.join(words)}{'' if self.described.choices else '|...'}]"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         described = self.described
         if described.kind is tuple and isinstance(value, str):
             value = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
-        elif described.kind in (int, float) and isinstance(value, str):
-            value = _number(value, described.kind)
+        elif described.kind in (int, float):
+            with suppress(ValueError):
+                value = described.kind(value) if isinstance(value, str) else value
         else:
             value = next((choice for choice in described.choices if str(choice).lower() == value), value)
         try:
@@ -75,64 +69,34 @@ class Value(click.ParamType):
             raise click.UsageError(str(error), ctx) from error
         return value
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(word) for word in self.described.literals if word.startswith(incomplete)]
 
-
-def _number(text: str, kind: Any) -> float | str:
-    """The number of a kind that a text is, or the text."""
-    try:
-        number: float = kind(text)
-        return number
-    except ValueError:
-        return text
-
-
-# --- parameters ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Filled:
-    """A parameter of a command's function, and the arguments and options that it is filled from."""
-
-    parameter: inspect.Parameter
-    config: type[Config] | None
-    params: tuple[click.Parameter, ...]
-
-    def value(self, values: dict[str, Any]) -> Any:
-        """Its value, by the values of all arguments and options."""
-        if self.config is None:
-            return values[self.parameter.name]
-        fields = {str(param.name): values[str(param.name)] for param in self.params}
-        default = self.parameter.default
-        return self.config(**fields) if default is inspect.Parameter.empty else replace(default, **fields)
-
-
-def _filled(parameter: inspect.Parameter, hint: Any) -> _Filled:
+def _parameter(parameter: inspect.Parameter, hint: Any) -> tuple[list[click.Parameter], Fill]:
+    """The arguments and options that a parameter of a command's function is filled from."""
     plain, facts = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+    if parameter.name in ("force", "progress"):
+        return [], itemgetter(parameter.name)
     if not (isinstance(plain, type) and issubclass(plain, Config)):
-        return _Filled(parameter, None, (_described(parameter, hint, plain, facts),))
-    names, default = facts[0] if facts else plain.options(), parameter.default
-    start = plain if default is inspect.Parameter.empty else default
-    fields = {name: field for name, field in plain.options().items() if field.command and name in names}
-    options = (_option([name], field, getattr(start, name), FIELDS.get(name)) for name, field in fields.items())
-    return _Filled(parameter, plain, tuple(options))
+        return [_described(parameter, hint, plain, facts)], itemgetter(parameter.name)
+    start = plain() if parameter.default is inspect.Parameter.empty else parameter.default
+    listed = facts[0] if facts else plain.options()
+    fields = {name: field for name, field in plain.options().items() if field.command and name in listed}
+    options = [_option([name], field, getattr(start, name), FIELDS.get(name)) for name, field in fields.items()]
+    return [*options], lambda values: replace(start, **{name: values[name] for name in fields})
 
 
 def _described(parameter: inspect.Parameter, hint: Any, plain: Any, facts: Collection[Any]) -> click.Parameter:
     """The argument or option of a parameter that is no config."""
-    name, default = parameter.name, parameter.default
     words = [fact for fact in facts if isinstance(fact, str)]
     flags = [word for word in words if word.startswith("-")]
     kind = next((fact for fact in facts if isinstance(fact, click.ParamType)), None)
-    more: dict[str, Any] = {"metavar": next((word for word in words if word.isupper()), None)}
-    repeated, more["required"] = get_origin(plain) is tuple, default is inspect.Parameter.empty
-    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-        return click.Argument([name], type=kind, nargs=-1 if repeated else 1, **more)
+    repeated, required = get_origin(plain) is tuple, parameter.default is inspect.Parameter.empty
+    more: dict[str, Any] = {"required": required, "metavar": next((word for word in words if word.isupper()), None)}
+    if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+        return click.Argument([parameter.name], type=kind, nargs=-1 if repeated else 1, **more)
     help = next((word for word in words if word not in flags and not word.isupper()), "")
     described = Option(get_args(plain)[0] if repeated else hint, help)
-    start = None if repeated or more["required"] else default
-    return _option([*flags, name], described, start, kind, multiple=repeated, **more)
+    default = None if repeated or required else parameter.default
+    return _option([*flags, parameter.name], described, default, kind, multiple=repeated, **more)
 
 
 def _option(
@@ -145,14 +109,15 @@ def _option(
     """
     if len(names) == 1:
         names = [f"--{(described.key or names[0].rstrip('_')).replace('_', '-')}", *names]
-    text = described.text
+    text, literals = described.text, described.literals
     help = f"{text}." if text.partition(":")[0] in described.choices else f"{text[:1].upper()}{text[1:]}."
     if described.kind is bool and not described.choices:
         return click.Option(names, is_flag=True, default=default, help=help)
     if described.kind is tuple:
         default, help = ",".join(default), f"{help[:-1]}, of {', '.join(described.choices)}."
-    start = str(default).lower() if type(default) is bool else default
-    kind = kind or Value(names[0], described)
+    elif literals:
+        more["metavar"] = f"[{'|'.join(literals)}{'' if described.choices else '|...'}]"
+    start, kind = str(default).lower() if type(default) is bool else default, kind or Value(names[0], described)
     return click.Option(names, type=kind, default=start, show_default=default is not None, help=help, **more)
 
 
@@ -188,11 +153,10 @@ def usable_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch_device = torch.device(name)
-        torch.zeros(1, device=torch_device).item()
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto") from error
-    return str(torch_device)
+    return name
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -207,30 +171,30 @@ def cli_command(
     """
 
     def decorated(function: Callable[..., Answer]) -> click.Command:
-        hints = get_type_hints(function, include_extras=True)
-        signature = inspect.signature(function).parameters
-        filled = [
-            _filled(signature[name], hint) for name, hint in hints.items() if name in signature.keys() - FILLED_IN
-        ]
-        params = [param for each in filled for param in each.params]
+        hints, signature = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+        filled = {name: _parameter(parameter, hints[name]) for name, parameter in signature.items()}
+        params = [param for of_parameter, _ in filled.values() for param in of_parameter]
         outputs = [param.type for param in params if isinstance(param.type, Writes)]
         if outputs:
             help = "Overwrite an existing output, never an input."
             params.append(click.Option(["--force"], is_flag=True, help=help))
         params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print machine-readable JSON."))
-        callback = partial(_run, function, filled, any(kind.work for kind in outputs))
+        fills = {name: fill for name, (_, fill) in filled.items()}
+        call = partial(_run, partial(_answer, function, fills), any(kind.work for kind in outputs))
         epilog = f"Example{'s' * (len(examples) > 1)}: {'; '.join(examples)}"
-        return cls(
-            None, callback=callback, params=[*params, verbosity(hidden=True)], help=function.__doc__, epilog=epilog
-        )
+        return cls(None, callback=call, params=[*params, verbosity(hidden=True)], help=function.__doc__, epilog=epilog)
 
     return decorated
 
 
-FILLED_IN = {"force", "progress"}
+def _answer(function: Callable[..., Answer], fills: Mapping[str, Fill], values: Mapping[str, Any]) -> Answer:
+    """Call a command's function, its outputs checked and locked, with a progress bar."""
+    with held(), Progress() as progress:
+        known = {"force": False, "progress": progress, **values}
+        return function(**{name: fill(known) for name, fill in fills.items()})
 
 
-def _run(function: Callable[..., Answer], filled: list[_Filled], resumes: bool, as_json: bool, **values: Any) -> None:
+def _run(call: Callable[[Mapping[str, Any]], Answer], resumes: bool, as_json: bool, **values: Any) -> None:
     """Run a command, and end the process with its exit code.
 
     Errors become one line (or JSON) and 2; Ctrl-C ends with 130, a closed pipe with 141 and no message.
@@ -245,7 +209,7 @@ def _run(function: Callable[..., Answer], filled: list[_Filled], resumes: bool, 
 
         LOG.info("%s", ", ".join(f"{name} {number}" for name, number in versions().items()))
     try:
-        code = _printed(partial(_answer, function, filled, values), as_json)
+        code = _printed(partial(call, values), as_json)
     except KeyboardInterrupt:
         note("Interrupted" + ("; run the same command to continue." if resumes else "."))
         code = INTERRUPTED
@@ -266,28 +230,10 @@ def _printed(call: Callable[[], Answer], as_json: bool) -> int:
         if not as_json:
             raise
         cause = error.__context__
-        parts = (cause.what, cause.where, cause.remedy) if isinstance(cause, RotationMergeError) else (error.message,)
-        answer = Answer({"error": {**dict.fromkeys(PARTS), **dict(zip(PARTS, parts, strict=False))}}, code=BAD_INPUT)
+        parts = vars(cause) if isinstance(cause, RotationMergeError) else {"what": error.message}
+        answer = Answer({"error": {part: parts.get(part) for part in ERROR}}, code=BAD_INPUT)
         text = answer.text(as_json)
     if text:
         click.echo(text)
     sys.stdout.flush()
     return answer.code
-
-
-PARTS = ("what", "where", "remedy")
-"""An error in JSON."""
-
-
-def _answer(function: Callable[..., Answer], filled: list[_Filled], values: dict[str, Any]) -> Answer:
-    """Call a command's function, its outputs checked and locked, with a progress bar."""
-    positional, named = list[Any](), dict[str, Any]()
-    for each in filled:
-        if each.parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            positional.append(each.value(values))
-        else:
-            named[each.parameter.name] = each.value(values)
-    with held(), Progress() as progress:
-        more = {"force": values.get("force"), "progress": progress}
-        wanted = {name: value for name, value in more.items() if name in inspect.signature(function).parameters}
-        return function(*positional, **named, **wanted)

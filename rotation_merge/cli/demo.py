@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -31,11 +30,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {"heads": "permutation", "residual": "rotation"},
     "learned": {},
 }
-"""The ways to merge, with the recipes' parameters: as the models are, heads and neurons aligned, the whole model, and
-by an alignment that is learned."""
-
+"""The ways to merge, with the recipes' parameters: models as they are, heads and neurons aligned, the whole model, and
+by an alignment that is learned on the training images."""
+ALIGNED = ("plain", "local", "whole")
 SCALE, LEARNING_STEPS = 0.75, 500
-"""Of the task vector that is carried over, chosen before measuring; of learning."""
+"""Of the change that is carried over, chosen before measuring; of learning."""
 
 
 class DemoStage(NamedTuple):
@@ -43,7 +42,7 @@ class DemoStage(NamedTuple):
 
     Attributes:
         donor: `twin`: the anchor in other coordinates.
-        data: that the merge is judged by.
+        data: that the merge is judged by; digits by accuracy, texts by their mean loss in nats.
         old: the model whose fine-tune the donor is, where its change is carried to the anchor.
     """
 
@@ -59,18 +58,17 @@ class DemoStage(NamedTuple):
         return "accuracy" if self.data == ("digits",) else "loss (nats)"
 
     def figure(self, model: str) -> float:
-        """Accuracy of a model on digits, or its mean loss on texts."""
-        if self.measure == "accuracy":
-            return evaluate(model, "demo:digits")["accuracy"]
-        losses = [evaluate(model, f"demo:{name}", EvaluateConfig(limit=160))["loss"] for name in self.data]
-        return sum(losses) / len(losses)
+        """The figure that a model is judged by."""
+        figure, _, nats = self.measure.partition(" ")
+        config = EvaluateConfig(limit=160 if nats else None)
+        figures = [evaluate(model, f"demo:{name}", config)[figure] for name in self.data]
+        return sum(figures) / len(figures)
 
 
-ALIGNED = ("plain", "local", "whole")
 CARRIED = f"English fine-tune carried to Llama 1 (x {SCALE})"
 STAGES = {
     "twin": DemoStage("ViT and its rotated twin", "vit-0", "twin", ("digits",), ("plain", "whole")),
-    "vits": DemoStage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), (*ALIGNED, "learned")),
+    "vits": DemoStage("two ViTs, seeds 0 and 1", "vit-0", "vit-1", ("digits",), tuple(WAYS)),
     "finetunes": DemoStage(
         "two fine-tunes of one Llama", "llama-0-english", "llama-0-c", ("english", "c"), ("plain", "local")
     ),
@@ -99,19 +97,18 @@ def command(
             results.append(_merged(STAGES[name], Path(keep or scratch, name)))
     seconds = time.perf_counter() - began
     lines = (
-        Table(("merge", "measure", "parents", *WAYS, "distance", "aligned"), map(cells, results)),
+        Table(map(row, results)),
         f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.",
         f"Recipes and merged models: {keep}" if keep else "",
     )
     return Answer({"seconds": seconds, "results": results}, lines)
 
 
-def cells(result: Mapping[str, Any]) -> list[str]:
-    """One row of the table; accuracies, or losses in nats, by name of the merge."""
-    form = "{:.1%}" if result["measure"] == "accuracy" else "{:.3f}"
-    merges = [form.format(result["merges"][way]) if way in result["merges"] else "" for way in WAYS]
-    distances = [f"{result[when]:.3g}" for when in ("before", "after")]
-    return [result["title"], result["measure"], " / ".join(map(form.format, result["parents"])), *merges, *distances]
+def row(result: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table, with a column for each way to merge."""
+    merges = {way: result["merges"].get(way) for way in WAYS}
+    first = {name: result[name] for name in ("title", "measure", "parents")}
+    return {**first, **merges, "distance": result["before"], "aligned": result["after"]}
 
 
 def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
@@ -122,7 +119,7 @@ def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
         donor = str(place / "twin-of-vit-0")
         Alignment.random(anchor, **WAYS["whole"]).apply(anchor).save_pretrained(donor)
     parents = [stage.figure(parent) for parent in ([anchor] if stage.old else [anchor, donor])]
-    merges, distances = dict[str, float](), (0.0, 0.0)
+    merges, before, after = dict[str, float](), 0.0, 0.0
     for way in stage.ways:
         out, text = place / way, _recipe(stage, anchor, donor, way, place)
         out.with_suffix(".yml").write_text(text, encoding="utf-8")
@@ -130,9 +127,9 @@ def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
         merges[way] = stage.figure(str(out))
         if way in ("local", "whole"):
             report = read_report(str(out / REPORT_FILE))
-            distances = report.relative_distances(report.donors()[0])
+            before, after = report.relative_distances(report.donors()[0])
     facts = {"title": stage.words, "measure": stage.measure, "parents": parents, "merges": merges}
-    return {**facts, "before": distances[0], "after": distances[1]}
+    return {**facts, "before": before, "after": after}
 
 
 def _recipe(stage: DemoStage, anchor: str, donor: str, way: str, place: Path) -> str:
@@ -140,7 +137,7 @@ def _recipe(stage: DemoStage, anchor: str, donor: str, way: str, place: Path) ->
     settings: dict[str, dict[str, Any]] = {anchor: {"weight": 0.5}, donor: {"weight": 0.5}}
     if stage.old:
         settings = {donor: {"weight": SCALE, "finetuned_from": str(CHECKPOINTS / stage.old)}}
-    if way == "learned":  # on the training images and their labels
+    if way == "learned":
         pixels, labels, _, _ = digits()
         batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
         (learned,) = fit(anchor, donor, batches, options=FitConfig(steps=LEARNING_STEPS)).alignments

@@ -23,7 +23,6 @@ from rotation_merge.report.integrity.mending import mend, mended_copy
 def command(
     patient: Annotated[str, MODELS_OR_RECIPE, "MERGED | RECIPE"],
     parents: Annotated[tuple[str, ...], MODEL] = (),
-    /,
     *,
     mend: Annotated[bool, "correct headers, configs and small files, in place"] = False,
     out: Annotated[str | None, NEW_FOLDER, "correct a copy instead"] = None,

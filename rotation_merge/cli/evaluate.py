@@ -12,8 +12,6 @@ from rotation_merge.run.evaluate import EvaluateConfig, keep_figures, score
 from rotation_merge.run.functions import load
 from rotation_merge.run.sample_kinds import KINDS
 
-COLUMNS = ("model", "data", "examples", "loss", "accuracy", "pearson", "spearman")
-
 
 @cli_command(
     "rotation-merge evaluate ./merged org/anchor --data held-out.jsonl",
@@ -21,7 +19,6 @@ COLUMNS = ("model", "data", "examples", "loss", "accuracy", "pearson", "spearman
 )
 def command(
     models: Annotated[tuple[str, ...], MODEL],
-    /,
     *,
     data: Annotated[tuple[str, ...], SAMPLES, f"one or more: {KINDS}"],
     config: EvaluateConfig,
@@ -45,5 +42,4 @@ def command(
             results.append({**facts, **figures})
             if keep:
                 keep_figures(name, "pixel_values" in samples.batches[0], facts, figures)
-    columns = [column for column in COLUMNS if any(column in result for result in results)]
-    return Answer(results, [Table(columns, [[result.get(column) for column in columns] for result in results])])
+    return Answer(results, [Table(results)])

@@ -14,21 +14,19 @@ from rotation_merge.architecture import families
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.cli.command import cli_command, given, refuse_given
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
-from rotation_merge.cli.show import Answer, Table, note, words
+from rotation_merge.cli.show import Answer, Table, note, sentence
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of, last_recipe
 from rotation_merge.diagnose.draft import draft_of
 from rotation_merge.diagnose.proof import hints
 from rotation_merge.diagnose.proof import prove as proof_of
-from rotation_merge.errors import RotationMergeError, nearest_path
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig, MatchConfig
 from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin.delegates import OWN, get, names
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PLACES
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.contents import read_json
-from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.hub import is_hub_name
-from rotation_merge.model.open import open_model, parse_reference
+from rotation_merge.model.open import open_model
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import described, is_own_file
 from rotation_merge.report.memory import averaging_memory, itemsize_of, peak_memory
@@ -45,7 +43,6 @@ ABOUT, ALONE = ("fingerprint", "report", "draft"), ("methods", "architectures", 
 )
 def command(
     target: Annotated[str | None, MODELS_OR_RECIPE, "[MODEL | RECIPE | FILE]"] = None,
-    /,
     *,
     fingerprint: Annotated[bool, "fingerprint of a model, or of the models in a file"] = False,
     report: Annotated[bool, "report of the merge in a folder"] = False,
@@ -66,47 +63,28 @@ def command(
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
     """
-    if len(asked := given(*ABOUT, *ALONE)) > 1:
-        raise RotationMergeError(f"{asked[0]} and {asked[1]} cannot be combined", remedy="use one at a time")
-    refuse_given((prove is None, ["config"], "{} needs --prove", "leave it out, or add --prove FILE"))
-    if given(*ALONE) and target is not None:
-        raise RotationMergeError(f"{asked[0]} takes no model", where=target, remedy="leave it out")
+    if len(questions := given(*ABOUT, *ALONE)) > 1:
+        raise RotationMergeError(f"{questions[0]} and {questions[1]} cannot be combined", remedy="use one at a time")
+    alone, document = bool(given(*ALONE)), target is not None and is_document(target)
+    if alone == (target is not None):
+        problem = f"{questions[0]} takes no model" if alone else "no model, recipe or file is given"
+        remedy = "leave it out" if alone else "name a model, a recipe or a file, or see --help"
+        raise RotationMergeError(problem, where=target, remedy=remedy)
+    aligning = (*AlignConfig.options(), "untie")
+    refuse_given(
+        (prove is None, ["config"], "{} needs --prove", "leave it out, or add --prove FILE"),
+        (bool(questions) or document, aligning, "{} is an option of aligning a model", "leave it out"),
+    )
     if prove is not None:
         return _proof(prove, config)
     if methods or architectures:
         return _methods() if methods else _architectures()
-    if target is None:
-        remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
-        raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
-    _check_exists(target)
-    aligning, problem = (*AlignConfig.options(), "untie"), "{} is an option of aligning a model"
-    refuse_given((bool(asked) or is_document(target), aligning, problem, "leave it out"))
-    if fingerprint:
-        return _fingerprint(target)
-    if draft:
-        content, doubts = draft_of(target)
-        for doubt in doubts:
-            note(doubt)
-        return Answer(content, [json.dumps(content, indent=2)])
-    if report and not is_document(target):
-        target = os.path.join(target, REPORT_FILE)
-    if report or (is_document(target) and is_own_file(target)):
-        return _file(target)
+    assert target is not None
+    if fingerprint or draft:
+        return _fingerprint(target) if fingerprint else _draft(target)
+    if report or (document and is_own_file(target)):
+        return _file(target if document else os.path.join(target, REPORT_FILE))
     return _aligning(target, options, opening.untie)
-
-
-def _check_exists(target: str) -> None:
-    """Refuse a name of nothing here that is no name of the hub either; with the ending of a file it is that of one.
-
-    Raises:
-        RotationMergeError: names the nearest file or folder.
-    """
-    reference = parse_reference(target)
-    path = reference.model.path
-    elsewhere = reference.lora is not None or is_gguf(path) or is_hub_name(path)
-    if not os.path.exists(path) and (not elsewhere or path.endswith((".yml", ".yaml", ".json", ".safetensors"))):
-        remedy = nearest_path(path, of=os.path.exists)
-        raise RotationMergeError("no such file or directory", where=target, remedy=remedy)
 
 
 def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
@@ -116,12 +94,9 @@ def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
         read_recipe(target)
         donors, averaging = donors_of(target), _averaging(target)
     facts = [{**_inspected(donor), **averaging} for donor in donors]
-    lines = [line for donor, each in zip(donors, facts, strict=True) for line in _lines(donor, each)]
-    if len(donors) > 1:
-        lines.append(f"All {len(donors)} donors: {decimal(max(each['memory'] for each in facts))} of memory")
-    if averaging:
-        delegate, memory = averaging["averaging"].values()
-        lines.append(f"Delegate {delegate}: {decimal(memory)} of memory for its largest map")
+    lines = [line for each in facts for line in _lines(each)]
+    for average in averaging.values():
+        lines.append(f"Delegate {average['delegate']}: {decimal(average['memory'])} of memory for its largest map")
     return Answer(facts, lines)
 
 
@@ -141,32 +116,29 @@ def _averaging(path: str) -> dict[str, Any]:
 def _inspected(donor: RecipeDonor) -> dict[str, Any]:
     """A donor (or its base) as its config and the headers of its files show it, opened and checked as a merge does."""
     checks: dict[str, Any] = {"unsupported": donor.unsupported, "shapes": False}
-    options, warnings = donor.options, list[str]()
+    excluded, options, warnings = donor.excluded, donor.options, list[str]()
     if are_here(donor.anchor, donor.matched):
-        copied: dict[str, Any] = {"words": donor.words, "excluded": donor.excluded}
-        pair = open_pair(donor.anchor, donor.matched, options, donor.untie, **copied, **checks)
+        names = donor.anchor, donor.matched
+        pair = open_pair(*names, options, donor.untie, words=donor.words, excluded=excluded, **checks)
         warnings = [*pair.warnings, *pair.notes]
     if donor.matched != donor.name and are_here(donor.matched, donor.name):
-        open_pair(donor.matched, donor.name, NOTHING, excluded=donor.excluded, any_base=True, **checks)
+        open_pair(donor.matched, donor.name, NOTHING, excluded=excluded, any_base=True, **checks)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, **checks)
     anchor, size = pair.anchor, itemsize_of(pair.anchor.config)
     options = pair.options if donor.file is None else NOTHING
-    tied = pair.anchor.tied[1] if pair.anchor.tied is not None and not donor.untie else None
+    tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)
     memory = peak_memory(pair.architecture, anchor.shapes, options, size, carried=donor.origin is not None)
     facts = {"model": donor.name, "origin": donor.origin, "alignment": donor.file, "options": asdict(donor.options)}
     return {**facts, **spaces, "memory": memory, "disk": size * spaces["parameters"], "warnings": warnings}
 
 
-def _lines(donor: RecipeDonor, facts: dict[str, Any]) -> list[str | Table]:
-    columns = ("space", "kind", "sizes", "blocks", "group")
-    rows = [[line[column] for column in columns] for line in facts["lines"]]
-    share = facts["matched"] / facts["parameters"] if facts["parameters"] else 0.0
-    moved = f"{donor.origin} is aligned to {donor.anchor}; the maps are applied to {donor.name} minus {donor.origin}."
+def _lines(facts: dict[str, Any]) -> list[str | Table]:
+    share = facts["matched"] / max(facts["parameters"], 1)
     return [
-        Table(columns, rows, f"{donor.title}: {facts['family']}, {facts['parameters']:,} weights"),
-        moved if donor.origin is not None else "",
-        f"Nothing is matched: the transforms are read from {donor.file}." if donor.file is not None else "",
+        Table(facts["lines"], f"{facts['model']}: {facts['family']}, {facts['parameters']:,} weights"),
+        f"Its base {facts['origin']} is aligned; the maps are applied to the difference." if facts["origin"] else "",
+        f"Nothing is matched: the transforms are read from {facts['alignment']}." if facts["alignment"] else "",
         *(f"Warning: {warning}" for warning in facts["warnings"]),
         f"Matched: {share:.0%} of the weights. Limits:",
         *(f"- {reason}" for reason in facts["unaligned"]),
@@ -178,12 +150,10 @@ def _file(path: str) -> Answer:
     """The content of one of our files."""
     contents = described(path)
     made = dict(contents["made"])
-    learned = made.pop("learned", None) or {}
-    rows = [(f"fingerprint of {name}", mark) for name, mark in contents["fingerprints"].items()]
-    rows += [*contents["holds"].items(), *made.items()]
-    rows += [("learned", learned.get("verdict")), ("figures", contents.get("verdict"))]
-    table = Table(("", ""), [row for row in rows if row[1] is not None])
-    return Answer(contents, [f"{contents['is']} ({contents['format']})", table])
+    verdicts = {"learned": (made.pop("learned", None) or {}).get("verdict"), "figures": contents.get("verdict")}
+    facts = {**contents["fingerprints"], **contents["holds"], **made, **verdicts}
+    rows = [{"": name, " ": value} for name, value in facts.items() if value is not None]
+    return Answer(contents, [f"{contents['is']} ({contents['format']})", Table(rows)])
 
 
 def _fingerprint(target: str) -> Answer:
@@ -196,14 +166,20 @@ def _fingerprint(target: str) -> Answer:
     return Answer(marks, [f"{mark}  {name}" for name, mark in marks.items()])
 
 
+def _draft(target: str) -> Answer:
+    """A draft of an architecture file; entries to check go to stderr."""
+    content, doubts = draft_of(target)
+    for doubt in doubts:
+        note(doubt)
+    return Answer(content, [json.dumps(content, indent=2)])
+
+
 def _methods() -> Answer:
     """Merge methods that can be the delegate, and the parameters of recipes."""
-    columns = ("name", "models", "base", "required", "optional")
-    rows = [[delegate[column] for column in columns] for delegate in delegates()]
-    keys = ("name", "where", "values", "default", "text")
-    own_rows = [[words(key[column]).replace("`", "") for column in keys] for key in options()]
-    tables = Table(columns, rows, "Delegates"), Table(keys, own_rows, "\nrotation_merge's own parameters")
-    return Answer({"delegates": delegates(), "options": options()}, tables)
+    columns, data = ("name", "models", "base", "required", "optional"), {"delegates": delegates(), "options": options()}
+    rows = [{column: delegate[column] for column in columns} for delegate in data["delegates"]]
+    keys = [{**key, "text": key["text"].replace("`", "")} for key in data["options"]]
+    return Answer(data, [Table(rows, "Delegates"), Table(keys, "\nrotation_merge's own parameters")])
 
 
 def delegates() -> list[dict[str, Any]]:
@@ -216,18 +192,11 @@ def delegates() -> list[dict[str, Any]]:
         if contract.min_non_base is not None and contract.min_non_base == contract.max_non_base:
             models += f", {contract.min_non_base} beside the base"
         parameters = {p.name + "*" * (p.scope.value != "shared"): p.required for p in spec.parameters}
-        entries.append(
-            {
-                "name": spec.name,
-                "title": spec.pretty_name or spec.name,
-                "models": models,
-                "base": contract.base.value,
-                "required": [name for name, required in parameters.items() if required],
-                "optional": [name for name, required in parameters.items() if not required],
-                "url": spec.reference_url,
-                "own": spec.name in OWN,
-            }
-        )
+        entry = {"name": spec.name, "title": spec.pretty_name or spec.name, "models": models}
+        entry |= {"base": contract.base.value, "url": spec.reference_url, "own": spec.name in OWN}
+        entry["required"] = [name for name, required in parameters.items() if required]
+        entry["optional"] = [name for name, required in parameters.items() if not required]
+        entries.append(entry)
     return entries
 
 
@@ -237,29 +206,26 @@ def options() -> list[dict[str, Any]]:
     for name, spec in BY_NAME.items():
         option = spec.option
         readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
-        text = f"{option.help[:1].upper()}{option.help[1:]}.{readers}"
         where, default = PLACES[option.scope], str(spec.default).lower()
+        text = f"{sentence(option.help)}{readers}"
         entries.append({"name": name, "where": where, "values": option.values, "default": default, "text": text})
     return entries
 
 
 def _architectures() -> Answer:
     """Supported families, their classes, and limits of their groups."""
-    facts, known = ("title", "classes", "bare", "limits"), families()
-    rows = [(name, spec.title, spec.classes) for name, spec in known.items()]
-    data = {name: {fact: getattr(spec, fact) for fact in facts} for name, spec in known.items()}
-    return Answer(data, [Table(("family", "models", "classes"), rows)])
+    facts = ("title", "classes", "bare", "limits")
+    data = {name: {fact: getattr(spec, fact) for fact in facts} for name, spec in families().items()}
+    rows = [{"family": name, "models": each["title"], "classes": each["classes"]} for name, each in data.items()]
+    return Answer(data, [Table(rows)])
 
 
 def _proof(path: str, config: str | None) -> Answer:
     """Try an architecture file; hints go to stderr."""
-    for name in (path, config):
-        if name is not None and not os.path.isfile(name):
-            raise RotationMergeError("no such file", where=name, remedy="check the path")
     findings = proof_of(Path(path), read_json(config) if config is not None else None)
     for hint in hints(findings):
         note(f"hint: {hint}")
-    results = {True: "correct", False: "WRONG"}
-    rows = [(f.what, "refused" if f.difference is None else f"{f.difference:.1e}", results[f.holds]) for f in findings]
-    holds = all(finding.holds for finding in findings)
-    return Answer(list(map(asdict, findings)), [Table(("trial", "largest difference", ""), rows)], 0 if holds else 1)
+    data, holds = [asdict(finding) for finding in findings], all(finding.holds for finding in findings)
+    words = {True: "correct", False: "WRONG"}
+    rows = [{"trial": f["what"], "difference": f["difference"], "": words[f["holds"]]} for f in data]
+    return Answer(data, [Table(rows)], 0 if holds else 1)

@@ -16,7 +16,6 @@ from rotation_merge.errors import RecipeError
 def command(
     adapters: Annotated[tuple[str, ...], MODEL, "A B [C ...]"],
     out: Annotated[str, NEW_ADAPTER],
-    /,
     *,
     method: Annotated[str, "--method", "-m", "method that merges the changes"] = "linear",
     weights: Annotated[str | None, "W,W,...", "weight of each adapter; all 1 if not given"] = None,
@@ -41,20 +40,16 @@ def command(
     numbers = None if weights is None else _numbers(weights)
     merged = merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
     merged.save(out, force)
-    shares, ranks = dict(zip(adapters, merged.shares(), strict=True)), [each.rank for each in merged.maps.values()]
-    maps = {module: vars(each) for module, each in merged.maps.items()}
-    least = [
-        min(x for x in column if x is not None)
-        for column in zip(*(m.shares for m in merged.maps.values()), strict=True)
-    ]
-    rows = [(name, f"{share:.1%}", f"{low:.1%}") for (name, share), low in zip(shares.items(), least, strict=True)]
+    shares, maps = dict(zip(adapters, merged.shares(), strict=True)), merged.maps
+    rank = max(each.rank for each in maps.values())
     lines = (
-        Table(("adapter", "mean", "least"), rows, "How much of each adapter the merge keeps"),
-        f"{len(ranks)} maps merged by {method}, rank {min(ranks)} to {max(ranks)}; the rank keeps at least "
-        f"{merged.energy:.1%} of each map.",
+        Table(
+            [{"adapter": name, "": share} for name, share in shares.items()], "How much of each adapter the merge keeps"
+        ),
+        f"{len(maps)} maps merged by {method}; rank {rank} at most keeps at least {merged.energy:.1%} of each.",
         f"Written to {out}.",
     )
-    return Answer({"out": out, "shares": shares, "maps": maps}, lines)
+    return Answer({"out": out, "shares": shares, "maps": {module: vars(each) for module, each in maps.items()}}, lines)
 
 
 def _numbers(text: str) -> list[float]:

@@ -24,7 +24,6 @@ from rotation_merge.run.sample_kinds import SAMPLES as COUNT
 )
 def command(
     model: Model,
-    /,
     *,
     data: Annotated[str, SAMPLES, f"samples: {KINDS}; self: text the model writes; synthetic: images made of noise"],
     out: Annotated[str | None, STATISTICS, "file to write; if not given, beside the model or in this directory"] = None,

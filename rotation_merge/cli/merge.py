@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 def command(
     models: Annotated[tuple[str, ...], MODEL, "A B [C ...]"],
     out: Annotated[str, NEW_MERGE],
-    /,
     *,
     data: Annotated[
         tuple[str, ...],
@@ -65,7 +64,8 @@ def _lines(outcome: Outcome, out: str) -> list[str | Table]:
     parents = [parent.name for parent in verdict.parents]
     first, *details = sentences(verdict)
     lines: list[str | Table] = [first]
-    lines += [Table(head, rows, title) for title, (head, *rows) in tables(verdict, shortened(parents)).items()]
+    for title, (head, *rows) in tables(verdict, shortened(parents)).items():
+        lines.append(Table((dict(zip(head, row, strict=True)) for row in rows), title))
     lines += [f"not tried: {name} ({why})" for name, why in verdict.left_out.items()] + details
     parent = verdict.best_parent
     if not verdict.worth_it and verdict.ensemble is not None and verdict.ensemble.score < parent.score:

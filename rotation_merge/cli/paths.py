@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path, short
 from rotation_merge.files import (
     DATA,
     FILE,
@@ -83,8 +83,7 @@ class Writes(click.ParamType):
             RotationMergeError: the folder that must exist does not.
         """
         if self.within and not os.path.isdir(value):
-            remedy = nearest_path(value, "name the merged model's directory")
-            raise RotationMergeError("no such directory", where=value, remedy=remedy)
+            raise RotationMergeError("no such directory", where=value, remedy=nearest_path(value))
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
         kind = (FILE if path.endswith(".safetensors") else FOLDER) if self.kind == ADAPTER else self.kind
         written = Output(path, kind, self.wrote, self.beside)
@@ -94,6 +93,21 @@ class Writes(click.ParamType):
 def is_document(path: str) -> bool:
     """Whether a path is a file that is no model: a recipe, or a file of ours."""
     return os.path.isfile(path) and not path.lower().endswith(".gguf")
+
+
+def read_recipe(path: str) -> str:
+    """A recipe's text.
+
+    Raises:
+        RecipeError: the file cannot be read as text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        absent, remedy = isinstance(error, FileNotFoundError), "name a recipe, a YAML file"
+        problem = "no such file" if absent else f"cannot be read ({short(error)})"
+        remedy = nearest_path(path, remedy, of=os.path.isfile) if absent else remedy
+        raise RecipeError(problem, where=path, remedy=remedy) from error
 
 
 @contextmanager
@@ -117,22 +131,6 @@ def held(outputs: Sequence[Output] | None = None) -> Iterator[None]:
         check_output(output, inputs, force, "write somewhere else, or --force")
     with locked(*(output.path for output in checked if output.kind in (FILE, FOLDER))):
         yield
-
-
-def read_recipe(path: str) -> str:
-    """A recipe's text.
-
-    Raises:
-        RecipeError: the file cannot be read as text.
-    """
-    if path.lower().endswith(".gguf"):
-        raise RecipeError("is a model, not a recipe", where=path, remedy=f"rotation-merge inspect {path}")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise RecipeError("no such file", where=path, remedy=nearest_path(path, of=os.path.isfile)) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read ({error})", where=path, remedy="name a YAML file in UTF-8") from error
 
 
 def _is_statistics(path: str) -> bool:

@@ -48,7 +48,6 @@ class ValuesCommand(click.Command):
 def command(
     merged: Model,
     out: Annotated[str, NEW_MODEL],
-    /,
     *,
     teachers: Annotated[tuple[str, ...], MODEL, "--teachers", "-t", "MODEL...", "the parents"],
     data: Annotated[

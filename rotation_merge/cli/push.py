@@ -23,7 +23,6 @@ LOG = logging.getLogger(__name__)
 def command(
     out: Model,
     repo: Annotated[str, "ORG/NAME"],
-    /,
     *,
     as_: Annotated[tuple[str, ...], "LOCAL=ORG/NAME@REVISION", "name of a local model on the hub"] = (),
     with_data: Annotated[bool, "publish samples and statistics that the recipe reads, too"] = False,
@@ -60,10 +59,10 @@ def _dry_run(result: Publication) -> list[str | Table]:
     plan, sizes = result.plan, result.sizes
     first = f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe."
     if LOG.isEnabledFor(logging.INFO):
-        rows = [(place, decimal(size)) for place, size in sizes.items()]
+        rows = [{"file": place, "size": decimal(size)} for place, size in sizes.items()]
         texts = [f"\n--- {place}\n{text}" for place, text in ((RECIPE, result.recipe), (CARD, result.card)) if text]
         unknown = f"@{UNKNOWN} stands for the commit of the files that the recipe reads."
-        return [first, Table(("file", "size"), rows, "Files to publish:"), *texts, unknown]
+        return [first, Table(rows, "Files to publish:"), *texts, unknown]
     names = (f"{name} as {target}" for name, target in plan.names.items())
     weights = [place for place in sizes if is_weights(place)]
     shown = ", ".join(place for place in sizes if place not in weights)

@@ -19,15 +19,37 @@ from rotation_merge.errors import printable
 
 WIDE = 10_000
 """Characters of a line of a table, at most, where there is no terminal."""
+LINE_SECONDS = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of values under their headers."""
+    """Rows of values by their columns; a row may lack some."""
 
-    headers: Sequence[str]
-    rows: Iterable[Sequence[Any]]
+    rows: Iterable[Mapping[str, Any]]
     title: str = ""
+
+    def __str__(self) -> str:
+        """As wide as the terminal, elsewhere as wide as it needs; columns of numbers are aligned right."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table as Grid
+
+        rows, on_terminal = list(self.rows), sys.stdout.isatty()
+        grid = Grid(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False)
+        columns = {
+            name: [words(row.get(name)) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)
+        }
+        for name, column in columns.items():
+            numbers = all(re.fullmatch(r"[-+.\d%e]*", cell) for cell in column)
+            grid.add_column(words(name), justify="right" if numbers else "left", overflow="fold")
+        for cells in zip(*columns.values(), strict=True):
+            grid.add_row(*cells)
+        drawn = io.StringIO()
+        width = None if on_terminal else WIDE
+        Console(file=drawn, width=width, markup=False, emoji=False, highlight=False).print(grid)
+        return "\n".join(filter(None, [self.title, *map(str.rstrip, drawn.getvalue().splitlines())]))
 
 
 @dataclass(frozen=True)
@@ -48,31 +70,7 @@ class Answer:
         """The answer as it is printed."""
         if as_json:
             return json.dumps(self.data, indent=1, allow_nan=False, default=str)
-        return "\n".join(_drawn(line) if isinstance(line, Table) else printable(line) for line in self.lines if line)
-
-
-def on_terminal() -> bool:
-    """Whether output goes to a person."""
-    return sys.stdout.isatty()
-
-
-def _drawn(table: Table) -> str:
-    """A table as wide as the terminal, elsewhere as wide as it needs; columns of numbers are aligned right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table as Grid
-
-    rows = [[printable(words(cell)) for cell in row] for row in table.rows]
-    grid = Grid(box=SIMPLE_HEAD if on_terminal() else None, pad_edge=False)
-    for column, header in enumerate(table.headers):
-        numbers = all(re.fullmatch(r"[-+.\d%e]*", row[column]) for row in rows)
-        grid.add_column(header, justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    drawn = io.StringIO()
-    width = None if on_terminal() else WIDE
-    Console(file=drawn, width=width, markup=False, emoji=False, highlight=False).print(grid)
-    return "\n".join(filter(None, [printable(table.title), *map(str.rstrip, drawn.getvalue().splitlines())]))
+        return "\n".join(printable(str(line)) for line in self.lines if line)
 
 
 def words(value: Any) -> str:
@@ -83,7 +81,7 @@ def words(value: Any) -> str:
         return ", ".join(f"{name} {words(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(words, value))
-    return "" if value is None else str(value)
+    return "" if value is None else printable(str(value))
 
 
 def sentence(text: str) -> str:
@@ -106,29 +104,23 @@ def verbosity(hidden: bool = False) -> click.Option:
         if count > 1:
             logging.getLogger().setLevel(logging.DEBUG)
 
-    text = "Print decisions; twice: everything, with tracebacks."
-    return click.Option(
-        ["-v", "--verbose"], count=True, expose_value=False, hidden=hidden, callback=configure, help=text
-    )
+    help = "Print decisions; twice: everything, with tracebacks."
+    more: dict[str, Any] = {"count": True, "expose_value": False, "hidden": hidden, "help": help}
+    return click.Option(["-v", "--verbose"], callback=configure, **more)
 
 
 def silence_libraries() -> None:
     """Keep the libraries below from printing bars and advice into our output."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # heeded when it is imported
+    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # heeded, as the next, when the library is imported
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    if "transformers" not in sys.modules:  # it heeds these when, and if, it is imported
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        return
-    from transformers.utils import logging as hf_logging
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as hf_logging
 
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-
-
-LINE_SECONDS = 30.0
-"""Seconds between two lines of progress where there is no terminal."""
+        hf_logging.set_verbosity_error()
+        hf_logging.disable_progress_bar()
 
 
 class Progress:
@@ -136,7 +128,6 @@ class Progress:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._activity = ""
         self._began = self._printed = time.perf_counter()
 
     def __enter__(self) -> Progress:
@@ -147,7 +138,7 @@ class Progress:
 
     def __call__(self, activity: str, done: float, total: float) -> None:
         if sys.stderr.isatty():
-            self._draw(activity, done, total)
+            self._draw(printable(activity), done, total)
             return
         now = time.perf_counter()
         if now - self._printed >= LINE_SECONDS:
@@ -158,9 +149,9 @@ class Progress:
     def _draw(self, activity: str, done: float, total: float) -> None:
         from tqdm import tqdm
 
-        if self._bar is None or activity != self._activity:
+        if self._bar is None or not self._bar.desc.startswith(activity):
             self.close()
-            self._bar, self._activity = tqdm(desc=printable(activity), leave=False), activity
+            self._bar = tqdm(desc=activity, leave=False)
         self._bar.total, self._bar.n = total, done
         self._bar.refresh()
 

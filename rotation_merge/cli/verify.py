@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.functions import kind_at
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.proof import ROUNDINGS, ModelOutputs, difference
+from rotation_merge.run.proof import ModelOutputs, difference
 from rotation_merge.run.sample_kinds import SELF
 
 
@@ -22,7 +22,6 @@ from rotation_merge.run.sample_kinds import SELF
 def command(
     model_a: Model,
     model_b: Model,
-    /,
     *,
     batches: Annotated[Count, "random batches to try"] = 4,
     seed: Annotated[int, "seed of the random inputs"] = 0,
@@ -43,27 +42,20 @@ def command(
     """
     compute = torch.float64 if float64 else torch.float32
     a, b = ModelOutputs(model_a, compute), ModelOutputs(model_b, compute, like=model_a)
-    first, second = kind_at(model_a), kind_at(model_b)
-    if second is not first:
-        problem, remedy = (
-            f"is a {second.__name__}, {model_a} a {first.__name__}",
-            "compare models of one class and size",
-        )
+    if kind_at(model_b) is not kind_at(model_a):
+        problem, remedy = f"is of another class than {model_a}", "compare models of one class and size"
         raise CheckpointError(problem, where=model_b, remedy=remedy)
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data == SELF and a.is_large:
         problem = "is too large to be held in memory, so it cannot write text"
         raise CheckpointError(problem, where=model_a, remedy="give --data a file")
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
         inputs += read_samples(model_a, data, limit=32, module=a.model).batches
     worst = difference(a, a.on(inputs), b, inputs, probabilities=probabilities, tolerance=tolerance, seed=seed)
-    facts = {"same": worst.passes, "tolerance": worst.allowed, "batches": len(inputs)}
-    facts |= {name: getattr(worst, name) for name in ("absolute", "relative", "output")}
-    rounding = f", {ROUNDINGS:g} times the effect of rounding to {worst.dtype}" if tolerance is None else ""
-    lines = (
-        f"the two models {'compute the same' if worst.passes else 'differ'}",
-        f"largest difference over {len(inputs)} batches: {worst.absolute:.3g}, {worst.relative:.3g} of the size of "
-        f"{worst.output} ({worst.allowed:.3g} is allowed{rounding})",
-    )
+    verdict = f"the two models {'compute the same' if worst.passes else 'differ'}"
+    figures = f"{worst.absolute:.3g}, {worst.relative:.3g} of the size of {worst.output}"
+    lines = verdict, f"largest difference over {len(inputs)} batches: {figures}; {worst.allowed:.3g} is allowed"
+    facts: dict[str, Any] = {"same": worst.passes, "tolerance": worst.allowed, "batches": len(inputs)}
+    facts |= {"absolute": worst.absolute, "relative": worst.relative, "output": worst.output}
     return Answer(facts, lines, 0 if worst.passes else 1)
