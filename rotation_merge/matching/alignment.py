@@ -29,15 +29,15 @@ from rotation_merge.model.labels import in_class_order
 from rotation_merge.model.language_half import within
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.tensors import Fingerprint
-from rotation_merge.model.view import View, check_storage
+from rotation_merge.model.view import View, check_storage, described
 from rotation_merge.record import MergeReport, SpaceRow, read_as
 from rotation_merge.run.statistics import Statistics, has_format
 from rotation_merge.symmetry.transform import packed, unpacked
 
 FORMAT = "rotation_merge.alignment.8"
 
-WRITE, AGAIN = "write it with 'rotation-merge align'", "write it again with 'rotation-merge align'"
-"""Remedies for what is no alignment file, and for one that is of no use."""
+WRITE = "write it (again) with 'rotation-merge align'"
+"""The remedy for what is no alignment file, or one of no use."""
 
 M = TypeVar("M", bound="Movable")
 
@@ -162,12 +162,16 @@ class Alignment:
     def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
         basis, identity = self.known_basis, self.known_basis.donor
-        anchor, opened = basis.described_anchor, open_model(donor, identity.name, untie=basis.untie)
+        architecture, name = basis.architecture, basis.anchor.name
+        anchor, opened = (
+            described(name, basis.config, architecture, basis.shapes),
+            open_model(donor, identity.name, untie=basis.untie),
+        )
         opened = within(opened, anchor) or opened
         remedy = f"give {identity.name}, which the alignment was made for"
         check_same_kind(anchor, opened, remedy)
         check_depth(anchor, opened, remedy)
-        names = names_in(basis.architecture, opened.architecture)
+        names = names_in(architecture, opened.architecture)
         if strict and not identity.any_model and not identity.is_view(opened):
             opened = replace(opened, tensors=identity.verified(opened, names))
         return in_class_order(opened, {name: basis.rows[k] for name, k in names.items() if k in basis.rows})
@@ -331,15 +335,13 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Head:
-    """The head of an alignment file, as JSON in the metadata of its tensors.
+    """The head of an alignment file, as JSON in the metadata of its tensors: fields of `Alignment` and of `Basis`.
 
     Attributes:
         family: of the architecture.
         kinds: of the transform of each space; empty: the space keeps its coordinates.
-        folded: see `Alignment`.
-        config, shapes, untie, rows: see `Basis`.
         models: facts on the anchor and on the donor, see `Identity`.
-        figures: rows and summary, see `Alignment`.
+        figures: rows and summary of the alignment.
         made: its metadata.
     """
 
@@ -368,14 +370,15 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
     """
     with opened_file(str(path)) as (head, file):
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        basis = _basis(head)
+        anchor, donor = (Identity(*facts) for facts in head.models)
+        basis = Basis(head.config, head.shapes, head.untie, anchor, donor, head.rows)
         architecture = architecture or basis.architecture
-        _check_basis(basis)
         if head.family != architecture.family:
             problem = f"was made for {head.family} models, not for {architecture.family}"
             raise AlignmentError(problem, remedy="use another file")
         transforms = _transforms(tensors, head, architecture)
-        _check_folding(transforms, head.folded, architecture)
+        if fault := _fault(transforms, head, architecture):
+            raise AlignmentError(f"would change the models' outputs: {fault}")
     return Alignment(transforms, head.folded, *head.figures, basis=basis, metadata=head.made)
 
 
@@ -410,65 +413,46 @@ def opened_file(name: str) -> Iterator[tuple[Head, Any]]:
     """
     try:
         with safe_open(name, framework="pt") as file:
-            yield _head(file.metadata() or {}), file
-    except AlignmentError as error:
-        raise AlignmentError(error.what, where=name, remedy=error.remedy or AGAIN) from error
+            meta = file.metadata() or {}
+            if (kind := str(meta.get("format"))) != FORMAT:
+                older = kind.startswith(FORMAT[:-1])
+                problem = "was written by another version of rotation_merge" if older else "is not an alignment file"
+                raise AlignmentError(problem, remedy=WRITE)
+            yield read_as(Head, json.loads(meta["head"])), file
     except RotationMergeError as error:
-        raise AlignmentError(error.what, where=name, remedy=AGAIN) from error
+        raise AlignmentError(error.what, where=name, remedy=error.remedy or WRITE) from error
     except (OSError, SafetensorError) as error:
         raise AlignmentError(f"cannot be read ({error})", where=name, remedy=WRITE) from error
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise AlignmentError(f"is damaged ({short(error)})", where=name, remedy=AGAIN) from error
-
-
-def _head(meta: Mapping[str, str]) -> Head:
-    """The head of a file of this format."""
-    if (kind := str(meta.get("format"))) != FORMAT:
-        older = kind.startswith(FORMAT[:-1])
-        problem = "was written by another version of rotation_merge" if older else "is not an alignment file"
-        raise AlignmentError(problem, remedy=AGAIN if older else WRITE)
-    return read_as(Head, json.loads(meta["head"]))
-
-
-def _basis(head: Head) -> Basis:
-    """The file's facts on its models."""
-    anchor, donor = (Identity(*facts) for facts in head.models)
-    return Basis(head.config, head.shapes, head.untie, anchor, donor, head.rows)
-
-
-def _check_basis(basis: Basis) -> None:
-    """Check that the class order is a permutation."""
-    for name, (_, order) in basis.rows.items():
-        if sorted(order) != list(range(len(order))):
-            raise AlignmentError(f"would change the models' outputs: '{name}' loses classes")
+        raise AlignmentError(f"is damaged ({short(error)})", where=name, remedy=WRITE) from error
 
 
 def _transforms(tensors: Mapping[str, Tensor], head: Head, architecture: Architecture) -> Transforms:
-    """The transforms, one of each space's group or none; those of rounded maps put back into their groups."""
+    """The transforms of a file; those of rounded maps put back into their groups."""
     known = architecture.spaces()
     if odd := (head.kinds.keys() - known.keys()) | (set(_asked(architecture)) - head.kinds.keys()):
         raise AlignmentError(f"does not fit: space '{min(odd)}' is only in the file, or only in the models")
     transforms = unpacked(tensors, {name: kind for name, kind in head.kinds.items() if kind})
-    rounded = {key.partition("|")[0] for key, x in tensors.items() if x.is_floating_point() and x.itemsize < 8}
-    for name, transform in transforms.items():
-        group = architecture.widest_group(known[name], transform)
-        if name in rounded:
-            transforms[name] = group.restored(transform)
-        if not group.admits(transforms[name]):
-            problem = f"the transform of space '{name}' does not belong to the group: {group.words}"
-            raise AlignmentError(f"would change the models' outputs: {problem}")
+    for name in {key.partition("|")[0] for key, x in tensors.items() if x.is_floating_point() and x.itemsize < 8}:
+        transforms[name] = architecture.widest_group(known[name], transforms[name]).restored(transforms[name])
     return transforms
 
 
-def _check_folding(transforms: Transforms, folded: tuple[str, ...], architecture: Architecture) -> None:
-    """Check that the streams that are rotated are folded, and (beside latents) no others."""
+def _fault(transforms: Transforms, head: Head, architecture: Architecture) -> str:
+    """What in a file would change outputs: classes that get lost, a transform outside its group, other folding."""
     known, turned = architecture.spaces(), {name for name, x in transforms.items() if x.turns_stream}
-    spare = {name for name in set(folded) - turned if name not in known or known[name].kind != "latent"}
-    if spare or not turned <= set(folded):
-        words = [", ".join(sorted(names)) or "none" for names in (folded, turned)]
-        raise AlignmentError(
-            f"would change the models' outputs: folded streams: {words[0]}; rotated streams: {words[1]}"
-        )
+    for name, (_, order) in head.rows.items():
+        if sorted(order) != list(range(len(order))):
+            return f"'{name}' loses classes"
+    for name, transform in transforms.items():
+        group = architecture.widest_group(known[name], transform)
+        if not group.admits(transform):
+            return f"the transform of space '{name}' does not belong to the group: {group.words}"
+    spare = {name for name in set(head.folded) - turned if name not in known or known[name].kind != "latent"}
+    if spare or not turned <= set(head.folded):
+        folded, rotated = (", ".join(sorted(names)) or "none" for names in (head.folded, turned))
+        return f"folded streams: {folded}; rotated streams: {rotated}"
+    return ""
 
 
 def _asked(architecture: Architecture) -> list[str]:

@@ -15,7 +15,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.model.labels import LabelRows
 from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Tensors, checksum
-from rotation_merge.model.view import View, described
+from rotation_merge.model.view import View
 
 IdentityFacts = tuple[str, str, dict[str, str]]
 """The name of a model; its fingerprint (see `View.fingerprint`); and dtype, shape and checksum of its tensors."""
@@ -124,8 +124,3 @@ class Basis:
     def with_head(self) -> Architecture:
         """The architecture in which a tied head is a map of its own, as in statistics."""
         return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=True)
-
-    @property
-    def described_anchor(self) -> View:
-        """The anchor without its tensors."""
-        return described(self.anchor.name, self.config, self.architecture, self.shapes)

@@ -120,20 +120,28 @@ def mixed_model(model: nn.Module, mixture: Mixture, checkpointing: bool = False)
         checkpointing: store the inputs of layers only, and run them again in the backward pass.
     """
     model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}).eval()
+    recomputed = []
     if checkpointing:
-        _disable_cache(model)
-        for layer in list(_layers(model)):
-            _recompute(layer)
-    leaves = [module for module in model.modules() if _is_leaf(module)]
+        for config in (getattr(module, "config", None) for module in model.modules()):
+            if getattr(config, "use_cache", False):  # which a second run of a layer would extend
+                cast(Any, config).use_cache = False
+        recomputed = list(_layers(model))
+    leaves = [
+        m for m in model.modules() if not any(next(child.parameters(), None) is not None for child in m.children())
+    ]
     parametrized = _parametrize(model, mixture)
-    for module in leaves:
-        if module in parametrized and not mixture.keeps:
-            _recompute(module)
+    recomputed += [module for module in leaves if module in parametrized and not mixture.keeps]
+    for module in recomputed:  # which store their inputs only, and run again in the backward pass
+        forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+        cast(Any, module).forward = forward
     return model
 
 
 def _parametrize(model: nn.Module, mixture: Mixture) -> set[nn.Module]:
-    """Parametrize weights and buffers of a model, tied ones under every name, and return the modules that hold them."""
+    """Parametrize weights and buffers of a model, tied ones under every name, and return the modules that hold them.
+
+    Each is replaced by a tensor of the mixed weight's shape, dtype and device, without memory of its own.
+    """
     stored: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
     weights = {
@@ -149,45 +157,21 @@ def _parametrize(model: nn.Module, mixture: Mixture) -> set[nn.Module]:
         module, weight = model.get_submodule(owner), weights.get(name, tied.get(id(tensor)))
         if weight is None or parametrize.is_parametrized(module, leaf):
             continue
-        _release(module, leaf, mixture.device)
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        empty = torch.zeros((), dtype=dtype, device=mixture.device).expand(tensor.shape)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+        else:
+            module._buffers[leaf] = empty
         parametrize.register_parametrization(module, leaf, weight, unsafe=True)
         modules.add(module)
     return modules
-
-
-def _release(module: nn.Module, leaf: str, device: torch.device) -> None:
-    """Replace a module's tensor by one of the mixed weight's shape, dtype and device, without memory of its own."""
-    tensor = getattr(module, leaf)
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    empty = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
-    if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
-    else:
-        module._buffers[leaf] = empty
-
-
-def _recompute(module: nn.Module) -> None:
-    """Let a module store its inputs only, and run again in the backward pass."""
-    forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-    cast(Any, module).forward = forward
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """Whether all parameters of a module are its own."""
-    return not any(next(child.parameters(), None) is not None for child in module.children())
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """The layers of a model: the outermost lists of modules."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
-
-
-def _disable_cache(model: nn.Module) -> None:
-    """Switch off caches of keys and values, which a second run of a layer would extend."""
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            cast(Any, module).config.use_cache = False
 
 
 class LearnedTransforms(nn.Module):

@@ -146,7 +146,10 @@ def fit(
         RotationMergeError: models that do not fit together, groups that are not admitted, data without use.
     """
     options = FitConfig.of(options)
-    pairs = _pairs([anchor, *_as_list(donors)], AlignConfig.of(match or WIDEST), untie)
+    is_state = isinstance(donors, tuple) and len(donors) == 2 and isinstance(donors[0], Mapping)  # with its config
+    several = isinstance(donors, list | tuple) and (isinstance(donors[0], View) or not is_state) if donors else True
+    models = [anchor, *(donors if several else [donors])]
+    pairs = _pairs(models, AlignConfig.of(match or WIDEST), untie)
     if options.coefficients is not None and len(options.coefficients) != len(pairs) + 1:
         problem = f"{len(options.coefficients)} 'coefficients' for {len(pairs) + 1} models"
         raise RecipeError(problem, remedy="give one share for each model, the anchor first")
@@ -167,14 +170,6 @@ def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None =
     if untie is None and not (pairs[0].folded and anchor.tied):
         return [open_pair(anchor, donor, match) for donor in donors]
     return pairs
-
-
-def _as_list(donors: Any) -> list[ModelLike]:
-    """The donors; a pair of a state dict and its config is one."""
-    is_state = isinstance(donors, tuple) and len(donors) == 2 and isinstance(donors[0], Mapping)
-    if isinstance(donors, list | tuple) and not (is_state and not isinstance(donors[0], View)):
-        return list(donors)
-    return [donors]
 
 
 def _samples(batches: Samples, pairs: Sequence[Pair], module: nn.Module) -> list[Batch]:
@@ -218,12 +213,12 @@ class _Fit:
         module = (module.to(devices[0]) if devices else module).eval()
         self.device, self.architecture = device_of(module), architecture_of(module, untie=True)
         size = 4 * sum(parameter.numel() for parameter in module.parameters())
-        keeps = size <= LARGEST_KEPT and not options.checkpointing
         self.parents = list[Tensors]()
         for number, view in enumerate((pairs[0].anchor, *(pair.donor for pair in pairs))):
             tensors = view.tensors.on(devices[number % len(devices)]) if devices else view.tensors
             self.parents.append(restructured(tensors, view.architecture, self.architecture).cached(math.inf))
             _check_names(self.architecture, pairs[0].anchor, view, set(self.parents[0]) ^ set(self.parents[-1]))
+        keeps = size <= LARGEST_KEPT and not options.checkpointing
         self.mixture = Mixture(self.architecture, self.parents, pairs[-1].folded, self.device, keeps)
         self.model = mixed_model(module, self.mixture, options.checkpointing)
         self.batches: list[Batch] = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
@@ -260,11 +255,9 @@ class _Fit:
         if self.objective == "labels":
             return self.batches[number], None
         batch = unlabelled(self.batches[number])
-        if number in self._answers:
-            return batch, self._answers[number]
-        answers = self.answers(batch)
+        answers = self._answers.get(number) or self.answers(batch)
         size = sum(answer.nbytes for answer in answers)
-        if size <= self._free:
+        if number not in self._answers and size <= self._free:
             self._answers[number] = answers
             self._free -= size
         return batch, answers
@@ -316,43 +309,39 @@ class _Fit:
             groups = space_groups(self.architecture, self.match)
             starts["identity"] = [{name: group.identity() for name, group in groups.items()} for _ in self.pairs]
         if self.options.start != "identity":
-            starts["matched"] = [self._matched(number) for number in range(1, self.count)]
+            starts["matched"] = [
+                self._matched(pair, donor) for pair, donor in zip(self.pairs, self.parents[1:], strict=True)
+            ]
         return starts
 
-    def _matched(self, number: int) -> Transforms:
+    def _matched(self, pair: Pair, donor: Tensors) -> Transforms:
         """The transforms that matching finds: on weights, or also on the training samples."""
-        pair = self.pairs[number - 1]
         match: Match = match_model
         if self.options.match_on != WEIGHTS:
             samples = [self.batches[i] for i in self.training]
             first, second = (module_of(view).to(self.device).float() for view in (pair.anchor, pair.donor))
             match = activation_matcher(self.options.match_on, first, second, samples, self.label)
-        anchor, donor = (self.parents[place].on(self.device) for place in (0, number))
-        return match(self.architecture, anchor, donor, self.match, None).transforms
+        sources = (tensors.on(self.device) for tensors in (self.parents[0], donor))
+        return match(self.architecture, *sources, self.match, None).transforms
 
     def run(self) -> FitResult:
+        """Learn from the better start."""
         began = time.perf_counter()
         starts = self.starts()
         scores = {name: self.score(transforms) for name, transforms in starts.items()}
         plain = scores.get("identity") or self.score([{} for _ in self.pairs])
         name = min(scores, key=lambda start: scores[start][0])
-        scaling = bool(self.match.scaling)
-        learned = [LearnedTransforms(self.architecture, maps, scaling) for maps in starts[name]]
+        learned = [LearnedTransforms(self.architecture, maps, bool(self.match.scaling)) for maps in starts[name]]
         loss, barrier = scores[name]
         report = FitReport(name, self.objective, loss, loss, barrier, barrier, plain[0], 0, 0.0)
         self._optimise(nn.ModuleList(learned).to(self.device), report, began)
-        report.seconds = time.perf_counter() - began
-        alignments = [
-            self._alignment(pair, module.final_transforms(), report)
-            for module, pair in zip(learned, self.pairs, strict=True)
-        ]
+        report.seconds, alignments = time.perf_counter() - began, []
+        for module, pair in zip(learned, self.pairs, strict=True):
+            transforms = renamed(module.final_transforms(), self.architecture, pair.architecture)
+            facts = {"learned": report.to_dict()}
+            alignment = reported(pair, Alignment(transforms, pair.folded, summary=dict(facts)))
+            alignments.append(replace(alignment, metadata={**alignment.metadata, **facts}))
         return FitResult(alignments, report)
-
-    def _alignment(self, pair: Pair, transforms: Transforms, report: FitReport) -> Alignment:
-        """An alignment under the names of the pair's models, with a report."""
-        transforms, learned = renamed(transforms, self.architecture, pair.architecture), report.to_dict()
-        alignment = reported(pair, Alignment(transforms, pair.folded, summary={"learned": learned}))
-        return replace(alignment, metadata={**alignment.metadata, "learned": learned})
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> None:
         """Take the steps, and leave the parameters with the lowest held-out loss."""
@@ -419,12 +408,6 @@ def _check_names(architecture: Architecture, anchor: View, donor: View, odd: set
 
 def along(point: float, models: int) -> Tensor:
     """Coefficients at a point of the path from the anchor (0) over the mean of all models to the donors (1)."""
-    even = torch.full((models,), 1.0 / models)
-    ends = torch.zeros(models)
-    if models == 2:
-        return torch.tensor([1 - point, point])
-    if point <= 0.5:
-        ends[0] = 1.0
-        return ends + 2 * point * (even - ends)
-    ends[1:] = 1.0 / (models - 1)
-    return even + (2 * point - 1) * (ends - even)
+    even, ends = torch.full((models,), 1.0 / models), torch.zeros(2, models)
+    ends[0, 0], ends[1, 1:] = 1.0, 1.0 / (models - 1)
+    return torch.lerp(ends[0], even, 2 * point) if point <= 0.5 else torch.lerp(even, ends[1], 2 * point - 1)

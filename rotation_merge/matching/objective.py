@@ -31,21 +31,17 @@ def choose(objective: Objective, batch: Mapping[str, Tensor]) -> str:
     """
     if objective == "labels" and "labels" not in batch:
         raise RecipeError("objective 'labels' needs data with labels", remedy="use 'distill'")
-    if objective == "auto":
-        return "labels" if "labels" in batch else "distill"
-    return objective
+    return ("labels" if "labels" in batch else "distill") if objective == "auto" else objective
 
 
 def main_output(outputs: Any) -> Tensor:
     """Logits where the model has them, else its last hidden state."""
-    for name in ("logits", "start_logits", "logits_per_image", "last_hidden_state", "pooler_output"):
-        value = getattr(outputs, name, None)
+    names = ("logits", "start_logits", "logits_per_image", "last_hidden_state", "pooler_output")
+    for value in (getattr(outputs, name, None) for name in names):
         if isinstance(value, Tensor):
             return value
-    raise RecipeError(
-        f"{type(outputs).__name__} holds neither logits nor hidden states to learn from",
-        remedy="load the models under another class",
-    )
+    problem = f"{type(outputs).__name__} holds neither logits nor hidden states to learn from"
+    raise RecipeError(problem, remedy="load the models under another class")
 
 
 def is_distribution(outputs: Any) -> bool:
@@ -151,20 +147,16 @@ def divergence(outputs: Any, answers: Mapping[str, Tensor]) -> Tensor:
     Of hidden states: mean squared difference over the teacher's mean square.
     """
     main = main_output(outputs).float()
-    if "hidden" in answers:
-        _same(main.shape, answers["hidden"].shape)
-        return (main - answers["hidden"]).square().mean() / answers["hidden"].square().mean().clamp_min(1e-12)
-    _same(main.shape, (*answers["index"].shape[:-1], int(answers["size"])))
+    hidden = answers.get("hidden")
+    shape = hidden.shape if hidden is not None else (*answers["index"].shape[:-1], int(answers["size"]))
+    if tuple(main.shape) != tuple(shape):
+        problem = f"answers have shape {list(shape)}, the model's own {list(main.shape)}"
+        raise CheckpointError(problem, remedy="give teachers of the same class and size")
+    if hidden is not None:
+        return (main - hidden).square().mean() / hidden.square().mean().clamp_min(1e-12)
     logs = main.log_softmax(-1).gather(-1, answers["index"].long())
-    chances = answers["log"].exp()
-    loss = (chances * (answers["log"] - logs)).sum(-1)
+    loss = (answers["log"].exp() * (answers["log"] - logs)).sum(-1)
     if answers["index"].shape[-1] < main.shape[-1]:
         remainder = (1.0 - logs.exp().sum(-1)).clamp_min(1e-9)
         loss = loss + answers["rest"].exp() * (answers["rest"].clamp_min(-60.0) - remainder.log())
     return loss.mean()
-
-
-def _same(shape: Sequence[int], its: Sequence[int]) -> None:
-    if tuple(shape) != tuple(its):
-        problem = f"answers have shape {list(its)}, the model's own {list(shape)}"
-        raise CheckpointError(problem, remedy="give teachers of the same class and size")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,6 @@ class Training:
     step: Callable[[], float]
     look: Callable[[int, float], bool]
 
-    def state(self, done: int, best: Mapping[str, Tensor]) -> dict[str, Any]:
-        """All that a later run needs to go on after so many steps, with the best parameters so far."""
-        parts = {"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
-        facts = {"random": self.generator.get_state(), "report": asdict(self.report), "done": done, "best": best}
-        return {"model": trained(self.model), **parts, **facts}
-
     def restored(self, state: Mapping[str, Any] | None) -> tuple[int, dict[str, Tensor]]:
         """Go on from a state (None: from the start): the steps that are done, and the best parameters."""
         if state is None:
@@ -81,6 +74,12 @@ class Training:
         """
         (done, best), began = self.restored(ledger.get(STATE)), time.perf_counter()
         every = max(1, steps // looks)
+
+        def state() -> dict[str, Any]:
+            parts = {"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
+            facts = {"random": self.generator.get_state(), "report": asdict(self.report), "done": step, "best": best}
+            return {"model": trained(self.model), **parts, **facts}
+
         for step in range(done + 1, steps + 1):
             if step > self.report.best_step + patience * every:
                 break
@@ -90,7 +89,7 @@ class Training:
             late = elapsed > seconds
             if (step % every == 0 or step == steps or late) and self.look(step, elapsed):
                 best = copy.deepcopy(trained(self.model))
-            ledger.keep(STATE, partial(self.state, step, best), large=True)
+            ledger.keep(STATE, state, large=True)
             watch(step, loss)
             if late:
                 break

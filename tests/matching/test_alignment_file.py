@@ -24,7 +24,7 @@ from plugin_support import (
     write_state,
 )
 from plugin_support import twin as twin_of
-from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
+from residual_support import checkpoint, recipe, report, twin
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import Case, difference, inputs, keep_float64, outputs, planted, reload
@@ -33,13 +33,6 @@ from variants import ONE
 import rotation_merge as rm
 from rotation_merge.matching.alignment import load_file as read_alignment_file
 
-CASES = [
-    ("llama", "llama", "rotation"),
-    ("vit", "classifier", "rotation"),
-    ("bert", "classifier", "permutation"),
-    ("gemma2", "tied", "signed_permutation"),
-]
-by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 Tensors = dict[str, torch.Tensor]
 
 
@@ -60,28 +53,11 @@ def head_of(path: Path) -> dict[str, Any]:
     return head
 
 
-def two(folder: Path) -> tuple[Checkpoint, Checkpoint]:
-    first, second = (checkpoint("llama", "llama", folder / n, seed=i) for i, n in enumerate(("anchor", "donor")))
-    return first, second
-
-
 # --- applied by recipes
 
 
 @pytest.mark.slow
-@by_case
-@pytest.mark.parametrize("flags", [(), ("--half",)], ids=["float32", "float16"])
-def test_file_stands_in_for_matching(case: tuple[str, str, str], flags: Any, tmp_path: Path) -> None:
-    anchor = checkpoint(*case[:2], tmp_path / "anchor")
-    donor = twin(anchor, tmp_path / "donor", case[2])
-    align(anchor.path, donor.path, tmp_path / "map", case[2], *flags)
-    merged(from_file(recipe(anchor, donor, residual="none"), tmp_path / "map"), tmp_path / "out")
-    assert anchor.differs(tmp_path / "out") <= (1e-4 if not flags else 0.1)
-    assert "nothing was matched" in " ".join(report(tmp_path / "out")["notes"])
-
-
-@pytest.mark.slow
-@by_case
+@pytest.mark.parametrize("case", [("llama", "llama", "rotation"), ("bert", "classifier", "permutation")], ids=str)
 def test_half_precision_keeps_maps_orthogonal(case: tuple[str, str, str], tmp_path: Path) -> None:
     """Between independent models: the donor aligned by a file in float16 computes what the donor computes."""
     anchor, donor = (checkpoint(*case[:2], tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
@@ -92,9 +68,8 @@ def test_half_precision_keeps_maps_orthogonal(case: tuple[str, str, str], tmp_pa
     assert (kept["note"], kept["options"]["residual"]) == (1, case[2])
     for ours, theirs in ((loaded.basis.anchor, made.basis.anchor), (loaded.basis.donor, made.basis.donor)):
         assert (ours.name, ours.fingerprint, ours.tensors) == (theirs.name, theirs.fingerprint, theirs.tensors)
-    assert set(loaded.transforms) == set(made.transforms)
     if case[2] == "rotation":
-        matrix = loaded.transforms[next(iter(anchor.architecture.streams))].elements["map"].matrix[0]
+        matrix = loaded.transforms["residual"].elements["map"].matrix[0]
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(len(matrix)).double(), atol=1e-13, rtol=0)
     model = donor.case.model_class.from_pretrained(donor.path, dtype=torch.float64, attn_implementation="eager")
     given = inputs(donor.case, model)
@@ -105,29 +80,15 @@ def test_half_precision_keeps_maps_orthogonal(case: tuple[str, str, str], tmp_pa
 
 @pytest.mark.slow
 def test_untied_anchor_and_donor(tmp_path: Path) -> None:
-    """Both tied, the alignment a rotation: written with --untie, applied under untie: true."""
+    """Both tied, the alignment a rotation: written with --untie and --half, applied under untie: true."""
     anchor, donor = (checkpoint("llama", "qwen2", tmp_path / n, seed=i, untied=True) for i, n in enumerate("ab"))
-    align(anchor.path, donor.path, tmp_path / "map", "rotation", "--untie")
+    align(anchor.path, donor.path, tmp_path / "map", "rotation", "--untie", "--half")
     document = from_file(recipe(anchor, donor, residual="none", untie=True), tmp_path / "map")
     document["models"][0]["parameters"]["weight"], document["models"][1]["parameters"]["weight"] = 0.0, 1.0
     merged(document, tmp_path / "out")
-    assert donor.differs(tmp_path / "out") <= 1e-3
+    assert donor.differs(tmp_path / "out") <= 1e-2
     del document["parameters"]["untie"]
     assert "untie: true" in one_error(mergekit_yaml(document, tmp_path / "tied").output)
-
-
-@pytest.mark.slow
-def test_carries_task_vectors(tmp_path: Path) -> None:
-    """One alignment of two bases serves every fine-tune of the old one."""
-    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
-    old = twin(anchor, tmp_path / "old", "rotation")
-    align(anchor.path, old.path, tmp_path / "map", "rotation")
-    tuned = old.write({name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, tmp_path / "tuned")
-    matched = merged(transport(anchor, (tuned, old), residual="rotation"), tmp_path / "matched")
-    given = merged(from_file(transport(anchor, (tuned, old)), tmp_path / "map"), tmp_path / "given")
-    for name, tensor in matched.items():
-        torch.testing.assert_close(given[name], tensor, atol=1e-5, rtol=1e-4)
-    assert tuned.differs(tmp_path / "given") <= 1e-3
 
 
 # --- written by recipes
@@ -146,7 +107,6 @@ def table(out: Path) -> str:
     [
         ("llama", "none", "float32"),
         ("llama", "signed_permutation", "bfloat16"),
-        ("llama", "rotation", "bfloat16"),
         ("qwen2", "rotation", "float32"),
         ("bert", "permutation", "bfloat16"),
         ("vit", "rotation", "float32"),
@@ -159,8 +119,9 @@ def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str
     document = {**recipe_for("linear", anchor, donor, **options), "dtype": dtype}
     out, again = tmp_path / "out", tmp_path / "again"
     kept = out / "kept" / "file.safetensors"
-    whole = {**document["parameters"], "save_alignment": "kept/file.safetensors"}
-    first = merged({**document, "parameters": whole}, out)
+    first = merged(
+        {**document, "parameters": {**document["parameters"], "save_alignment": "kept/file.safetensors"}}, out
+    )
     second = from_file(document, kept)
     second["parameters"]["save_alignment"] = "kept/again.safetensors"
     assert equal(merged(second, again), first)
@@ -194,10 +155,8 @@ def test_the_file_is_that_of_align(pair: tuple[Path, Path], tmp_path: Path) -> N
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
     shown = [parsed("inspect", tmp_path / name) for name in ("out/kept", "a.safetensors")]
     for one in shown:
-        assert one["made"]["versions"]["torch"] == torch.__version__
         assert one["made"]["options"]["residual"] == "rotation"
-        assert set(one["fingerprints"]) == {str(path) for path in pair}
-        assert one["made"]["models"] == {str(p): {"hub": None, "revision": None, "license": None} for p in pair}
+        assert set(one["fingerprints"]) == set(one["made"]["models"]) == {str(path) for path in pair}
     assert shown[0]["figures"] == pytest.approx(shown[1]["figures"])
 
 
@@ -254,7 +213,7 @@ def test_a_file_of_some_layers_holds_the_whole_alignment(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("other", ["anchor", "donor"])
 def test_other_weights_are_refused(other: str, tmp_path: Path) -> None:
-    models = dict(zip(("anchor", "donor"), two(tmp_path), strict=True))
+    models = {n: checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor"))}
     align(models["anchor"].path, models["donor"].path, tmp_path / "map")
     changed, name = models[other].state, "model.layers.1.mlp.up_proj.weight"
     changed[name][0, 0] = changed[name][0, 0].nextafter(torch.tensor(9.0))
@@ -319,23 +278,16 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def berts(tmp_path_factory: pytest.TempPathFactory) -> tuple[rm.Alignment, Any]:
-    """The alignment of two models, and the anchor's architecture."""
-    folder = tmp_path_factory.mktemp("berts")
-    anchor, donor = (checkpoint("bert", "classifier", folder / str(seed), seed=seed) for seed in range(2))
-    return rm.align(anchor.path, donor.path, heads="permutation"), anchor.architecture
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_what_a_file_says_of_its_models_is_not_believed(name: str, berts: tuple[Any, Any], tmp_path: Path) -> None:
+def test_what_a_file_says_of_its_models_is_not_believed(tmp_path: Path) -> None:
     """Nor where the anchor's architecture is known; laws/test_bad_inputs.py has what a recipe's file may hold."""
-    change, words = DAMAGED[name]
-    berts[0].save(tmp_path / "map")
-    rewritten(tmp_path / "map", change)
-    for architecture in (None, berts[1])[: 1 if "million" in name else 2]:
-        with pytest.raises(rm.RotationMergeError, match=words):
-            read_alignment_file(tmp_path / "map", architecture)
+    anchor, donor = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation")
+    for name, (change, words) in DAMAGED.items():
+        alignment.write(tmp_path / "map")
+        rewritten(tmp_path / "map", change)
+        for architecture in (None, anchor.architecture)[: 1 if "million" in name else 2]:
+            with pytest.raises(rm.RotationMergeError, match=words):
+                read_alignment_file(tmp_path / "map", architecture)
 
 
 # --- fingerprints
@@ -364,7 +316,7 @@ def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
-    anchor, donor = two(tmp_path)
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
     reads = reads_of_files(monkeypatch)
     once = sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
     align(anchor.path, donor.path, tmp_path / "map")
@@ -376,17 +328,8 @@ def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: py
     assert report(tmp_path / "out")["fingerprints"] == written
     assert written[str(anchor.path)] in (tmp_path / "out" / "README.md").read_text()
     assert list(written.values()) == [fingerprint(model.state, model.config) for model in (anchor, donor)]
-
-
-@pytest.mark.slow
-def test_fingerprints_of_what_a_merge_reads(tmp_path: Path) -> None:
-    """The old base of a task vector too; tensors that are not merged are left out, and the report says so."""
-    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
-    old = twin(anchor, tmp_path / "old", "none")
-    tuned = old.write({name: 1.01 * x for name, x in old.state.items()}, tmp_path / "tuned")
-    merged(transport(anchor, (tuned, old), exclude="embed_tokens"), tmp_path / "out")
-    found, count = report(tmp_path / "out")["fingerprints"], len(anchor.state)
-    assert list(found) == [str(model.path) for model in (anchor, tuned, old)]
-    assert found[str(anchor.path)] == fingerprint(anchor.state, anchor.config)
-    for model in (tuned, old):
-        assert found[str(model.path)].endswith(f" (of the {count - 1} of {count} tensors that were read)")
+    merged(recipe(anchor, donor, residual="none", exclude="embed_tokens"), tmp_path / "part")
+    count = len(anchor.state)  # what is not merged is left out, and the report says so
+    assert report(tmp_path / "part")["fingerprints"][str(donor.path)].endswith(
+        f"(of the {count - 1} of {count} tensors that were read)"
+    )

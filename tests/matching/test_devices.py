@@ -28,9 +28,7 @@ from rotation_merge.matching.options import FitConfig
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.run.batches import unlabelled
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import architecture_of, load, outputs
-from rotation_merge.search.judge import Judge
+from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.symmetry import Stats, Transform
 from rotation_merge.symmetry.element import element_of, tensors_of
 from rotation_merge.symmetry.group import Group
@@ -211,16 +209,3 @@ def test_a_whole_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         anchor, donor = map(sent_model, models)
         result = fit(anchor, [donor], batches, options=FitConfig(steps=1, half=False, start="identity"))
     assert result.report.after <= result.report.before
-
-
-def test_losses() -> None:
-    """Samples are brought to the model, and figures are the same on any device."""
-    model = load(BASE)
-    data = samples(model)
-    batch, near = data.batches[0], score(model, data)
-    judged = Judge([data], labelled=True).measure(model).score
-    with second_device():
-        far = sent_model(model)
-        assert score(far, data).loss == pytest.approx(near.loss, rel=1e-6)
-        assert Judge([data], labelled=True).measure(far).score == pytest.approx(judged, rel=1e-6)
-        assert all(isinstance(x, Far) for x in outputs(far, batch).values())

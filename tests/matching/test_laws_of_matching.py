@@ -17,7 +17,6 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import _relative
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.stream import random_gauge
-from rotation_merge.model.tensors import Fingerprint, mean_of
 
 torch.set_num_threads(1)
 
@@ -37,19 +36,6 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
     for name, tensor in there.items():
         torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
     assert _relative(architecture, {}, other) == other
-
-
-def test_sources_of_sources() -> None:
-    architecture = table.sample(shipped()["llama"])
-    state, name = weights(architecture, 3), "lm_head.weight"
-    middle = mean_of([state, {name: 3 * state[name]}])
-    torch.testing.assert_close(middle[name], 2 * state[name])
-    assert name in middle
-    assert "model.norm.weight" not in middle
-    moved = moved_tensors(architecture, {**state, "extra": torch.ones(2)}, {})
-    assert moved[name] is state[name]
-    assert "extra" in moved
-    assert torch.equal(moved["extra"], torch.ones(2))
 
 
 @pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "nomic_bert"])
@@ -83,14 +69,3 @@ def test_what_reads_a_layer_normed_stream_raw_forbids_rotations(layer: bool, raw
     groups = stream_groups(Scope(spec, config, "", {}), "residual", [block])
     assert ("rotation" in groups) == (not (layer and raw))
     assert ("signed_permutation" in groups) == (not layer)
-
-
-def test_a_fingerprint_is_taken_of_each_tensor_once() -> None:
-    state = {str(seed): torch.randn(4, 3, generator=gen(seed)) for seed in range(4)}
-    marks = [Fingerprint(), Fingerprint()]
-    for name, tensor in state.items():
-        marks[0].add(name, tensor)
-    for name, tensor in reversed(state.items()):
-        marks[1].add(name, tensor)
-        marks[1].add(name, torch.zeros(3))
-    assert len({mark.hexdigest({}) for mark in marks}) == 1

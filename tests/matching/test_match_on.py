@@ -104,16 +104,6 @@ def test_nothing_depends_on_the_order_of_samples() -> None:
     close(two, one)
 
 
-@pytest.mark.slow
-def test_the_api_matches_models_in_memory() -> None:
-    model, other, _ = twins(LLAMA)
-    wanted = {"heads": "permutation", "residual": "signed_permutation"}
-    for form in (other, (other.state_dict(), other.config)):
-        found = rm.align(model, form, match_on="activations", samples=samples_for(LLAMA, model), **wanted)
-        close(found.apply(form).state_dict(), model.state_dict())
-        assert any("matched on activations" in note for note in found.report.notes)
-
-
 def test_partial_whitening_turns_with_what_is_whitened() -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(40, 4, generator=draw, dtype=torch.float64) * torch.tensor([9.0, 3.0, 1.0, 0.1]).double()

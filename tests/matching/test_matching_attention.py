@@ -101,27 +101,6 @@ def test_no_order_is_better(facts: dict[str, Any], options: dict[str, Any], shap
     assert reached <= min(others) * (1 + (1e-9 if exact else 0.05))
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 3)])
-def test_maps_are_better_than_their_comparisons(shape: tuple[int, int]) -> None:
-    """Order with maps > none of the order > scale after the maps > no scale; and > spectral pairing."""
-    for seed in range(4):
-        space = attention(*shape, 4)
-        anchor, donor = tensors(space, 9, seed, spread=0.5), tensors(space, 9, seed + 50, spread=0.5)
-        found = match(space, anchor, donor, heads="spectral")
-        spectral = left(anchor, donor, found)
-        turned = after(space, anchor, reordered(space, donor, *found.orders), heads="none")
-        ladder = [
-            after(space, anchor, donor),
-            after(space, anchor, donor, heads="none"),
-            after(space, anchor, donor, heads="none", scaling="sequential"),
-            after(space, anchor, donor, heads="none", scaling=False),
-            distance(anchor, donor),
-        ]
-        assert ladder == sorted(ladder)
-        assert ladder[0] < 1.05 * turned
-        assert turned < spectral
-
-
 @pytest.mark.parametrize("free", [True, False])
 def test_spectral_pairing_finds_permuted_heads(free: bool) -> None:
     space = attention(3, 2, 4, free_groups=free)

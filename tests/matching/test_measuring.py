@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plugin_support import build, merged, recipe_for, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
@@ -78,23 +76,3 @@ def tiny(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=12, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     ).eval()
-
-
-@pytest.mark.slow
-def test_a_donor_is_rounded_once(tmp_path: Path):
-    """bfloat16 models merged in float32: the moved donor keeps the digits that bfloat16 has no room for."""
-    anchor, donor = (build("llama", seed).to(torch.bfloat16) for seed in (0, 1))
-    paths = [save(model, tmp_path / name) for name, model in (("anchor", anchor), ("donor", donor))]
-    recipe = recipe_for("linear", *paths)
-    for entry, weight in zip(recipe["models"], (0.0, 1.0), strict=True):
-        entry["parameters"]["weight"] = weight
-    whole = {name: tensor.float() for name, tensor in donor.state_dict().items()}
-    options = {"heads": "permutation", "scaling": True}
-    first = {name: tensor.float() for name, tensor in anchor.state_dict().items()}
-    moved = rm.align((first, anchor.config), (whole, anchor.config), **options).apply((whole, anchor.config))
-    result = merged(recipe, tmp_path / "out")
-    name = "model.layers.0.mlp.down_proj.weight"
-    torch.testing.assert_close(result[name], moved[name], rtol=1e-5, atol=1e-6)
-    assert (result[name] != result[name].bfloat16().float()).any()
-    half = merged({**recipe, "dtype": "bfloat16"}, tmp_path / "half")
-    assert torch.equal(half[name], result[name].bfloat16())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
 from plugin_support import (
     make,
     merged,
@@ -151,15 +150,6 @@ def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
         result = merged(recipe, tmp_path / f"out-{wanted}")
         off = relative_distances(result, state(anchor))["lm_head.weight"]
         assert off <= 1e-5 if wanted else off > limit
-
-
-@pytest.mark.slow
-def test_commands_compare_probabilities(tmp_path: Path) -> None:
-    anchor, other = make("mistral", tmp_path / "anchor"), make("mistral", tmp_path / "other", seed=5)
-    made = parsed("align", anchor, other, tmp_path / "out", "--shift-head", "true")
-    assert made["proof"]["difference"] <= made["proof"]["allowed"]
-    assert run("verify", other, tmp_path / "out", "--probabilities").exit_code == 0
-    assert run("verify", other, tmp_path / "out").exit_code == 1
 
 
 def test_it_needs_a_head_of_its_own(tmp_path: Path) -> None:

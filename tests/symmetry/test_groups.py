@@ -61,54 +61,39 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def is_sequential(group: Group) -> bool:
-    return getattr(group, "sequential", False)
-
-
 # --- elements
 
 
 @groups
-@pytest.mark.parametrize("dual", [False, True])
-def test_elements_are_a_group(group: Group, dual: bool) -> None:
+def test_elements_are_a_group(group: Group) -> None:
     g, h, still, x = group.random(N, D, gen(1)), group.random(N, D, gen(2)), group.identity(N, D), normal(N, D, 4)
-
-    def act(element: Element, x: Tensor) -> Tensor:
-        return element.act(x, 0, 1, dual)
-
-    assert g.shape == (N, D)
     assert still.is_identity()
-    assert torch.equal(act(still, x), x)
     assert g.is_identity() == (group.words == "none") == (sum(g.distances().values()) == 0)
-    close(act(g.inverse(), act(g, x)), x)
-    close(act(g.compose(h), x), act(g, act(h, x)))
-    close(act(g, x), (torch.linalg.inv(g.matrices()).mT if dual else g.matrices()) @ x)
-    index = torch.tensor([2, 0])
-    close(act(g.select(index), x[index]), act(g, x)[index])
     assert max(g.inverse().compose(g).distances().values()) < 1e-9
-    assert torch.equal(act(element_of(tensors_of(g)), x), act(g, x))
+    for dual in (False, True):
+        assert torch.equal(still.act(x, 0, 1, dual), x)
+        close(g.inverse().act(g.act(x, 0, 1, dual), 0, 1, dual), x)
+        close(g.compose(h).act(x, 0, 1, dual), g.act(h.act(x, 0, 1, dual), 0, 1, dual))
+        close(g.act(x, 0, 1, dual), (torch.linalg.inv(g.matrices()).mT if dual else g.matrices()) @ x)
+        assert torch.equal(element_of(tensors_of(g)).act(x, 0, 1, dual), g.act(x, 0, 1, dual))
+    close(g.select(torch.tensor([2, 0])).act(x[[2, 0]], 0, 1), g.act(x, 0, 1)[[2, 0]])
     with pytest.raises(AlignmentError, match="no group element"):
         element_of({**tensors_of(g), "more": x})
-    for field in ("matrix", "factor"):  # what is being learned is never taken for the identity
-        if hasattr(still, field):
-            assert not replace(still, **{field: getattr(still, field).clone().requires_grad_(True)}).is_identity()
 
 
 @groups
 @pytest.mark.parametrize(("shape", "batch_dim", "dim"), [((D, N), 1, 0), ((2, D, 5, N), 3, 1), ((N, 2, D), 0, -1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_elements_act_along_any_dimension(
-    group: Group, shape: tuple[int, ...], batch_dim: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_elements_act_along_any_dimension(group: Group, shape: tuple[int, ...], batch_dim: int, dim: int) -> None:
     """Of tensors of any strides, whose dtype is kept, and which stay as they are."""
-    g, base = group.random(N, D, gen(1)), normal(*shape, 2).to(dtype)
-    x, before = base[..., 0], base.clone()
-    result = g.act(x, batch_dim, dim)
-    assert (result.dtype, result.shape) == (dtype, x.shape)
-    assert torch.equal(base, before)
-    straight = g.act(x.double().movedim((batch_dim, dim), (0, 1)).contiguous(), 0, 1)
-    off = (result.double().movedim((batch_dim, dim), (0, 1)) - straight).abs().max()
-    assert off <= 8 * torch.finfo(dtype).eps * straight.abs().max()
+    for dtype in (torch.float64, torch.bfloat16):
+        g, base = group.random(N, D, gen(1)), normal(*shape, 2).to(dtype)
+        x, before = base[..., 0], base.clone()
+        result = g.act(x, batch_dim, dim)
+        assert (result.dtype, result.shape) == (dtype, x.shape)
+        assert torch.equal(base, before)
+        straight = g.act(x.double().movedim((batch_dim, dim), (0, 1)).contiguous(), 0, 1)
+        off = (result.double().movedim((batch_dim, dim), (0, 1)) - straight).abs().max()
+        assert off <= 8 * torch.finfo(dtype).eps * straight.abs().max()
 
 
 def test_by_hand() -> None:
@@ -141,10 +126,6 @@ class Pair:
         ]
         return cls(tuple(draws[0]), tuple(draws[1]))
 
-    def twin(self, element: Element) -> Pair:
-        """The anchor and what an element brings back to it."""
-        return Pair(self.anchor, tuple(act(element.inverse(), x, place) for place, x in enumerate(self.anchor)))
-
     @property
     def stats(self) -> Stats:
         products = [torch.einsum("nrdm,nrem->nde", a, b) for a, b in zip(self.anchor, self.donor, strict=True)]
@@ -166,36 +147,29 @@ def act(element: Element, x: Tensor, place: int) -> Tensor:
     return (element.powered() if place else element).act(x, 0, 2, dual=place == 1)
 
 
-def perturbed(group: Group, element: Element, seed: int) -> Element:
-    """An element of the group nearby."""
-    if isinstance(element, Linear):
-        return group.project(Linear(element.matrix + 1e-3 * normal(*element.matrix.shape, seed=seed)))
-    return group.project(replace(element, factor=element.factor * (1e-3 * normal(*element.shape, seed=seed)).exp()))
-
-
 @groups
 @pytest.mark.parametrize("follow", [False, True])
 def test_no_element_is_better_than_the_best(group: Group, follow: bool) -> None:
-    for trial in range(3):
-        pair, still = Pair.random(trial, follow), group.identity(N, D)
-        best = group.solve(pair.stats)
-        gain = pair.gain(best)
-        for element in (best, still):
-            close(pair.stats.gain(element), pair.gain(element))
-        assert (group.value(pair.stats) <= gain + 1e-9).all() or follow
-        if not is_sequential(group):
-            rivals = [still, *(group.random(N, D, gen(seed)) for seed in range(30))]
-            rivals += [perturbed(group, best, seed) for seed in range(5)]
-            assert all((pair.gain(rival) <= gain + 1e-7).all() for rival in rivals)
+    """Neither one drawn from the group nor one nearby; what statistics say of an element is what applying it gains."""
+    pair, still = Pair.random(2, follow), group.identity(N, D)
+    best = group.solve(pair.stats)
+    gain, rivals = pair.gain(best), [still, *(group.random(N, D, gen(seed)) for seed in range(30))]
+    for seed in range(5):
+        name = "matrix" if isinstance(best, Linear) else "factor"
+        value = getattr(best, name)
+        rivals.append(group.project(replace(best, **{name: value + 1e-3 * normal(*value.shape, seed=seed)})))
+    for element in (best, still):
+        close(pair.stats.gain(element), pair.gain(element))
+    assert (group.value(pair.stats) <= gain + 1e-9).all() or follow
+    assert getattr(group, "sequential", False) or all((pair.gain(rival) <= gain + 1e-7).all() for rival in rivals)
 
 
 @groups
 def test_a_planted_element_is_found(group: Group) -> None:
-    planted = group.random(N, D, gen(11))
-    pair = Pair.random().twin(planted)
+    planted, pair = group.random(N, D, gen(11)), Pair.random()
+    pair = Pair(pair.anchor, tuple(act(planted.inverse(), x, place) for place, x in enumerate(pair.anchor)))
     best, norm = group.solve(pair.stats), sum(x.square().sum((1, 2, 3)) for x in pair.anchor)
-    assert type(best) is type(planted)
-    if is_sequential(group):
+    if getattr(group, "sequential", False):
         assert (pair.gain(best) > 0.8 * norm).all()
     else:
         close(best.matrices(), planted.matrices(), 1e-7)
@@ -204,68 +178,58 @@ def test_a_planted_element_is_found(group: Group) -> None:
 @groups
 def test_equal_models_and_ties_get_the_identity(group: Group) -> None:
     """To the bit; also where coordinates are zero or equal, where nothing is known, and beside models that differ."""
-    pair, eye = Pair.random(), torch.eye(D, dtype=torch.float64)
+    pair = Pair.random()
     for x in pair.anchor:
         x[:, :, 1] = x[:, :, 0]
         x[1, :, 2:4] = 0
         x[2] = 0
     nothing, still = torch.zeros(N, D, dtype=torch.float64), group.identity(N, D)
     unknown = Stats(torch.zeros(N, D, D).double(), torch.zeros(N, D, D).double(), (nothing,) * 2, (nothing,) * 2)
-    for stats in (Pair(pair.anchor, pair.anchor).stats, unknown, Pair.random().stats.of_equals(torch.ones(N) > 0)):
-        best = group.solve(stats)
-        assert type(best) is type(still)
-        assert torch.equal(best.matrices(), still.matrices())
+    for stats in (Pair(pair.anchor, pair.anchor).stats, unknown):
+        assert torch.equal(group.solve(stats).matrices(), still.matrices())
     stats = Pair.random().stats
     beside, free = (group.solve(s).matrices() for s in (stats.of_equals(torch.tensor([0, 1, 0]) > 0), stats))
-    assert torch.equal(beside[1], eye)
+    assert torch.equal(beside[1], still.matrices()[1])
     close(beside[[0, 2]], free[[0, 2]])
 
 
 def test_signed_scaled_orders_against_brute_force() -> None:
     """Every order, each coordinate with the best factor of a fine grid."""
     pair, group = Pair.random(), Monomials(0, signed=True, scaled=True)
-    stats = pair.stats
     grid = torch.linspace(-4, 4, 2001, dtype=torch.float64).exp()
     grid = torch.cat([grid, -grid])[:, None, None, None]
-    (p, d), (m, w) = stats.donor, (stats.primal, stats.dual)
+    (p, d), (m, w) = pair.stats.donor, (pair.stats.primal, pair.stats.dual)
     gain = (2 * grid * m - grid**2 * p[:, None] + 2 * w / grid - d[:, None] / grid**2).amax(0)
     orders = torch.tensor(list(itertools.permutations(range(D))))
     best = gain[:, torch.arange(D), orders].sum(-1).amax(1)
-    reached = pair.gain(group.solve(stats))
+    reached = pair.gain(group.solve(pair.stats))
     assert (reached >= best - 1e-9).all()
     assert (reached <= best + 1e-4 * best.abs()).all()
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_map_and_scale_in_turn_find_what_a_search_finds(spread: float) -> None:
-    """For O(2): all angles, both orientations, all scales."""
+    """For O(2): all angles, orientations and scales. A scale after the map gains less, and leaves the map alone."""
     angle = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
-    c, s = angle.cos(), angle.sin()
-    turns = torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
+    turns = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(-1, 2, 2)
     maps = torch.cat([turns, turns @ torch.diag(torch.tensor([1.0, -1.0]).double())])
     scale = torch.linspace(-3, 3, 601, dtype=torch.float64).exp()
     a, b = (
         [normal(40, 2, 5, seed=k + side) * (spread * normal(40, 1, 1, seed=k + side + 3)).exp() for side in (0, 1)]
         for k in (0, 9)
     )
-    stats = Stats(a[0] @ b[0].mT, a[1] @ b[1].mT, *((x[0].square().sum(-1), x[1].square().sum(-1)) for x in (b, a)))  # type: ignore[misc]
+    donor, anchor = ((x[0].square().sum(-1), x[1].square().sum(-1)) for x in (b, a))
+    stats = Stats(a[0] @ b[0].mT, a[1] @ b[1].mT, donor, anchor)
     p, q = (torch.einsum("kij,nij->nk", maps, m)[..., None] for m in (stats.primal, stats.dual))
     norms = [x.sum(-1)[:, None, None] for x in stats.donor]
     best = (2 * scale * p + 2 * q / scale - scale**2 * norms[0] - norms[1] / scale**2).flatten(1).amax(1)
-    reached, turned, later = (
-        stats.gain(group.solve(stats)) for group in (Rotations(True), Rotations(), Rotations(True, sequential=True))
-    )
+    solved = [group.solve(stats) for group in (Rotations(True), Rotations(), Rotations(True, sequential=True))]
+    reached, turned, later = map(stats.gain, solved)
     size = best.abs() + norms[0][:, 0, 0]
     assert ((best - reached) / size > 1e-9).double().mean() <= 0.05
     assert (turned <= later + 1e-12 * size).all()
     assert (later <= reached + 1e-9 * size).double().mean() >= 0.95
-
-
-@pytest.mark.parametrize("group", [Rotations(), Planar(pairs=HALVES)], ids=["maps", "planar"])
-def test_a_scale_after_the_map_leaves_the_map_alone(group: Rotations | Planar) -> None:
-    stats = Pair.random().stats
-    later = replace(group, scaled=True, sequential=True).solve(stats).matrix
-    close(later / later.square().sum(-1, keepdim=True).sqrt(), group.solve(stats).matrix)
+    close(solved[2].matrix / solved[2].matrix.square().sum(-1, keepdim=True).sqrt(), solved[1].matrix)
 
 
 # --- membership and files
@@ -288,7 +252,6 @@ def test_a_group_admits_its_own_and_nothing_else(group: Group) -> None:
     off = Linear(g.matrices() @ (torch.eye(D, dtype=torch.float64) + 0.2 * normal(N, D, D, seed=4)))
     bad = [off, Linear(off.matrix[:2]), *broken(g), *nearly(g)]
     assert not any(space.admits(member(element)) for element in bad)
-    assert group.words
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # what storage has rounded comes back inside
         stored = {n: x.to(dtype) if x.is_floating_point() else x for n, x in member(g).tensors().items()}
         again = space.restored(Transform.from_tensors("stream", stored))
@@ -335,10 +298,12 @@ def test_learning_starts_at_the_element_and_stays_in_the_group(group: Group, sca
     step = (step + 0.3 * torch.randn(step.shape, generator=gen(0))).requires_grad_(True)
     soft = moved(group, g, step, scales, exact=False)
     assert not soft.is_identity()
+    assert not moved(
+        group, group.identity(N, D), torch.zeros_like(step).requires_grad_(True), scales, False
+    ).is_identity()
     (soft.act(x, 0, 1) * normal(N, D, 4, seed=5)).sum().backward()
     assert step.grad is not None
-    assert bool(step.grad.isfinite().all())
-    assert bool(step.grad.any())
+    assert bool(step.grad.isfinite().all() and step.grad.any())
     with torch.no_grad():
         hard = moved(group, g, step, scales, exact=True)
     assert space_of(group).admits(member(hard))
