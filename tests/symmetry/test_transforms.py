@@ -244,7 +244,7 @@ def test_an_architecture_file_with_an_unknown_word_is_refused(entry: str, word: 
     """It would otherwise pass for no norm at all, and be turned."""
     spec = families()["qwen3"].model_dump()
     spec["modules"]["default"]["layer"]["spaces"]["attn"][entry] = word
-    with pytest.raises(RotationMergeError, match="'(rms_haed|cosine|mixed)' is not a known word"):
+    with pytest.raises(RotationMergeError, match=r"'(rms_haed|cosine|mixed)' is not a known word"):
         table.sample(ArchitectureSpec.model_validate(spec))
 
 
