@@ -6,8 +6,7 @@ its outputs alone, and the file got wrong on purpose must not.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ import transformers
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from rotation_merge.architecture import Architecture, registry, resolve
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
-from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
@@ -31,23 +31,32 @@ from rotation_merge.symmetry.space import STILL
 
 TOLERANCE = 1e-9
 """Largest difference of float64 outputs that rounding explains."""
-
 SHOWS = 1e-6
 """Difference from which a mistake counts as found."""
 
 LOCAL = AlignConfig(heads="permutation")
 """Heads, neurons and experts, all at once."""
 
+ATTENTION, HEADS, NEURONS = "attention alone", "order of heads alone", "neurons and experts alone"
 ALONE = {
-    "attention alone": AlignConfig(ffn="none"),
-    "order of heads alone": AlignConfig(attention="none", heads="permutation", ffn="none", scaling=False),
-    "neurons and experts alone": AlignConfig(attention="none"),
+    ATTENTION: AlignConfig(ffn="none"),
+    HEADS: AlignConfig(attention="none", heads="permutation", ffn="none", scaling=False),
+    NEURONS: AlignConfig(attention="none"),
 }
 """Trials that run one by one if the whole fails."""
+LAYOUT, STREAM = "wrong rotary layout", "residual: "
+
+HINTS = {
+    ATTENTION: "attention: look at 'norm' of queries and keys, at 'dims' of rotary embedding, at sinks and gates",
+    HEADS: "heads: label what has an entry for each head ('head', 'kv_head'), or write \"order\": \"fixed\"",
+    NEURONS: "neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"",
+    LAYOUT: "with the other rotary layout outputs stay as they are: change 'layout'",
+    STREAM: "streams: a tensor that reads or writes a stream is labelled 'fixed'",
+    f"{STREAM}rotation": "rotations: a norm's output goes back into the stream, or has readers that its 'reads' lacks",
+}
+"""What to look at, by the trial that fails."""
 
 _USUAL = {"vocab_size": 50, "pad_token_id": 0, "tie_word_embeddings": False, "num_experts_per_tok": 1}
-
-_SILENT = ("architectures", "model_type")
 
 
 @dataclass(frozen=True)
@@ -78,38 +87,24 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
     with TemporaryFolder() as folder:
         model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
         architecture = model.architecture()
-        findings = [model.tried("heads, neurons and experts", architecture, LOCAL)]
-        for group in architecture.residual_groups[1:]:
-            findings.append(model.tried(f"residual: {group}", architecture, AlignConfig(residual=group)))
+        trials = {f"{STREAM}{group}": AlignConfig(residual=group) for group in architecture.residual_groups[1:]}
+        findings = [model.tried(*trial) for trial in {"heads, neurons and experts": LOCAL, **trials}.items()]
         if not all(trial.holds for trial in findings):
-            findings += [model.tried(trial, architecture, options) for trial, options in ALONE.items()]
+            findings += [model.tried(*trial) for trial in ALONE.items()]
         wrong = {mistake: change for mistake, change in MISTAKES.items() if mistake_is_visible(change, architecture)}
-        return findings + [model.with_mistake(spec, change, mistake) for mistake, change in wrong.items()]
+        return findings + [model.with_mistake(mistake, change) for mistake, change in wrong.items()]
 
 
 def hints(findings: Sequence[Finding]) -> list[str]:
     """Hints on a wrong file from the trials that fail."""
-    holds = {finding.what: finding.holds for finding in findings}
-    attention, neurons = holds.get("attention alone", True), holds.get("neurons and experts alone", True)
-    streams = [holding for trial, holding in holds.items() if trial.startswith("residual: ")]
-    advice = []
-    if not attention and not holds.get("wrong rotary layout", True):
-        advice.append("with the other rotary layout outputs stay as they are: change 'layout'")
-    elif not attention:
-        advice.append(
-            "attention: look at 'norm' of queries and keys, at 'dims' of rotary embedding, at sinks and gates"
-        )
-    if not holds.get("order of heads alone", True):
-        advice.append("heads: label what has an entry for each head ('head', 'kv_head'), or write \"order\": \"fixed\"")
-    if not neurons:
-        advice.append("neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"")
-    if attention and neurons and not holds.get("residual: rotation", True) and all(streams[:-1]):
-        advice.append(
-            "rotations: a norm's output goes back into the stream, or has readers that its 'reads' does not list"
-        )
-    elif attention and neurons and not all(streams):
-        advice.append("streams: a tensor that reads or writes a stream is labelled 'fixed'")
-    return advice
+    failed = [finding.what for finding in findings if not finding.holds]
+    streams = [trial for trial in failed if trial.startswith(STREAM)]
+    trials = [trial for trial in ALONE if trial in failed]
+    if ATTENTION in trials and LAYOUT in failed:
+        trials[trials.index(ATTENTION)] = LAYOUT
+    if streams and not {LAYOUT, ATTENTION, NEURONS} & set(trials):
+        trials.append(streams[0] if streams == [f"{STREAM}rotation"] else STREAM)
+    return [HINTS[trial] for trial in trials]
 
 
 class _Tiny:
@@ -119,35 +114,28 @@ class _Tiny:
         self.spec, self.folder = spec, folder
         name = next((name for name in spec.classes if hasattr(transformers, name)), None)
         if name is None:
-            raise ArchitectureError(
-                f"transformers {transformers.__version__} has no class '{spec.classes[0]}'",
-                where=spec.family,
-                remedy="upgrade transformers, or correct 'classes'",
-            )
+            problem = f"transformers {transformers.__version__} has no class '{spec.classes[0]}'"
+            raise ArchitectureError(problem, where=spec.family, remedy="upgrade transformers, or correct 'classes'")
         self.cls = getattr(transformers, name)
-        settings = {key: value for key, value in config.items() if key not in _SILENT}
+        settings = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
         try:
-            torch.manual_seed(0)
-            model = self.cls(self.cls.config_class(**settings)).double().eval()
-        except Exception as error:  # configs of transformers raise errors of many classes
-            raise self._unfit(name, error) from error
+            self._make(settings)
+        except Exception as error:  # of configs and, for sizes that a config accepts, of the model, of many classes
+            remedy = "give the sizes it needs under 'example', or as --config FILE"
+            problem = f"no small {name} can be made ({short(error)})"
+            raise ArchitectureError(problem, where=spec.family, remedy=remedy) from error
+
+    def _make(self, settings: Mapping[str, Any]) -> None:
+        """Write the model and compute its outputs."""
+        torch.manual_seed(0)
+        model = self.cls(self.cls.config_class(**settings)).double().eval()
         _randomise(model)
-        model.save_pretrained(folder)
-        self.config = transformers.AutoConfig.from_pretrained(folder).to_dict()
-        self.state = load_tensors(folder / "model.safetensors")
+        model.save_pretrained(self.folder)
+        self.config = transformers.AutoConfig.from_pretrained(self.folder).to_dict()
+        self.state = load_tensors(self.folder / "model.safetensors")
         batch = random_batch(model, torch.Generator().manual_seed(1))
         self.batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-        try:
-            self.expected = self.outputs(self.state)
-        except RuntimeError as error:  # sizes that its config class accepts and its forward does not
-            raise self._unfit(name, error) from error
-
-    def _unfit(self, name: str, error: Exception) -> ArchitectureError:
-        return ArchitectureError(
-            f"no small {name} can be made ({' '.join(str(error).split())[:200]})",
-            where=self.spec.family,
-            remedy="give the sizes it needs under 'example', or as --config FILE",
-        )
+        self.expected = self.outputs(self.state)
 
     def architecture(self) -> Architecture:
         return resolve(self.config, list(self.state), self.spec.family, untie=False)
@@ -157,12 +145,13 @@ class _Tiny:
         save_file(dict(state), self.folder / "model.safetensors", metadata={"format": "pt"})
         model = self.cls.from_pretrained(self.folder, dtype=torch.float64, attn_implementation="eager").eval()
         model.config._experts_implementation = "eager"
-        with torch.no_grad(), keep_float64():
+        with torch.no_grad(), KeepFloat64():
             outputs = model(**self.batch)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
-    def differs(self, architecture: Architecture, options: AlignConfig) -> float:
+    def differs(self, options: AlignConfig) -> float:
         """Largest output difference under a random element of the groups; infinite if nothing moved."""
+        architecture = self.architecture()
         folded = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
         gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
         moved = moved_tensors(architecture, self.state, gauge, folded)
@@ -172,19 +161,19 @@ class _Tiny:
         outputs = self.outputs(self.state | after)
         return max(float((outputs[n] - self.expected[n]).abs().nan_to_num(torch.inf).max()) for n in self.expected)
 
-    def tried(self, trial: str, architecture: Architecture, options: AlignConfig) -> Finding:
-        difference = self.differs(architecture, options)
+    def tried(self, trial: str, options: AlignConfig) -> Finding:
+        difference = self.differs(options)
         return Finding(trial, difference, difference <= TOLERANCE)
 
-    def with_mistake(self, spec: ArchitectureSpec, change: Callable[[Any], Any], mistake: str) -> Finding:
+    def with_mistake(self, mistake: str, change: Callable[[Any], Any]) -> Finding:
         """Result of a file with a planted mistake: refused, or other outputs."""
-        registry._extra[spec.family] = ArchitectureSpec.model_validate(changed(spec.model_dump(), change))
+        registry._extra[self.spec.family] = ArchitectureSpec.model_validate(changed(self.spec.model_dump(), change))
         try:
-            difference = self.differs(self.architecture(), LOCAL)
+            difference = self.differs(LOCAL)
         except (RotationMergeError, CheckpointError):
             return Finding(mistake, None, True)
         finally:
-            registry._extra[spec.family] = spec
+            registry._extra[self.spec.family] = self.spec
         return Finding(mistake, difference, difference > SHOWS)
 
 
@@ -198,6 +187,26 @@ def _randomise(model: torch.nn.Module) -> None:
         tie()
 
 
+class KeepFloat64(TorchFunctionMode):
+    """Keeps float64 where transformers computes norms, softmax and routers in float32 on purpose."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, first = dict(kwargs or {}), args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            narrows = kwargs.get("dtype") is torch.float32 or any(arg is torch.float32 for arg in args)
+            if func is Tensor.float or (func in (Tensor.to, Tensor.type) and narrows):
+                return first
+            if narrows:
+                kwargs.pop("dtype", None)
+        if func in (Tensor.__matmul__, Tensor.matmul, torch.matmul):  # of what was counted, in float32, and what stayed
+            kind = torch.promote_types(args[0].dtype, args[1].dtype)
+            args = tuple(factor.to(kind) for factor in args)
+        return func(*args, **kwargs)
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
 def wrong_heads(entry: Any) -> Any:
     """Half as many heads, twice as wide."""
     if entry.get("kind") != "attention":
@@ -208,9 +217,8 @@ def wrong_heads(entry: Any) -> Any:
 
 def wrong_rotary(entry: Any) -> Any:
     """The other layout of RoPE pairs."""
-    if "layout" not in entry:
+    if (layout := entry.get("layout")) is None:
         return entry
-    layout = entry["layout"]
     swapped = {"half": "interleaved", "interleaved": "half"}
     return {**entry, "layout": swapped.get(layout, f"'half' if ({layout}) == 'interleaved' else 'interleaved'")}
 
@@ -227,7 +235,7 @@ def wrong_halves(entry: Any) -> Any:
 
 MISTAKES = {
     "wrong heads": wrong_heads,
-    "wrong rotary layout": wrong_rotary,
+    LAYOUT: wrong_rotary,
     "rotary halves as one": wrong_halves,
     "wrong split": wrong_split,
 }
@@ -244,14 +252,13 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 def mistake_is_visible(change: Callable[[Any], Any], architecture: Architecture) -> bool:
     """Whether this mistake can show in the model."""
     spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
-    if change is wrong_heads:
-        return bool(spaces)
+    if change is wrong_split:
+        axes = (axis for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1)
+        fused = [[*map(_acts, axis.parts)] for axis in axes]
+        return any(parts != parts[::-1] for parts in fused)
     if change is wrong_rotary:
         return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head", "shared") for s in spaces)
-    if change is wrong_halves:
-        return any(s.rotary_parts > 1 for s in spaces)
-    fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
-    return any(parts != parts[::-1] for parts in fused)
+    return any(change is wrong_heads or space.rotary_parts > 1 for space in spaces)
 
 
 def _acts(part: Any) -> tuple[str, str]:
@@ -263,48 +270,3 @@ def _acts(part: Any) -> tuple[str, str]:
         return "", ""
     alike = part.role in ("in", "gate") and part.space.degree == 0
     return part.space.name, "in" if alike else part.role
-
-
-@contextlib.contextmanager
-def keep_float64() -> Iterator[None]:
-    """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
-    functional, tensor = torch.nn.functional.softmax, torch.Tensor
-    plain_methods = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}
-
-    def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
-        return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
-
-    def cast(name: str) -> Any:
-        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self if whole(self, *args, **kwargs) else plain_methods[name](self, *args, **kwargs)
-
-        return method
-
-    def softmax(plain: Any) -> Any:
-        def method(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if x.dtype == torch.float64:
-                kwargs.pop("dtype", None)
-            return plain(x, *args, **kwargs)
-
-        return method
-
-    def product(self: Tensor, factor: Tensor) -> Tensor:  # of what was counted, in float32, and what stayed
-        kind = torch.promote_types(self.dtype, factor.dtype)
-        return plain_methods["__matmul__"](plain_methods["to"](self, kind), plain_methods["to"](factor, kind))
-
-    changed = {
-        "__matmul__": product,
-        "to": cast("to"),
-        "type": cast("type"),
-        "float": lambda self: self if self.dtype == torch.float64 else plain_methods["float"](self),
-        "softmax": softmax(plain_methods["softmax"]),
-    }
-    for name, method in changed.items():
-        setattr(tensor, name, method)
-    torch.nn.functional.softmax = softmax(functional)
-    try:
-        yield
-    finally:
-        for name, method in plain_methods.items():
-            setattr(tensor, name, method)
-        torch.nn.functional.softmax = functional
