@@ -211,10 +211,9 @@ class _Draft:
             heads["kv_heads"] = "num_key_value_heads"
         if config.get("rope_parameters") or config.get("rope_theta"):
             heads["rotary"] = {"layout": "half"}
-        if norm := next(
-            (norm for mark, norm in (("_norm'", "rms_head"), ("_gain'", "rms_all")) if f"attn.q{mark}" in text), None
-        ):
-            heads["norm"] = norm
+        for mark, norm in (("attn.q_gain'", "rms_all"), ("attn.q_norm'", "rms_head")):
+            if mark in text:
+                heads["norm"] = norm
         neurons = {"gated": True} if "ffn.gate" in text else {"activation": "hidden_act"}
         spaces = {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
         if "experts.index" in text:

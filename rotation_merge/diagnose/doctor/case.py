@@ -11,10 +11,6 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
-from rotation_merge.matching.aligned_output import match_pair
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.pair import Pair
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.document import documents
 from rotation_merge.mergekit_plugin.rules import check_structure
@@ -28,7 +24,6 @@ from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
 from rotation_merge.report.integrity import Defect, check_folder
 from rotation_merge.run.proof import LARGEST
-from rotation_merge.workers import Progress
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
 """Names of recipes beside a merged model."""
@@ -72,7 +67,6 @@ class Case:
         absent: models that are not.
         recipe: as YAML has it; empty where none is known.
         donors: options of alignment of each donor of a rotation_merge recipe, by name.
-        matched: cache of alignments (see `match`).
     """
 
     name: str
@@ -81,14 +75,6 @@ class Case:
     absent: tuple[str, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     donors: Mapping[str, RecipeDonor] = field(default_factory=dict)
-    matched: dict[tuple[str, AlignConfig], Alignment] = field(default_factory=dict, repr=False, compare=False)
-
-    def match(self, pair: Pair, progress: Progress | None) -> Alignment:
-        """The alignment of a parent to the first one under a pair's options; computed once."""
-        key = (str(pair.donor.reference), pair.options)
-        if key not in self.matched:
-            self.matched[key] = match_pair(pair, progress)
-        return self.matched[key]
 
     @cached_property
     def merged_model(self) -> View | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rotation_merge.architecture.fields import differences
 from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin import METHOD
@@ -134,4 +135,4 @@ def _distances(case: Case, name: str, options: AlignConfig, progress: Progress |
     pair = open_pair(case.parents[0], name, options, known.untie if known is not None else False)
     if not is_small(case.parents[0]):
         raise RotationMergeError(f"they have more than {LARGEST:,} weights")
-    return case.match(pair, progress).known_report.relative_distances(name)
+    return match_pair(pair, progress).known_report.relative_distances(name)

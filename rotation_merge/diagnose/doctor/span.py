@@ -88,8 +88,13 @@ def of_span(case: Case, progress: Progress | None) -> Iterator[Cause]:
         yield from _of_parents(case, progress)
     if case.merged_model is None or not case.parents:
         return
-    parents, complete = parents_of(case, progress)
-    compared = _in_order(case.merged_model, parents, _compared(case.merged_model, parents, progress))
+    try:
+        with parents_of(case) as (parents, complete):
+            compared = _in_order(case.merged_model, parents, _compared(case.merged_model, parents, progress))
+    except RotationMergeError:  # of a merge that cannot be made any more, as of numbers that `of_weights` names
+        if case.method != METHOD:
+            raise
+        return
     causes = list(_unlike(case.name, compared))
     if not complete or (case.delegate == "passthrough" and "scale" in str(case.recipe)):
         causes = [cause for cause in causes if cause.name == LAYOUT]
@@ -102,7 +107,7 @@ def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
     """Parents with another layout than the first one's, and whose mean with it would fade."""
     for name in case.parents[1:]:
         try:
-            compared = _compared(case.models[name], [Parent.of(case.models[case.parents[0]])], progress)
+            compared = _compared(case.models[name], [Parent(case.models[case.parents[0]])], progress)
         except RotationMergeError:  # which `of_pairs` says
             continue
         yield from (cause for cause in _unlike(name, compared) if cause.name == LAYOUT)
