@@ -78,9 +78,8 @@ def printable(text: str) -> str:
 
 def no_space(error: object) -> bool:
     """Whether an error of the system, torch or safetensors means a full disk."""
-    text = str(error)
-    disk_full = any(words in text for words in ("No space left", "os error 28", "Os { code: 28,", ". unexpected pos "))
-    return disk_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+    words = ("No space left", "os error 28", "Os { code: 28,", ". unexpected pos ")
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(word in str(error) for word in words)
 
 
 def short(error: object) -> str:
@@ -89,8 +88,8 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
-FEW = 20
-"""Known words that a remedy lists."""
+FEW, SHOWN = 20, 8
+"""Known words that a remedy lists; names that a line lists."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -110,13 +109,10 @@ def nearest_path(path: str, otherwise: str = "check the path", of: Callable[[str
         of: says of a path whether it may be meant.
     """
     parent, name = os.path.split(path.rstrip("/"))
-    parent = parent or os.curdir
-    names = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
-    close = difflib.get_close_matches(name, (n for n in names if of(os.path.join(parent, n))), n=1)
-    return f"did you mean '{os.path.join(parent, close[0])}'?" if close else otherwise
-
-
-SHOWN = 8
+    names = sorted(os.listdir(parent or os.curdir)) if os.path.isdir(parent or os.curdir) else []
+    paths = {entry: os.path.join(parent or os.curdir, entry) for entry in names}
+    close = difflib.get_close_matches(name, filter(lambda entry: of(paths[entry]), paths), n=1)
+    return f"did you mean '{paths[close[0]]}'?" if close else otherwise
 
 
 def named(words: Iterable[str]) -> str:

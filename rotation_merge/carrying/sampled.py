@@ -31,9 +31,9 @@ from rotation_merge.carrying.refit import refit_change
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model.apply import read_tensor
+from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.low_rank import dense
-from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, data_hash, unpadded

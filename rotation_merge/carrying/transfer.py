@@ -14,9 +14,8 @@ from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import notes, updated_card
-from rotation_merge.model.checkpoint import write_notes
+from rotation_merge.model.checkpoint import unchanged, write_notes
 from rotation_merge.model.markdown import code, prose
-from rotation_merge.model.run_keys import unchanged
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import SHARD_SIZE, staged
 from rotation_merge.record import MergeReport, versions

@@ -32,7 +32,7 @@ from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, MatchConfig
 from rotation_merge.matching.pair import Pair, open_pair
-from rotation_merge.model.run_keys import mark_of, unchanged
+from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.writing import parse_size
 from rotation_merge.report.compare import APART, coordinates_verdict, gaps
 from rotation_merge.run.checks import check_labels

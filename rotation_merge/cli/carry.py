@@ -20,8 +20,8 @@ from rotation_merge.cli.command import (
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL
 from rotation_merge.cli.show import Answer, Progress
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.open import open_model
-from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.writing import parse_size
 from rotation_merge.run.ledger import kept_beside
 

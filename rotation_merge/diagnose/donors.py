@@ -16,9 +16,9 @@ from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.mergekit_plugin.session import Models, settle_presets
+from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import parse_reference
-from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.view import View
 
 OTHER_INPUT = "give two models instead"

@@ -12,8 +12,8 @@ from torch import Tensor
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import AlignmentError
+from rotation_merge.model.checkpoint import stamps_of
 from rotation_merge.model.labels import LabelRows
-from rotation_merge.model.run_keys import stamps_of
 from rotation_merge.model.tensors import Tensors, checksum
 from rotation_merge.model.view import View
 

@@ -32,9 +32,9 @@ from rotation_merge.matching.options import LOOKS, WEIGHTS, AlignConfig, FitConf
 from rotation_merge.matching.pair import Pair, check_shapes, open_pair
 from rotation_merge.matching.stream import space_groups
 from rotation_merge.matching.training import Training, kept_in
+from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.open import ModelLike, open_model
-from rotation_merge.model.run_keys import mark_of
 from rotation_merge.model.tensors import Tensors, checksum
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, device_of, unlabelled

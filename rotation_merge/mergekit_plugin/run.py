@@ -35,11 +35,11 @@ from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import origins, updated_card
+from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
 from rotation_merge.model.markdown import code, plain
-from rotation_merge.model.run_keys import mark_of, unchanged
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport

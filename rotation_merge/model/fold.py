@@ -103,7 +103,7 @@ class Fold:
             elif not _reads(info.key, norm):
                 continue
             elif not info.key.endswith(".bias"):
-                gain, shift = _gain(norm, get).to(change.dtype), _shift(norm, get)
+                gain, shift = _gain(norm, get).to(change.dtype), get(norm.shift or "")
                 change = times_gain(change, info, _reciprocal(block, norm.gain, gain, shift), norm.stream)
             elif weight is not None:
                 constant = _constant(block, info, norm, get, lambda _: weight, change.ndim)
@@ -182,10 +182,6 @@ def _gain(norm: Norm, get: Get) -> Tensor:
     return at_least_float32(required(get, norm.gain)) + norm.offset
 
 
-def _shift(norm: Norm, get: Get) -> Tensor | None:
-    return None if norm.shift is None else get(norm.shift)
-
-
 def _reads(key: str, norm: Norm) -> bool:
     """Whether a tensor is a reader of the norm, or the bias of one."""
     return key in norm.reads or stem_of(key) in norm.reads
@@ -200,7 +196,7 @@ def _absorbs_shift(block: Block, norm: Norm) -> bool:
 
 def _constant(block: Block, bias: TensorInfo, norm: Norm, get: Get, weights: Get, ndim: int) -> Tensor | None:
     """W b, of a bias's `ndim` dimensions: what it takes over from the norm's shift b; None if it does not."""
-    shift, info = _shift(norm, get), block.tensor(weight_key(bias.key))
+    shift, info = get(norm.shift or ""), block.tensor(weight_key(bias.key))
     if shift is None or info is None or not _absorbs_shift(block, norm):
         return None
     weight = at_least_float32(required(weights, info.key))

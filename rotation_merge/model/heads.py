@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from glob import escape, glob
 
 import torch
 from torch import Tensor
@@ -64,16 +65,16 @@ def under_heads(body: View, models: Iterable[View]) -> dict[str, View]:
 
 def _under_head(body: View, model: View) -> View:
     dtypes = {dtype for dtype in body.stored_dtypes.values() if dtype.is_floating_point}
-    stored = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor:
-        is_own = is_head(block, info)
-        if (tensor := read_tensor(info, (model if is_own else body).tensors)) is None:
+        of_head = is_head(block, info)
+        if (tensor := read_tensor(info, (model if of_head else body).tensors)) is None:
             problem = f"tensor '{info.name}' is not in the merged body"
             raise CheckpointError(problem, where=model.name, remedy="leave out 'heads_of'")
-        return tensor.to(dtype) if is_own and tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if of_head and tensor.is_floating_point() else tensor
 
-    return model.blockwise(compute, stored, left_out=model.left_out)
+    widest = body.dtype or max(dtypes, key=lambda dtype: dtype.itemsize)
+    return model.blockwise(compute, widest, left_out=model.left_out)
 
 
 def with_moved_head(
@@ -126,14 +127,12 @@ def heads_of_teachers(merged: View, teachers: Sequence[View]) -> list[View | Non
     """
     known: Mapping[str, ModelLike] = merged.heads
     if merged.files is not None and merged.is_stored and merged.files.adapter is None:
-        folder = os.path.join(merged.folder, HEADS)
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        known = {name: path for name in names if os.path.isdir(path := os.path.join(folder, name))}
-    if known and any(teacher.files is None for teacher in teachers):
-        problem = "a teacher in memory has no name, so its head cannot be found among those of the merge"
-        raise RotationMergeError(problem, where=merged.name, remedy="give the teachers' folders")
+        folders = filter(os.path.isdir, glob(os.path.join(escape(merged.folder), HEADS, "*")))
+        known = {os.path.basename(folder): folder for folder in sorted(folders)}
     names = [os.path.basename(str(teacher.reference.model.path).rstrip("/")) for teacher in teachers]
-    if twice := next((name for name in names if name in known and names.count(name) > 1), None):
-        problem = f"two teachers are called '{twice}', so their heads in {merged.name} cannot be told apart"
-        raise RotationMergeError(problem, remedy="give each teacher's folder another name before the merge")
+    same = next((name for name in names if name in known and names.count(name) > 1), None)
+    if known and (same is not None or any(teacher.files is None for teacher in teachers)):
+        problem = f"two teachers are called '{same}'" if same else "a teacher in memory has no name"
+        remedy = "give the teachers as folders whose names differ, as they were merged"
+        raise RotationMergeError(f"{problem}, so its head is not known", where=merged.name, remedy=remedy)
     return [open_model(known[name], unsupported="merge") if name in known else None for name in names]

@@ -62,10 +62,9 @@ def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lamb
         why = "some labels occur twice" if heads else "its head is not known"
         problem = f"'id2label' has the names of {anchor.name} in another order, and {why}"
         remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
-    pairs = itertools.zip_longest(donor_labels, ours)
-    row, pair = next((row, pair) for row, pair in enumerate(pairs) if pair[0] != pair[1])
-    its, anchor_label = ("nothing" if name is None else short(repr(name)) for name in pair)
-    problem += f": row {row} is {its}, against {anchor_label}"
+    pairs = enumerate(itertools.zip_longest(donor_labels, ours))
+    row, its, anchors = next((row, *pair) for row, pair in pairs if pair[0] != pair[1])
+    problem += f": row {row} is {short(repr(its))}, against {short(repr(anchors))}"
     raise CheckpointError(problem, where=donor.name, remedy=remedy)
 
 

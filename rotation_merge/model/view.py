@@ -201,12 +201,11 @@ class View(Tensors):
         """
         import transformers
 
-        names = self.config.get("architectures") or ["none"]
-        kind = getattr(transformers, str(names[0]), None)
-        if kind is None:
-            problem = f"transformers has no class '{names[0]}'"
-            raise CheckpointError(problem, where=self.name, remedy="update transformers, or take its state_dict()")
-        return kind
+        name = str((self.config.get("architectures") or ["none"])[0])
+        if (model_class := getattr(transformers, name, None)) is None:
+            remedy = "update transformers, or take its state_dict()"
+            raise CheckpointError(f"transformers has no class '{name}'", where=self.name, remedy=remedy)
+        return model_class
 
     @cached_property
     def mark(self) -> Fingerprint:
@@ -249,10 +248,8 @@ class View(Tensors):
 
     def _rounded(self, dtype: torch.dtype | None) -> Tensors:
         """Its tensors in another dtype (None: as they are)."""
-        if dtype is None:
-            return self.tensors
-        if self.at is not None:
-            return self.at(dtype)
+        if dtype is None or self.at is not None:
+            return self.tensors if dtype is None or self.at is None else self.at(dtype)
         dtypes = {name: dtype if known.is_floating_point else known for name, known in self.dtypes.items()}
         return self.tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)), dtypes=dtypes)
 
@@ -296,13 +293,11 @@ class View(Tensors):
 
     def _filled_copy(self, original: nn.Module) -> nn.Module:
         """A copy of a module with the view's tensors."""
-        state = dict(self.blocks())  # copied into the module's own
-        module = copy.deepcopy(original)
+        state, module = dict(self.blocks()), copy.deepcopy(original)
         if "quantization_config" not in self.config:  # of what was read from GGUF, which transformers saves then
             vars(module).pop("hf_quantizer", None)
             vars(module.config).pop("quantization_config", None)
-        if self.dtype is not None:
-            module = module.to(self.dtype)
+        module = module if self.dtype is None else module.to(self.dtype)
         for name, parameter in module.named_parameters():  # a view of the view may have another dtype
             parameter.data = parameter.data.to(state[name].dtype if name in state else parameter.dtype)
         module.load_state_dict(state, strict=not self.left_out)
@@ -345,17 +340,20 @@ class View(Tensors):
         writer.finalize()
         if source is not None:
             write_modules(source, folder, of_modules)
+        self._write_small_files(folder, source)
+        for name, view in self.heads.items():
+            view.write(os.path.join(folder, HEADS, name), shard_size)
+
+    def _write_small_files(self, folder: str, source: str | None) -> None:
+        """Config, tokenizer, settings: those of a folder (None: the model's own), with what is changed."""
         stored = dict(self.config) if source is None else read_json(os.path.join(source, "config.json"))
         config = {**json.loads(json.dumps(stored, default=str)), **self.changed}
         if self.dtype is not None:
             config["dtype" if "dtype" in config else "torch_dtype"] = str(self.dtype).removeprefix("torch.")
         write_files(folder, self.beside if source is None or self.beside else small_files(source))
         write_json(os.path.join(folder, "config.json"), untied(config) if self.untie else config)
-        generation = getattr(self.module, "generation_config", None)
-        if generation is not None:
+        if (generation := getattr(self.module, "generation_config", None)) is not None:
             generation.save_pretrained(folder)
-        for name, view in self.heads.items():
-            view.write(os.path.join(folder, HEADS, name), shard_size)
 
 
 def as_stored(view: View) -> View:
