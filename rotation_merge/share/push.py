@@ -60,7 +60,7 @@ class Draft:
         left_out: those that stay here.
         names: names on the hub of local models (and data).
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
-        unpublished: statistics that the recipe reads, and samples, which are not published, with their published names.
+        unpublished: statistics that the recipe reads and that are not published, with their published names.
         recipe: as it was run; empty of a model that is no merge.
         facts: the report as data, with the names on the hub and licences of local models.
     """
@@ -82,8 +82,10 @@ class Draft:
         Args:
             commit: of the files that the recipe reads.
         """
-        travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
-        known = {**self.unpublished, **self.names, **travelling}
+        sources = (source for used in self.report.data if HubFile.of(source := str(used["source"])) is None)
+        known = {source: re.split(r"[/\\]", source.rstrip("/\\"))[-1] for source in sources}
+        known |= {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
+        known |= {**self.unpublished, **self.names}
         known |= {plain(name): target for name, target in known.items()}  # as cards have them
         whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
@@ -104,13 +106,12 @@ class Draft:
         files = {place: path for path, place in self.beside.items()}
         files |= {place: path for place, path in self.files.items() if place not in (*files, *texts, RECIPE)}
         staged = {place: os.path.join(folder, place) for place in (*files, *texts)}
-        local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
         for place, path in staged.items():
             if place in texts:
                 _write(path, texts[place])
             elif place not in self.beside.values() or not os.path.exists(path):
                 _stage(files[place], path, renaming)
-            check_no_local_path(place, text_in(path), local)
+            check_no_local_path(place, text_in(path), renaming.names)
         return staged
 
     def _texts(self, renaming: Renaming) -> dict[str, str]:
@@ -236,8 +237,6 @@ def draft(
         words = " ".join(f"--as {name}=org/name@revision" for name in missing[:4])
         remedy = f"add {words} (not on the hub yet: 'hf upload org/name {missing[-1]}'), or for samples --with-data"
         raise RotationMergeError(f"local paths need a name on the hub: {named(missing)}", where=folder, remedy=remedy)
-    for source in (x for x in sources if x not in {*names, *beside, *unpublished} and HubFile.of(x) is None):
-        unpublished[source] = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
     names = _pinned(names, origins)
     _check_whole(folder, list(origins))
     return Draft(folder, repo, files, left_out, report, names, beside, unpublished, recipe, facts)
