@@ -26,17 +26,16 @@ class _DelayedStore:
     """A store that is written at most once in `SECONDS`; parts wait in memory meanwhile (see `kept_beside`)."""
 
     def __init__(self, store: Store, key: Callable[[], str], device: str) -> None:
-        self.store, self.key, self.device = store, cache(key), device
+        self.store, self.key, self.device, self.lock = store, cache(key), device, threading.RLock()
         self.pending: dict[str, Callable[[], Any]] = {}
-        self.written, self.asked, self.broken = time.monotonic(), False, False
-        self.lock = threading.RLock()
+        self.written, self.begun, self.broken = time.monotonic(), False, False
 
     def get(self, name: str) -> Any:
         with self.lock:
-            if not self.asked and self.store.path.exists():
+            if not self.begun and self.store.path.exists():
                 self.store.begin(self.key())
-            self.asked = True
-        return self.store.get(name, self.device)
+            self.begun = True
+            return self.store.get(name, self.device)
 
     def keep(self, name: str, make_part: Callable[[], Any], large: bool) -> None:
         with self.lock:
@@ -48,19 +47,16 @@ class _DelayedStore:
 
     def write(self) -> None:
         """Write pending parts. On a full disk, warn once and store nothing more."""
-        with self.lock:
-            pending, self.pending = self.pending, {}
-            if self.broken or not pending:
-                return
-            try:
-                self.store.begin(self.key())
-                for name, make_part in pending.items():
-                    self.store.put(name, make_part())
-            except OSError as error:
-                self.broken = True
-                problem = "%s cannot be written (%s); after an interruption the run starts again"
-                LOG.warning(problem, self.store.path, short(error))
-            self.written = time.monotonic()
+        pending, self.pending, self.written = self.pending, {}, time.monotonic()
+        try:
+            for number, (name, make_part) in enumerate(() if self.broken else pending.items()):
+                if number == 0:
+                    self.store.begin(self.key())
+                self.store.put(name, make_part())
+        except OSError as error:
+            self.broken = True
+            problem = "%s cannot be written (%s); after an interruption the run starts again"
+            LOG.warning(problem, self.store.path, short(error))
 
 
 @dataclass(frozen=True)

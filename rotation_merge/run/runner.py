@@ -9,15 +9,14 @@ joined from its pieces, or taken apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.architecture import Architecture
-from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
@@ -32,15 +31,7 @@ INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 
 
 class Halt(Exception):
-    """Ends a forward early.
-
-    Attributes:
-        arguments: what the forward would enter a block with that is not open.
-    """
-
-    def __init__(self, arguments: Any = None) -> None:
-        super().__init__()
-        self.arguments = arguments
+    """Ends a forward early, before a block that is not open, or where a hook has seen enough."""
 
 
 class Runner:
@@ -49,9 +40,10 @@ class Runner:
     Attributes:
         model: without weights but those of the present block, and of blocks outside of the layers that are done.
         architecture: under the names of the model's own state dict; blocks have their names from here.
+        source: its tensors by these names.
         block: the present one.
+        opened: names of the blocks that were opened so far.
         batches: its inputs; `least` is the number of the smallest.
-        stored: its tensors by the names of its checkpoint.
 
     Args:
         view: the model; with `untie` a tied head gets its own tensor.
@@ -73,30 +65,29 @@ class Runner:
         self.store = StateStore() if store is None else store
         self.model = empty_model(view.transformers_config, view.untie)
         self.architecture = architecture_of(self.model, view.untie)
-        self.stored, self.source = view.tensors, restructured(view.tensors, view.architecture, self.architecture)
-        self._slots = _slots(self.model, self.architecture)
-        self._check_form(view.name)
-        self._bring_to_device()
+        self.source = restructured(view.tensors, view.architecture, self.architecture)
         self.batches = [{k: self._cast(v) for k, v in unlabelled(batch).items()} for batch in batches]
         sizes = [next(iter(batch.values())).numel() for batch in self.batches]
         self.least = sizes.index(min(sizes)) if sizes else 0
         self.block: Block | None = None
         self.opened: set[str] = set()
-        self._claimed = self._claims()
-        self._places = {block.name: self._places_of(block) for block in self.architecture.blocks}
+        self.model._apply(self._placed)
+        self._slots = _slots(self.model, self.architecture)
+        self._check_form(view.name)
         self._outputs: dict[tuple[str, int], StoredValue] = {}  # of finished layers, by name and batch
         self._latest: dict[str, str] = {}  # finished layer, by the module that the layers are of
         self._needed: set[str] = set()  # finished layers whose outputs something else reads than the next layer
         self._replayed: dict[str, Any] = {}
         self._batch, self._opening, self._recording = 0, False, False
+        self._infos: dict[str, list[TensorInfo]] = {}  # tensors that a block is the first to have, by its name
+        self._places: dict[str, list[nn.Module]] = {}  # modules whose entry is that of a block
+        self._assign()
         self._hooks = [
-            place.register_forward_pre_hook(partial(self._check, block), with_kwargs=True)
+            place.register_forward_pre_hook(partial(self._check, block))
             for block in self.architecture.blocks
             for place in self._places[block.name]
         ]
-        for info in self.architecture.tensors():
-            if "." not in info.name:  # the model's own, which no module below it is entered for
-                self._read(info)
+        self._read(info for info in self.architecture.tensors() if "." not in info.name)  # of no module but the model
 
     @classmethod
     def of_module(cls, module: Any, batches: Sequence[Batch]) -> Runner:
@@ -110,30 +101,27 @@ class Runner:
 
     def advance(self) -> Block | None:
         """Leave the current block, after its outputs are recorded, and open the next; None at the end."""
-        if self.block is not None:
-            self._leave(self.block)
+        if self.block is not None and self.block.index is not None:
+            self._latest[self.block.module] = self.block.name
+            self._replay_from_now_on(self.block).to("meta")
         self.block, self._opening = None, True
         self.run(self.least)  # opens the next block where it is entered
         self._opening = False
         return self.block
 
-    def run(self, batch: int, record: bool = False) -> Any:
+    def run(self, batch: int, record: bool = False) -> None:
         """Run one batch through the present block (its hooks see it), or as far as a hook lets it.
 
         Args:
             record: the layer's outputs, for the layers after it.
-
-        Returns:
-            Where the forward ends before a block that is not open: what it would enter that with.
         """
         self._recording = record
         try:
             self.answer(batch)
-        except Halt as stop:
-            return stop.arguments
+        except Halt:
+            return
         finally:
             self._recording = False
-        return None
 
     @torch.no_grad()
     def answer(self, batch: int) -> Any:
@@ -167,16 +155,13 @@ class Runner:
         """The module of a layer; None outside of the layers."""
         return None if block.index is None else self.model.get_submodule(block.name)
 
-    def _check(self, block: Block, _: nn.Module, *arguments: Any) -> None:
+    def _check(self, block: Block, *_: Any) -> None:
         """End a forward before it enters a block that is not open, or open it."""
-        if block.name not in self.opened:
-            if not self._opening:
-                raise Halt(arguments)
-            self._opening = False
-            self._open(block)
-
-    def _open(self, block: Block) -> None:
-        self.block = block
+        if block.name in self.opened:
+            return
+        if not self._opening:
+            raise Halt
+        self.block, self._opening = block, False
         self._fill(block)
         if (layer := self.module_of(block)) is not None:
             inside = set(layer.modules())
@@ -198,21 +183,10 @@ class Runner:
         if latest is not None and latest not in self._needed and not every:
             self._outputs.pop((latest, self._batch), None)
 
-    def _leave(self, block: Block) -> None:
-        """Replace a finished layer by its recorded outputs, and free its weights."""
-        if block.index is None:
-            return
-        self._latest[block.module] = block.name
-        self._replay_from_now_on(block)
-        for name in (name for info in block.tensors for name in info.names):
-            for place, slot in self._slots.get(name, ()):
-                old = place._parameters[slot]
-                if old is not None:
-                    place._parameters[slot] = nn.Parameter(torch.empty_like(old, device="meta"), False)
-
-    def _replay_from_now_on(self, block: Block) -> None:
+    def _replay_from_now_on(self, block: Block) -> nn.Module:
         layer: Any = self.module_of(block)
         layer.forward = partial(self._replay, block)
+        return cast(nn.Module, layer)
 
     def _replay(self, block: Block, *_: Any, **named: Any) -> Any:
         """A finished layer's output, or that of the latest one, as nothing reads those before it."""
@@ -241,72 +215,66 @@ class Runner:
     @torch.no_grad()
     def set(self, name: str, tensor: Tensor) -> None:
         """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
-        owner, _, leaf = name.rpartition(".")
-        module, value = self.model.get_submodule(owner), self._cast(tensor)
-        if leaf in module._buffers:
-            module._buffers[leaf] = value
+        value = self._cast(tensor)
+        if name not in self._slots:
+            owner, _, leaf = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[leaf] = value
             return
         parameter = nn.Parameter(value, requires_grad=False)
-        for place, slot in self._slots[name]:
-            place._parameters[slot] = parameter
+        for module, leaf in self._slots[name]:
+            module._parameters[leaf] = parameter
 
     def _fill(self, block: Block) -> None:
         self.opened.add(block.name)
-        for info in block.tensors:
-            if self._claimed[info.name] is block and "." in info.name:
-                self._read(info)
+        self._read(info for info in self._infos[block.name] if "." in info.name)
 
-    def _read(self, info: TensorInfo) -> None:
-        """Fill a tensor, which the model stores as one or several; nothing where the source has none."""
-        if (tensor := read_tensor(info, self.source)) is not None:
-            for name, piece in unstack(info, tensor).items():
-                self.set(name, piece)
+    def _read(self, infos: Iterable[TensorInfo]) -> None:
+        """Fill tensors, each of which the model stores as one or several; nothing where the source has none."""
+        for info in infos:
+            if (tensor := read_tensor(info, self.source)) is not None:
+                for name, piece in unstack(info, tensor).items():
+                    self.set(name, piece)
 
     def _check_form(self, label: str) -> None:
         """Check that the source has every parameter in the model's own form."""
-        stored = set[str]()
+        parameters, filled = dict(self.model.named_parameters(remove_duplicate=False)), set[nn.Parameter]()
         for info in self.architecture.tensors():
-            for names in (info.names, *((tied,) for tied in info.tied)):
-                stored.update(info.names if all(name in self.source for name in names) else ())
-        every = dict(self.model.named_parameters(remove_duplicate=False))
-        loaded = {id(every[name]) for name in stored if name in every}
-        if any(id(parameter) not in loaded for parameter in every.values()):
+            spellings = (info.names, *((tied,) for tied in info.tied))
+            if any(all(name in self.source for name in names) for names in spellings):
+                filled.update(parameters[name] for name in info.names if name in parameters)
+        if not filled.issuperset(parameters.values()):
             problem = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
             raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=label)
 
-    def _claims(self) -> dict[str, Block]:
-        """The first block that has each parameter, under any name, by tensor name."""
-        first: dict[Any, Block] = {}
-        claims = dict[str, Block]()
+    def _assign(self) -> None:
+        """Assign every tensor to the first block that has it under any name, and the modules that hold it."""
+        assigned = set[Any]()
         for block in self.architecture.blocks:
-            for name in (name for info in block.tensors for name in info.names):
-                claims[name] = first.setdefault(self._slots[name][0] if name in self._slots else name, block)
-        return claims
+            infos = [info for info in block.tensors if self._slots.get(info.name, [info.name])[0] not in assigned]
+            slots = [self._slots.get(name, []) for info in infos for name in info.names]
+            assigned.update(*slots, (info.name for info in infos))
+            layer = self.module_of(block)
+            places = [*([] if layer is None else [layer]), *(module for places in slots for module, _ in places)]
+            self._infos[block.name] = infos
+            self._places[block.name] = [place for place in dict.fromkeys(places) if place is not self.model]
 
-    def _places_of(self, block: Block) -> list[nn.Module]:
-        """The modules whose entry is that of the block: the layer, and those with parameters that it has first."""
-        layer = self.module_of(block)
-        names = [name for info in block.tensors for name in info.names if self._claimed[info.name] is block]
-        owners = [place for name in names for place, _ in self._slots.get(name, ())]
-        places = dict.fromkeys([*([] if layer is None else [layer]), *owners])
-        return [place for place in places if place is not self.model]
-
-    def _bring_to_device(self) -> None:
-        """Bring buffers to the device, and parameters without values to the dtype, which some models give inputs."""
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self.device)
-        for parameter in self.model.parameters():
-            if parameter.is_meta and parameter.is_floating_point():
-                parameter.data = parameter.data.to(self.dtype)
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """A buffer on the device, or a parameter without values in the dtype, which some models give inputs."""
+        if not tensor.is_meta:
+            return tensor.to(self.device)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:
+Slot = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
+
+
+def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[Slot]]:
     """Every place in the model with the same parameter, by tensor name."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    places: dict[nn.Parameter, list[Slot]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:

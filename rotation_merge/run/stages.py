@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architecture.model import Block
@@ -19,6 +18,9 @@ from rotation_merge.run.store import hooked
 
 LAYER = "layer"
 """Name of the place where a layer passes the stream to the next one."""
+
+LINEAR = 1e-2
+"""A place follows a map's output if all but this share of its answer is the output times a gain for each coordinate."""
 
 
 @dataclass
@@ -71,8 +73,8 @@ class BlockHooks:
             if linear is not None and not linear.stacked and isinstance(module, nn.Linear | Conv1D):
                 self.maps[info.key], self.modules[info.key] = linear, module
         names = {info.key: info.name.rpartition(".")[0] for info in block.tensors}
-        norms = {norm.gain: owners.get(names.get(norm.gain, "")) for norm in block.norms if names.get(norm.gain)}
-        self.places = {key: module for key, module in norms.items() if module is not None}
+        gains = [norm.gain for norm in block.norms if owners.get(names.get(norm.gain, "")) not in (None, runner.model)]
+        self.places = {gain: owners[names[gain]] for gain in gains}
 
     def first(self, disturb: Mapping[str, Tensor] | None = None) -> BlockActivations:
         """All activations of the smallest batch, with padding.
@@ -80,10 +82,7 @@ class BlockHooks:
         Args:
             disturb: added to the outputs of maps.
         """
-        activations = BlockActivations()
-        with hooked(self._hooks(activations, {*self.maps, *self.places, LAYER}, frozenset(), disturb or {})):
-            self.runner.run(self.runner.least)
-        return activations
+        return self._run(self.runner.least, BlockActivations(), {*self.maps, *self.places, LAYER}, disturb=disturb)
 
     def see(self, batch: int, names: frozenset[str], record: bool = False) -> BlockActivations:
         """Activations of one batch at some keys and places.
@@ -92,23 +91,23 @@ class BlockHooks:
             record: the layer's outputs for the next ones; else the forward ends where all names have been seen.
         """
         activations = BlockActivations(self.runner.batches[batch].get("attention_mask"))
-        with hooked(self._hooks(activations, names, frozenset() if record else names)):
-            self.runner.run(batch, record)
-        return activations
+        return self._run(batch, activations, names, frozenset() if record else names, record)
 
     def pass_on(self, batch: int, names: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Outputs of maps and the stream at places, by name; of a layer the outputs are recorded for the next ones."""
         activations = self.see(batch, names, record=self.layer is not None)
         return {name: activations.rows(name) for name in activations.values}
 
-    def _hooks(
+    def _run(
         self,
+        batch: int,
         activations: BlockActivations,
         names: Collection[str],
         until: frozenset[str] = frozenset(),
+        record: bool = False,
         disturb: Mapping[str, Tensor] | None = None,
-    ) -> list[RemovableHandle]:
-        """Hooks that put activations there, and end the forward when all of `until` have been seen."""
+    ) -> BlockActivations:
+        """Run a batch and put what is seen into the activations; the forward ends when all of `until` have been."""
 
         def note(name: str, value: Tensor) -> None:
             activations.values[name] = value
@@ -116,18 +115,14 @@ class BlockHooks:
             if until and until <= activations.values.keys():
                 raise Halt
 
-        def on_output(key: str, arguments: Any, output: Tensor) -> Tensor:
-            if disturb and key in disturb:
-                output = output + disturb[key]
+        def on_map(key: str, arguments: Any, output: Tensor) -> Tensor:
+            output = output + disturb[key] if disturb and key in disturb else output
             activations.inputs[key] = arguments[0]
             note(key, output)
             return output
 
-        def on_layer(output: Any) -> None:
-            note(LAYER, next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor)))
-
         hooks = [
-            module.register_forward_hook(lambda _, arguments, output, key=key: on_output(key, arguments, output))
+            module.register_forward_hook(lambda _, arguments, output, key=key: on_map(key, arguments, output))
             for key, module in self.modules.items()
             if key in names
         ]
@@ -137,8 +132,14 @@ class BlockHooks:
             if place in names
         ]
         if self.layer is not None and LAYER in names:
-            hooks.append(self.layer.register_forward_hook(lambda _, __, output: on_layer(output)))
-        return hooks
+            hooks.append(self.layer.register_forward_hook(lambda _, __, output: note(LAYER, _first_tensor(output))))
+        with hooked(hooks):
+            self.runner.run(batch, record)
+        return activations
+
+
+def _first_tensor(output: Any) -> Tensor:
+    return next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,6 @@ class Stage:
     keys: tuple[str, ...]
     branches: dict[str, Branch]
 
-    @property
-    def until(self) -> frozenset[str]:
-        """The activations that this stage needs."""
-        return frozenset(self.keys).union(*map(self.aims, self.keys))
-
     def aims(self, key: str) -> frozenset[str]:
         """Activations that a map's target needs: its output, or the stream and the other terms added there."""
         branch = self.branches.get(key)
@@ -175,12 +171,13 @@ class Stage:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """The maps whose targets are needed."""
+        """The activations whose targets are needed."""
         return frozenset().union(*map(self.aims, self.keys))
 
-
-LINEAR = 1e-2
-"""A place follows a map's output if all but this share of its answer is the output times a gain for each coordinate."""
+    @property
+    def until(self) -> frozenset[str]:
+        """The activations that this stage needs."""
+        return self.wanted.union(self.keys)
 
 
 def stages(taps: BlockHooks, keys: set[str]) -> list[Stage]:
@@ -197,14 +194,10 @@ def stages(taps: BlockHooks, keys: set[str]) -> list[Stage]:
     for key in once:
         x = activations.inputs[key]
         groups.setdefault((x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
-    writers = [key for key in once if _writes(taps.maps[key])]
+    writers = [key for key in once if any(part.role == "write" for part in taps.maps[key].outputs.parts)]
     gains = {key: _places(taps, key, activations) for key in writers}
     branches = {key: _branch(key, gains, activations) for key in writers if gains[key]}
     return [Stage(tuple(g), {key: branches[key] for key in g if key in branches}) for g in groups.values()]
-
-
-def _writes(linear: LinearMap) -> bool:
-    return any(part.role == "write" for part in linear.outputs.parts)
 
 
 def _places(taps: BlockHooks, key: str, activations: BlockActivations) -> dict[str, Tensor]:
@@ -217,12 +210,12 @@ def _places(taps: BlockHooks, key: str, activations: BlockActivations) -> dict[s
     for place in activations.order[activations.order.index(key) + 1 :]:
         if place in taps.maps or activations.order.count(place) != 1:
             continue
-        flat = rows(disturbed.values[place] - activations.values[place])
-        if flat.shape != noise_rows.shape:
+        change = rows(disturbed.values[place] - activations.values[place])
+        if change.shape != noise_rows.shape:
             continue
-        gain = (flat * noise_rows).sum(0) / noise_rows.square().sum(0)
-        if float((flat - gain * noise_rows).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
-            gains[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
+        gain = (change * noise_rows).sum(0) / noise_rows.square().sum(0)
+        if float((change - gain * noise_rows).norm()) <= LINEAR * float(change.norm()) and float(gain.abs().max()) > 0:
+            gains[place] = gain.masked_fill(gain.abs() < LINEAR * gain.abs().max(), 0.0)
     return gains
 
 

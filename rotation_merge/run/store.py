@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,23 +22,21 @@ from rotation_merge.files import TemporaryFolder
 SPILL = "free some space, or name a folder that has more in TMPDIR"
 """Remedy in a recipe if hidden states do not fit."""
 
-Device = torch.device | str
-
 
 class StoredValue:
     """A value with its tensors off the accelerator; its file goes with it."""
 
-    def __init__(self, value: Any, owned: bool, path: str | None) -> None:
+    def __init__(self, value: Any, owned: bool, path: Path | None) -> None:
         leaves, self._form = _pytree.tree_flatten(value)
         tensors = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         stored = {key: x.detach().to("cpu", copy=not owned).contiguous() for key, x in tensors.items()}
         self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
         self._tensors, self._path = stored if path is None else {}, path
         if path is not None:
-            weakref.finalize(self, _remove, path)
+            weakref.finalize(self, path.unlink, missing_ok=True)
             save_file(stored, path)
 
-    def get(self, device: Device = "cpu") -> Any:
+    def get(self, device: torch.device | str = "cpu") -> Any:
         """The value, with its tensors on a device."""
         tensors = self._tensors if self._path is None else load_file(self._path)
         leaves = [tensors[str(i)].to(device) if str(i) in tensors else x for i, x in enumerate(self._leaves)]
@@ -51,11 +49,18 @@ class StateStore:
     Args:
         folder: tensors are written to a new folder inside of it, which goes with the store; None: kept in memory.
         remedy: for a full disk.
+
+    Raises:
+        RotationMergeError: the folder cannot be written to.
     """
 
     def __init__(self, folder: str | None = None, remedy: str = SPILL) -> None:
         self._remedy, self._numbers = remedy, count()
-        self._scratch = None if folder is None else _scratch(folder)
+        try:
+            self._scratch = None if folder is None else TemporaryFolder(folder)
+        except OSError as error:
+            problem = f"cannot be written to ({short(error)})"
+            raise RotationMergeError(problem, where=folder, remedy="name another folder in TMPDIR") from error
 
     def put(self, value: Any, owned: bool = False) -> StoredValue:
         """Store a value for as long as somebody holds the result.
@@ -63,12 +68,13 @@ class StateStore:
         Args:
             owned: nobody else has its tensors, so that they need not be copied.
         """
-        folder = None if self._scratch is None else self._scratch.path
+        if self._scratch is None:
+            return StoredValue(value, owned, None)
+        path = Path(self._scratch.path, f"{next(self._numbers)}.safetensors")
         try:
-            path = None if folder is None else os.path.join(folder, f"{next(self._numbers)}.safetensors")
             return StoredValue(value, owned, path)
         except (SafetensorError, OSError) as error:
-            problem, where = f"hidden states cannot be written ({short(error)})", os.path.dirname(str(folder))
+            problem, where = f"hidden states cannot be written ({short(error)})", str(path.parent.parent)
             raise SpaceError(problem, where=where, remedy=self._remedy) from error
 
     def put_each(self, values: Mapping[str, Tensor]) -> dict[str, StoredValue]:
@@ -79,20 +85,6 @@ class StateStore:
         """Remove the folder."""
         if self._scratch is not None:
             self._scratch.close()
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        os.remove(path)
-
-
-def _scratch(parent: str) -> TemporaryFolder:
-    try:
-        return TemporaryFolder(parent)
-    except OSError as error:
-        raise RotationMergeError(
-            f"cannot be written to ({short(error)})", where=parent, remedy="name another folder in TMPDIR"
-        ) from error
 
 
 @contextmanager
