@@ -30,15 +30,10 @@ COMMANDS: dict[type[Config], list[click.Command]] = {
     rm.TransferConfig: [carry.command],
 }
 ALL = [*COMMANDS, rm.RefitConfig, RecipeConfig]
-FIELDS = [(config, name) for config in ALL for name in config.options()]
-SETTINGS = ("alignment", "match", "untie")
+FIELDS = [pytest.param(config, name, id=f"{config.__name__}.{name}") for config in ALL for name in config.options()]
+SETTINGS = {"alignment", "match", "untie"}
 """Fields of `TransferConfig` that are values, no options."""
-
 WRONG: dict[type, Any] = {int: "many", float: "much", bool: "yes", str: 3, tuple: ("nothing",)}
-
-
-def flag(described: Option, name: str) -> str:
-    return f"--{(described.key or name).replace('_', '-')}"
 
 
 def wrong_values(described: Option) -> list[Any]:
@@ -46,23 +41,22 @@ def wrong_values(described: Option) -> list[Any]:
     if described.kind is tuple and not described.choices:
         return []
     values = [[]] if isinstance(described.kind, Kind) else [WRONG.get(described.kind, 3)]
-    if described.kind in (int, float) and described.low > -1e9:
-        values.append(described.low - 1)
-    if described.choices and described.kind is not tuple:
-        values += [f"{choice}x" for choice in described.choices if isinstance(choice, str)]
-    return values
+    values += [described.low - 1] if described.kind in (int, float) and described.low > -1e9 else []
+    words = () if described.kind is tuple else described.choices
+    return values + [f"{choice}x" for choice in words if isinstance(choice, str)]
 
 
-@pytest.mark.parametrize(("config", "name"), FIELDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(("config", "name"), FIELDS)
 def test_a_wrong_value_names_the_option_what_it_may_be_and_the_nearest(config: type[Config], name: str) -> None:
+    """In Python and, where it is one of their parameters, in recipes."""
     described = config.options()[name]
     key = described.key or name
+    in_recipes = described.scope and key in BY_NAME and config in CONFIGS and key != "delegate"
     for value in wrong_values(described):
-        messages = []
         with pytest.raises(rm.RotationMergeError, match=f"option '{name}'") as error:
             config(**{name: value})
-        messages.append(str(error.value))
-        if described.scope and key in BY_NAME and config in CONFIGS and key != "delegate":
+        messages = [str(error.value)]
+        if in_recipes:
             with pytest.raises(rm.RotationMergeError, match=f"parameter '{key}' is") as error:
                 checked(key, value)
             messages.append(str(error.value))
@@ -82,22 +76,22 @@ def test_commands_have_every_option_and_judge_it_alike(config: type[Config]) -> 
         for name, described in config.options().items():
             if not described.command:
                 continue
-            assert described.text[1:] in str(options[name].help)
-            assert flag(described, name) in options[name].opts
+            option, flag = options[name], f"--{(described.key or name).replace('_', '-')}"
+            assert described.text[1:] in str(option.help)
+            assert flag in option.opts
             context = click.Context(command)
-            assert options[name].get_default(context) in (None, False) or (
-                options[name].type_cast_value(context, options[name].get_default(context)) == getattr(defaults, name)
-            )
+            default = option.get_default(context)
+            assert default in (None, False) or option.type_cast_value(context, default) == getattr(defaults, name)
             for choice in described.choices if described.kind is not tuple else ():
-                result = CliRunner().invoke(command, [flag(described, name), f"{choice}x"])
+                result = CliRunner().invoke(command, [flag, f"{choice}x"])
                 assert result.exit_code == 2
                 assert f"did you mean '{str(choice).lower()}'" in result.output, result.output
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda c: c.__name__)
 def test_every_field_is_described_and_has_a_default_that_it_may_have(config: type[Config]) -> None:
-    others = SETTINGS if config is rm.TransferConfig else ()
-    assert {*config.options(), *others} == {field.name for field in fields(config)}
+    settings = SETTINGS if config is rm.TransferConfig else set()
+    assert {*config.options(), *settings} == {field.name for field in fields(config)}
     for name, described in config.options().items():
         described.check(name, getattr(config, name))
         assert all((described.help, described.allowed, re.match(r"^[a-z0-9_]+$", name)))
@@ -110,14 +104,14 @@ def test_every_exported_config_is_tried() -> None:
 
 
 def test_paths_lists_and_single_words_are_what_people_write() -> None:
-    """Where none is near enough, the nearest is told."""
-    with pytest.raises(rm.RotationMergeError, match="holds 'gramm'; did you mean 'gram'"):
-        rm.MeasureConfig(kinds=("fisher", "gramm"))
-    with pytest.raises(rm.RotationMergeError, match="did you mean 'points'"):
-        rm.BarrierConfig.from_values({"point": 3})
+    for config, values, words in (
+        (rm.MeasureConfig, {"kinds": ("fisher", "gramm")}, "holds 'gramm'; did you mean 'gram'"),
+        (rm.MeasureConfig, {"kinds": "gam"}, r"holds 'gam'; did you mean 'gram'\?"),
+        (rm.BarrierConfig, {"point": 3}, "did you mean 'points'"),
+    ):
+        with pytest.raises(rm.RotationMergeError, match=words):
+            config.from_values(values)
     assert rm.TransferConfig(data=Path("texts.txt")).data == "texts.txt"
     assert rm.FitConfig(state="state.safetensors").state == Path("state.safetensors")
     assert rm.FitConfig(coefficients=[0.5, 0.5]).coefficients == (0.5, 0.5)
     assert rm.MeasureConfig(kinds="gram") == rm.MeasureConfig(kinds=["gram"]) == rm.MeasureConfig(kinds=("gram",))
-    with pytest.raises(rm.RotationMergeError, match=r"holds 'gam'; did you mean 'gram'\?"):
-        rm.MeasureConfig(kinds="gam")

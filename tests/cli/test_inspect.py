@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cli_support import CHECKPOINTS, parsed, run
 from click.testing import CliRunner
+from mergekit.scripts.run_yaml import main
 from plugin_support import make, recipe_for, twin, write_recipe
 
 LLAMA = CHECKPOINTS / "llama-0-english"
@@ -20,8 +21,8 @@ def changed(folder: Path, **entries: Any) -> Path:
     """The Llama with other entries in its config; None: without."""
     shutil.copytree(LLAMA, folder)
     config = {**json.loads((LLAMA / "config.json").read_text()), **entries}
-    kept = {name: value for name, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    present = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(present))
     return folder
 
 
@@ -36,17 +37,17 @@ LACKING: dict[str, tuple[dict[str, Any], str | None]] = {
     "words for a number": ({"rms_norm_eps": "small"}, "its config cannot be loaded"),
     "code of its own": ({"auto_map": {"AutoConfig": "configuration.Own"}}, None),
 }
-"""Entries of a config, and what is said of them; None: transformers' defaults are the model's."""
+"""Entries of a config, and the fault; None: transformers' defaults are the model's."""
 
 
 @pytest.mark.parametrize("name", LACKING)
 def test_what_a_config_lacks_is_as_transformers_has_it(name: str, tmp_path: Path) -> None:
     entries, fault = LACKING[name]
     done = run("inspect", changed(tmp_path / "model", **entries), "--json")
+    assert done.exit_code == (0 if fault is None else 2)
     if fault is None:
         assert json.loads(done.stdout) == [{**parsed("inspect", LLAMA)[0], "model": str(tmp_path / "model")}]
     else:
-        assert done.exit_code == 2
         assert fault in json.loads(done.stdout)["error"]["what"]
 
 
@@ -68,46 +69,31 @@ RECIPES: dict[str, tuple[str, str, str | None]] = {
     "a model that is not there": (str(LLAMA), "./nothing", "no such directory"),
     "layers that are not there": ("preset: far", "layers: 0-40", "the model has no layer 4"),
     "misspelt": ("untie", "unite", "there is no parameter 'unite'"),
-    "no weights": ("weight: 0.3, ", "", "needs the parameter 'weight'"),
-    "too many models": ("linear, weight: 0.3", "slerp, t: 0.5", "requires exactly 2 inputs"),
-    "a share beyond one": ("delegate: linear", "delegate: ties, density: 1.5", "'density' is 1.5"),
-    "no such dtype": ("float32", "float31", "float31"),
-    "no such value": ("preset: far", "residual: rotations", "rotations"),
-    "a parameter of another delegate": ("delegate: linear", "delegate: linear, samples: 8", "samples"),
-    "a key twice": ("dtype", "dtype: float32\ndtype", "occurs twice"),
 }
-"""What stands in a recipe instead of something else, and what is said of it."""
-
-
-def recipe_of(folder: Path, text: str) -> Path:
-    (folder / "recipe.yml").write_text(text)
-    return folder / "recipe.yml"
+"""What stands in a recipe instead of something else, and the fault."""
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_inspected_as_a_merge_reads_them(name: str, tmp_path: Path) -> None:
     words, instead, fault = RECIPES[name]
-    done = run("inspect", recipe_of(tmp_path, PLAIN.replace(words, instead) if words else PLAIN), "--json")
+    recipe = write_recipe(PLAIN.replace(words, instead) if words else PLAIN, tmp_path / "recipe.yml")
+    done = run("inspect", recipe, "--json")
+    assert done.exit_code == (0 if fault is None else 2)
     if fault is None:
-        assert done.exit_code == 0
         assert [donor["model"] for donor in json.loads(done.stdout)] == [str(CHECKPOINTS / "llama-1"), str(LLAMA)]
     else:
-        assert done.exit_code == 2
         assert fault in json.loads(done.stdout)["error"]["what"]
 
 
-def test_what_is_said_of_models_and_recipes(tmp_path: Path) -> None:
-    (found,) = parsed("inspect", LLAMA, "--heads", "permutation")
-    assert (found["parameters"], found["disk"]) == (443_232, 2 * 443_232)
-    assert found["memory"] > 0
-    kinds = {line["kind"]: line for line in found["lines"]}
+def test_models_recipes_and_lists_are_shown(tmp_path: Path) -> None:
+    (facts,) = parsed("inspect", LLAMA, "--heads", "permutation")
+    assert (facts["parameters"], facts["disk"], facts["memory"] > 0) == (443_232, 2 * 443_232, True)
+    kinds = {line["kind"]: line for line in facts["lines"]}
     assert (kinds["attention"]["count"], "RoPE" in kinds["attention"]["group"]) == (4, True)
-    done = run("inspect", recipe_of(tmp_path, PLAIN.replace("preset: far", "attention: none")))
-    assert done.exit_code == 0
-    assert "residual: none" in done.output
-    assert "on disk" in done.output
     other = changed(tmp_path / "other", rms_norm_eps=1e-3)
-    assert "rms_norm_eps" in run("inspect", recipe_of(tmp_path, PLAIN.replace(str(LLAMA), str(other)))).stdout
+    text = PLAIN.replace("preset: far", "attention: none").replace(str(LLAMA), str(other))
+    output = run("inspect", write_recipe(text, tmp_path / "recipe.yml")).output
+    assert all(words in output for words in ("residual: none", "on disk", "rms_norm_eps"))
     assert {"slerp", "wudi"} <= {entry["name"] for entry in parsed("inspect", "--methods")["delegates"]}
     assert "finetuned_from" in run("inspect", "--methods").output
     assert "llama" in parsed("inspect", "--architectures")
@@ -116,77 +102,48 @@ def test_what_is_said_of_models_and_recipes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_inspect_recommends_check_admits(tied: bool, tmp_path: Path) -> None:
-    """Every `residual:` that is said to match the stream, with `untie` where that is said."""
+    """Every `residual:` that would match the stream, with `untie` where it is needed."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     (line,) = (line for line in parsed("inspect", anchor)[0]["unaligned"] if "would match it" in line)
     advice = dict(re.findall(r"'residual: (\w+)' would match it( with 'untie: true')?", line))
     assert bool(advice["rotation"]) == tied
     for group, untie in advice.items():
-        more = {"residual": group, **({"untie": True} if untie else {})}
-        done = run("check", write_recipe(recipe_for("linear", anchor, donor, **more), tmp_path / "recipe.yml"))
-        assert done.exit_code == 0, done.output
+        recipe = recipe_for("linear", anchor, donor, residual=group, **({"untie": True} if untie else {}))
+        assert run("check", write_recipe(recipe, tmp_path / "recipe.yml")).exit_code == 0
     untied = parsed("inspect", anchor, "--untie")[0]["unaligned"]
     assert any("'residual: rotation' would match it" in line for line in untied)
 
 
-# --- files of ours ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, str]:
-    """Anchor, twin, and the merge of both, with what mergekit-yaml said on stderr."""
-    from mergekit.io.tasks import LoaderCache
-    from mergekit.scripts.run_yaml import main
-
-    folder = tmp_path_factory.mktemp("show")
-    anchor = make("llama", folder / "anchor")
-    donor = twin(anchor, folder / "donor")
-    recipe = write_recipe(recipe_for("linear", anchor, donor), folder / "recipe.yml")
-    LoaderCache.loaders.clear()
-    result = CliRunner().invoke(main, [str(recipe), str(folder / "out")])
-    assert result.exit_code == 0, result.output
-    return anchor, donor, folder / "out", result.stderr
-
-
-def test_a_merge_ends_with_its_summary_and_its_report_is_shown(merged: tuple[Path, Path, Path, str]) -> None:
-    anchor, donor, out, said = merged
+def test_files_of_ours_and_their_fingerprints(tmp_path: Path) -> None:
+    """A merge ends with its summary; its report, an alignment and statistics name the same models."""
+    anchor = make("llama", tmp_path / "anchor")
+    donor, out = twin(anchor, tmp_path / "donor"), tmp_path / "out"
+    recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
+    said = CliRunner().invoke(main, [str(recipe), str(out)]).stderr
     summary = f"aligned to {anchor}, averaged by linear", f"{donor}: relative distance", f"{out}/rotation_merge.json"
     assert all(words in said for words in (*summary, "100% less"))
-    result = run("inspect", out / "rotation_merge.json")
-    assert result.exit_code == 0
-    assert f"Report of a merge into {anchor}" in result.output
-    assert "100% less" in result.output
-    assert run("inspect", out, "--report").output == result.output
-
-
-@pytest.mark.parametrize("name", ["maps.safetensors", "maps"])
-def test_fingerprints_of_model_and_alignment_agree(
-    name: str, merged: tuple[Path, Path, Path, str], tmp_path: Path
-) -> None:
-    anchor, donor, out, _ = merged
-    file = tmp_path / name
-    assert run("align", anchor, donor, "--alignment", file).exit_code == 0
+    report = run("inspect", out, "--report").output
+    assert f"Report of a merge into {anchor}" in report
+    assert "100% less" in report
+    assert run("inspect", out / "rotation_merge.json").output == report
+    marks = parsed("inspect", anchor, "--fingerprint") | parsed("inspect", donor, "--fingerprint")
+    assert json.loads((out / "rotation_merge.json").read_text())["fingerprints"] == marks
+    for name in ("maps.safetensors", "maps"):
+        assert run("align", anchor, donor, "--alignment", tmp_path / name).exit_code == 0
+        shown = parsed("inspect", tmp_path / name)
+        assert shown["is"] == "Alignment"
+        assert parsed("inspect", tmp_path / name, "--fingerprint") == shown["fingerprints"] == marks
+        assert (shown["holds"]["spaces"], shown["holds"]["architecture"]) == ({"attention": 2, "ffn": 2}, "llama")
+    file, few = tmp_path / "statistics", ("--samples", 2, "--length", 8)
+    assert run("measure", anchor, "--data", "self", *few, "--out", file).exit_code == 0
     shown = parsed("inspect", file)
-    assert shown["is"] == "Alignment"
-    assert shown["fingerprints"] == json.loads((out / "rotation_merge.json").read_text())["fingerprints"]
-    of_models = [parsed("inspect", model, "--fingerprint") for model in (anchor, donor)]
-    assert parsed("inspect", file, "--fingerprint") == shown["fingerprints"] == of_models[0] | of_models[1]
-    assert shown["holds"]["spaces"] == {"attention": 2, "ffn": 2}
-    assert shown["holds"]["architecture"] == "llama"
-
-
-def test_statistics_are_shown(tmp_path: Path) -> None:
-    file, model = tmp_path / "s.safetensors", CHECKPOINTS / "llama-0"
-    assert run("measure", model, "--data", "self", "--samples", "2", "--length", "8", "--out", file).exit_code == 0
-    found = parsed("inspect", file)
-    assert found["is"] == "Statistics"
-    assert found["holds"]["gram"] > 0
-    assert found["fingerprints"] == parsed("inspect", model, "--fingerprint")
+    assert (shown["is"], shown["holds"]["gram"] > 0) == ("Statistics", True)
+    assert shown["fingerprints"] == parsed("inspect", anchor, "--fingerprint")
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"{}"])
 @pytest.mark.parametrize("name", ["x.safetensors", "x.json"])
-def test_other_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
+def test_files_that_are_none_of_ours_are_named(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     for question in ((), ("--fingerprint",)):
         result = run("inspect", tmp_path / name, *question)

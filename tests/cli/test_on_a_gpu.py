@@ -21,174 +21,129 @@ BASE, ENGLISH, C, OTHER, LORA = (
 )
 VITS = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
 SAMPLES = {ENGLISH: TEXTS / "english.txt", C: TEXTS / "c.txt", OTHER: TEXTS / "python.txt", BASE: TEXTS / "python.txt"}
-FEW = ("--samples", 16, "--length", 48)
-NOT_ALIGNED = {"attention": "none", "ffn": "none", "scaling": False}
+PLAIN = {"attention": "none", "ffn": "none", "scaling": False}
 EXACT, LEARNED = 1e-4, 2e-2
 """Largest differences, as shares of a tensor's length: of closed forms, and of what many steps have led to."""
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference of two tensors of a name, over their length."""
+    """Largest difference of two floating tensors of a name, over their length."""
     assert a.keys() == b.keys()
-    return max(float((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp_min(1e-9)) for n in a)
+    floating = [name for name, tensor in a.items() if tensor.is_floating_point()]
+    return max(float((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp_min(1e-9)) for n in floating)
 
 
-def same(folders: list[Path], within: float = EXACT) -> None:
-    assert distance(*map(state, folders)) < within
+def merges(folder: Path, models: tuple[Path, ...], of_each: list[dict[str, Any]], **parameters: Any) -> list[Path]:
+    """The merges of a recipe, whose base is the first model, on both devices."""
+    entries = [{"model": str(m), "parameters": values} for m, values in zip(models, of_each, strict=True)]
+    recipe = {"merge_method": "rotation_merge", "base_model": str(models[0]), "models": entries, "dtype": "float32"}
+    for device in DEVICES:
+        options = ("--cuda",) if device == "cuda" else ()
+        plugin_support.merged({**recipe, "parameters": parameters}, folder / device, *options)
+    return [folder / device for device in DEVICES]
 
 
-def merged(recipe: dict[str, Any], folder: Path) -> list[Path]:
-    """A recipe's merges on both devices."""
-    outs = [folder / device for device in DEVICES]
-    for out, options in zip(outs, ((), ("--cuda",)), strict=True):
-        plugin_support.merged(recipe, out, *options)
-    return outs
+def outputs(folder: Path, *arguments: object) -> list[Path]:
+    """The outputs of a command that writes a folder `OUT`, on both devices."""
+    places = [folder / device for device in DEVICES]
+    for place, device in zip(places, DEVICES, strict=True):
+        done = run(*(place if word == "OUT" else word for word in arguments), "--device", device)
+        assert done.exit_code == 0, done.output
+    return places
 
 
-def recipe(models: list[Path], base: Path, of_models: list[dict[str, Any]] | None = None, **parameters: Any) -> Any:
-    each = of_models or [{"weight": 1.0}] * len(models)
-    entries = [{"model": str(model), "parameters": values} for model, values in zip(models, each, strict=True)]
-    return {
-        "merge_method": "rotation_merge",
-        "base_model": str(base),
-        "models": entries,
-        "parameters": parameters,
-        "dtype": "float32",
-    }
+TUNED = (BASE, ENGLISH, C)
+RECIPES: dict[str, tuple[tuple[Path, ...], dict[str, Any], float]] = {
+    "linear": ((BASE, OTHER), {"weight": 0.5, "heads": "permutation", "residual": "rotation"}, 1e-2),
+    "ot_fusion": ((BASE, OTHER), {"weight": 0.5, **PLAIN}, 1e-2),
+    "slerp": ((BASE, OTHER), {"t": 0.5}, 1e-2),
+    "task_arithmetic": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
+    "ties": (TUNED, {"weight": 1.0, "density": 0.5, **PLAIN}, 1e-2),
+    "wudi": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
+    "wudi, both sides": (TUNED, {"weight": 1.0, "sides": "both", **PLAIN}, 2e-3),
+    "tsv": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
+    "iso": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
+    "refit": (TUNED, {"samples": 16, "start": "average", **PLAIN}, 1e-3),
+    "refit, from wudi": (TUNED, {"samples": 16, "start": "wudi", **PLAIN}, 1e-3),
+}
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"delegate": "linear", "heads": "permutation", "residual": "rotation"},
-        {"delegate": "ot_fusion", **NOT_ALIGNED},
-        {"delegate": "slerp", "t": 0.5},
-    ],
-    ids=lambda parameters: parameters["delegate"],
-)
-def test_aligned_merges(parameters: dict[str, Any], tmp_path: Path) -> None:
-    weights = [{}, {}] if parameters["delegate"] == "slerp" else None
-    same(merged(recipe([BASE, OTHER], BASE, weights, **parameters), tmp_path), 1e-2)
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        *({"delegate": delegate} for delegate in ("task_arithmetic", "ties", "wudi", "tsv", "iso")),
-        {"delegate": "wudi", "sides": "both"},
-    ],
-    ids=lambda parameters: " ".join(parameters.values()),
-)
-def test_merged_changes(parameters: dict[str, Any], tmp_path: Path) -> None:
-    each = [{"weight": 1.0, **({"density": 0.5} if parameters["delegate"] == "ties" else {})}] * 2
-    ways = merged(recipe([ENGLISH, C], BASE, each, **parameters, **NOT_ALIGNED), tmp_path)
-    same(ways, {"ties": 1e-2, "wudi both": 2e-3}.get(" ".join(parameters.values()), EXACT))
-
-
-@pytest.mark.parametrize("start", ["average", "wudi"])
-def test_refit(start: str, tmp_path: Path) -> None:
-    each = [{"weight": 0.0, "data": str(SAMPLES[BASE])}]
-    each += [{"weight": 1.0, "data": str(SAMPLES[model])} for model in (ENGLISH, C)]
-    values = {"delegate": "refit", "samples": 16, "start": start, **NOT_ALIGNED}
-    same(merged(recipe([BASE, ENGLISH, C], BASE, each, **values), tmp_path), 1e-3)
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name: str, tmp_path: Path) -> None:
+    models, parameters, within = RECIPES[name]
+    delegate, _, _ = name.partition(",")
+    of_each: list[dict[str, Any]] = [{}] * len(models)
+    if delegate == "refit":
+        of_each = [{"data": str(SAMPLES[model]), "weight": float(model != BASE)} for model in models]
+    ways = merges(tmp_path, models, of_each, delegate=delegate, **parameters)
+    assert distance(*map(state, ways)) < within
 
 
 def test_statistics(tmp_path: Path) -> None:
-    each = []
+    files: dict[Path, list[Path]] = {}
     for model in (ENGLISH, C):
-        files = [tmp_path / f"{model.name}-{device}.safetensors" for device in DEVICES]
-        for file, device in zip(files, DEVICES, strict=True):
-            kinds = ("--kinds", "gram,fisher", "--samples", 16, "--out", file, "--device", device)
-            done = run("measure", model, "--data", SAMPLES[model], *kinds)
-            assert done.exit_code == 0, done.output
-        assert distance(*(_floating(load_file(file)) for file in files)) < EXACT
-        each.append({"weight": 1.0, "statistics": str(files[0])})
+        options = ("--data", SAMPLES[model], "--kinds", "gram,fisher", "--samples", 16, "--out", "OUT")
+        files[model] = outputs(tmp_path / model.name, "measure", model, *options)
+        assert distance(*map(load_file, files[model])) < EXACT
+    of_each = [{"weight": 1.0, "statistics": str(paths[0])} for paths in files.values()]
     for delegate in ("regmean", "fisher"):
-        (tmp_path / delegate).mkdir()
-        same(merged(recipe([ENGLISH, C], ENGLISH, each, delegate=delegate, **NOT_ALIGNED), tmp_path / delegate))
-
-
-def _floating(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        assert (
+            distance(*map(state, merges(tmp_path / delegate, (ENGLISH, C), of_each, delegate=delegate, **PLAIN)))
+            < EXACT
+        )
 
 
 @pytest.mark.parametrize("match_on", ["activations", "both"])
 def test_matching_on_samples(match_on: str, tmp_path: Path) -> None:
-    outs = [tmp_path / device for device in DEVICES]
     options = ("--heads", "permutation", "--match-on", match_on, "--data", SAMPLES[OTHER], "--samples", 16)
-    for out, device in zip(outs, DEVICES, strict=True):
-        done = run("align", BASE, OTHER, out, *options, "--device", device)
-        assert done.exit_code == 0, done.output
-    same(outs, 1e-2)
+    assert distance(*map(state, outputs(tmp_path, "align", BASE, OTHER, "OUT", *options))) < 1e-2
 
 
 def test_learning(tmp_path: Path) -> None:
-    """Only the figures are compared: half precision takes other steps."""
+    """Half precision takes other steps."""
     options = ("--learn", "--data", SAMPLES[OTHER], "--steps", 20, "--limit", 16, "--batch-size", 4)
-    figures = [
-        parsed("align", BASE, OTHER, *options, "--device", device, "--alignment", tmp_path / f"{device}.safetensors")
-        for device in DEVICES
-    ]
-    assert figures[0]["learned"].keys() == figures[1]["learned"].keys()
+    outputs(tmp_path, "align", BASE, OTHER, *options, "--alignment", "OUT")
 
 
 @pytest.mark.parametrize("work", [ENGLISH, LORA], ids=["weights", "lora"])
 @pytest.mark.parametrize(
-    ("way", "options"),
-    [
-        ("weights", ("--scale", "auto")),
-        ("refit", ()),
-        ("distil", ("--steps", 4)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    "way", [("weights", "--scale", "auto"), ("refit",), ("distil", "--steps", 4)], ids=lambda w: w[0]
 )
-def test_carrying(way: str, options: tuple[object, ...], work: Path, tmp_path: Path) -> None:
-    lifts, outs = [], [tmp_path / device for device in DEVICES]
-    for out, device in zip(outs, DEVICES, strict=True):
-        bases = ("--from", BASE, "--to", C, "--data", SAMPLES[ENGLISH], "--samples", 32, "--carry", way)
-        done = run("carry", work, out, *bases, *options, "--device", device, "--force")
-        assert done.exit_code == 0, done.output
-        lifts.append(json.loads((out / "rotation_merge.json").read_text())["lift"])
-    near, far = lifts
+def test_carrying(way: tuple[object, ...], work: Path, tmp_path: Path) -> None:
+    options = ("--from", BASE, "--to", C, "--data", SAMPLES[ENGLISH], "--samples", 32, "--force", "--carry", *way)
+    outs = outputs(tmp_path, "carry", work, "OUT", *options)
+    near, far = (json.loads((out / "rotation_merge.json").read_text())["lift"] for out in outs)
     assert near["method"] == far["method"]
     assert near["carried"] == pytest.approx(far["carried"], abs=LEARNED)
-    if way == "weights" and work == ENGLISH:
-        same(outs, 1e-3)
+    if way[0] == "weights" and work == ENGLISH:
+        assert distance(*map(state, outs)) < 1e-3
 
 
 def test_polishing(tmp_path: Path) -> None:
-    same_merge = merged(recipe([ENGLISH, C], BASE, delegate="task_arithmetic", **NOT_ALIGNED), tmp_path)[0]
-    reports = [
-        parsed(
-            *("polish", same_merge, tmp_path / f"polished-{device}", "--teachers", ENGLISH, C, "--samples", 32),
-            *("--data", SAMPLES[ENGLISH], "--data", SAMPLES[C], "--steps", 5, "--device", device),
-        )
+    merge = merges(tmp_path, TUNED, [{}] * 3, delegate="task_arithmetic", weight=1.0, **PLAIN)[0]
+    data = ("--data", SAMPLES[ENGLISH], "--data", SAMPLES[C], "--samples", 32, "--steps", 5)
+    near, far = (
+        parsed("polish", merge, tmp_path / f"polished-{device}", "--teachers", ENGLISH, C, *data, "--device", device)
         for device in DEVICES
-    ]
-    assert reports[0]["before"] == pytest.approx(reports[1]["before"], rel=1e-3)
-    assert reports[0]["after"] == pytest.approx(reports[1]["after"], rel=LEARNED)
+    )
+    assert near["before"] == pytest.approx(far["before"], rel=1e-3)
+    assert near["after"] == pytest.approx(far["after"], rel=LEARNED)
 
 
 @pytest.mark.parametrize("data", ["text", "self"])
 def test_the_best_merge(data: str, tmp_path: Path) -> None:
     """Text that models write differs from the first token that rounding turns."""
-    given = [word for model in (ENGLISH, C) for word in ("--data", SAMPLES[model])] if data == "text" else []
-    found = []
-    for device in DEVICES:
-        options = ("--base", BASE, *FEW, "--budget", "5m", "--anyway", "--device", device)
-        result = run("merge", ENGLISH, C, tmp_path / device, *given, *options, "--json")
-        assert result.exit_code == 0, result.output
-        found.append(json.loads(result.stdout))
-    scores = [{trial["name"]: trial["figures"]["score"] for trial in each["tried"]} for each in found]
-    common = scores[0].keys() & scores[1].keys()
+    words = [word for model in (ENGLISH, C) for word in ("--data", SAMPLES[model])] if data == "text" else []
+    options = ("--base", BASE, "--samples", 16, "--length", 48, "--budget", "5m", "--anyway")
+    results = [parsed("merge", ENGLISH, C, tmp_path / d, *words, *options, "--device", d) for d in DEVICES]
+    near, far = ({trial["name"]: trial["figures"]["score"] for trial in each["tried"]} for each in results)
+    common = near.keys() & far.keys()
     assert len(common) > 3
     for name in common if data == "text" else ():
-        assert scores[0][name] == pytest.approx(scores[1][name], abs=LEARNED), name
+        assert near[name] == pytest.approx(far[name], abs=LEARNED), name
 
 
-def test_classifiers(tmp_path: Path) -> None:
-    """Images: merged, judged on noise, and evaluated."""
-    result = run("merge", *VITS, tmp_path / "out", "--samples", 8, "--budget", "2m", "--anyway", "--device", "cuda")
-    assert result.exit_code == 0, result.output
-    losses = [parsed("evaluate", ENGLISH, "--data", SAMPLES[C], "--device", device)[0]["loss"] for device in DEVICES]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+def test_classifiers_and_losses(tmp_path: Path) -> None:
+    parsed("merge", *VITS, tmp_path / "out", "--samples", 8, "--budget", "2m", "--anyway", "--device", "cuda")
+    near, far = (parsed("evaluate", ENGLISH, "--data", SAMPLES[C], "--device", device)[0] for device in DEVICES)
+    assert near["loss"] == pytest.approx(far["loss"], rel=1e-4)
