@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rotation_merge.cli.command import Model, cli_command
 from rotation_merge.cli.show import Answer, Table
 from rotation_merge.errors import named
+from rotation_merge.record import REPORT_FILE
 from rotation_merge.share.contents import is_weights
 from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, Publication, push
 
@@ -37,7 +38,7 @@ def command(
     become org/name@revision, from the hub's cache; local paths need a name on the hub (--as).
     """
     result = push(out, repo, as_, with_data, include, private, yes)
-    plan, facts = result.plan, dict[str, Any](repository=repo, left_out=result.plan.left_out)
+    facts = dict[str, Any](repository=repo, left_out=result.left_out)
     if result.revision is not None:
         facts["revision"] = result.revision
         lines: list[str | Table] = [
@@ -45,25 +46,25 @@ def command(
             f"Download it with 'hf download {repo} --revision {result.revision} --local-dir DIR'.",
         ]
     else:
-        facts |= {"files": result.sizes, "card": result.card, "recipe": result.recipe}
+        facts |= {"files": result.sizes, "card": result.texts[CARD], "recipe": result.texts.get(RECIPE)}
         lines = _dry_run(result)
-    if plan.left_out:
-        lines.append(f"Left out: {named(plan.left_out)}. --include PATTERN publishes them, --with-data statistics.")
-    if plan.unpublished:
+    if result.left_out:
+        lines.append(f"Left out: {named(result.left_out)}. --include PATTERN publishes them, --with-data statistics.")
+    if result.unpublished:
         lines.append("The recipe reads statistics that are not published; the card says how to measure them.")
     return Answer(facts, lines)
 
 
 def _dry_run(result: Publication) -> list[str | Table]:
     """What would be published: with -v every file, the card and the recipe."""
-    plan, sizes = result.plan, result.sizes
-    first = f"Nothing was sent. --yes publishes to {plan.repo}; -v shows every file, the card and the recipe."
+    sizes = result.sizes
+    first = f"Nothing was sent. --yes publishes to {result.repo}; -v shows every file, the card and the recipe."
     if LOG.isEnabledFor(logging.INFO):
         rows = [{"file": place, "size": decimal(size)} for place, size in sizes.items()]
-        texts = [f"\n--- {place}\n{text}" for place, text in ((RECIPE, result.recipe), (CARD, result.card)) if text]
+        texts = [f"\n--- {place}\n{text}" for place, text in result.texts.items() if place != REPORT_FILE]
         unknown = f"@{UNKNOWN} stands for the commit of the files that the recipe reads."
         return [first, Table(rows, "Files to publish:"), *texts, unknown]
-    names = (f"{name} as {target}" for name, target in plan.names.items())
+    names = (f"{name} as {target}" for name, target in result.names.items())
     weights = [place for place in sizes if is_weights(place)]
     shown = ", ".join(place for place in sizes if place not in weights)
     total = f"{len(sizes)} files, {decimal(sum(sizes.values()))}: {shown}; weights: {named(weights)}"

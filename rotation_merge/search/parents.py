@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,15 @@ from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.open import open_model
-from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.batches import by_rows, joined
-from rotation_merge.run.data import UNLABELLED, Data, read_samples
+from rotation_merge.run.data import UNLABELLED, Data, read_samples, split_batches
 from rotation_merge.run.generated_samples import self_written, writes_text
 from rotation_merge.run.sample_kinds import SOURCES
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.config import SearchConfig
-from rotation_merge.search.judge import Ensemble, Figures, Judge
+from rotation_merge.search.judge import Ensemble, Judge
 from rotation_merge.workers import listener
 
 WRITTEN_APART = 7919
@@ -54,15 +53,12 @@ BY_TOKEN = ("next token", "masked token", "none")
 
 Sets = list[Data]
 """Samples of every parent, or one set for all."""
-Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
 class Parents:
-    """The models of a search and their measurements.
+    """The models of a search, opened and measured on samples.
 
     Attributes:
-        files: folder of samples, statistics and alignments that merges read.
         anchor: the first model.
         relations: of every other model: mean cosine of its matrices to the first one's.
         relation: of the models: shared, near or far.
@@ -72,147 +68,145 @@ class Parents:
         deciding, reporting: judges on the selection and the reporting samples.
         figures, ensemble: scores of each model and of the ensemble on the reporting samples.
         base_figures: of the base on the selection samples; None if it writes no text.
+
+    Args:
+        files: folder of samples, statistics and alignments that merges read.
+        say: shows a line.
+
+    Raises:
+        RotationMergeError: models that do not fit together, data without use.
     """
 
-    config: SearchConfig
-    files: Path
-    anchor: View
-    relations: Mapping[str, float]
-    relation: str
-    base: TaskVectorBase | None
-    training: Sets
-    data: Mapping[str, str]
-    deciding: Judge
-    reporting: Judge
-    figures: Mapping[str, Figures]
-    ensemble: Figures
-    base_figures: Figures | None
+    def __init__(self, config: SearchConfig, files: Path, say: Callable[[str], None]) -> None:
+        self.config, self.files, self.say = config, files, say
+        say("opening the models ...")
+        self.anchor = open_model(config.models[0], any_base=True)
+        self.relations = self._relations()
+        self.relation = self._relation()
+        self.base = self._base()
+        close_files()
+        loaded = {model: config.load(model) for model in config.models}
+        self.training, *held_out = self._samples(loaded)
+        self.data = self._files()
+        base, texts = self._base_texts(loaded)
+        self.deciding, self.reporting = (self._judge(part, texts) for part in held_out)
+        examples = sum(data.examples for data in [*self.deciding.sets, *self.reporting.sets])
+        say(f"measuring {len(loaded)} models on {examples} samples ...")
+        self.deciding.prepare(loaded)
+        self.reporting.prepare(loaded)
+        self.figures = {name: self.reporting.measure(model) for name, model in loaded.items()}
+        together = self.reporting.measure(Ensemble(loaded.values(), self.reporting.task))
+        self.ensemble = replace(together, on_base=None)
+        self.base_figures = self.deciding.measure(base) if texts else None
 
     @property
     def tuned(self) -> tuple[str, ...]:
         """The models without their base."""
         return tuple(model for model in self.config.models if self.base is None or model != self.base.name)
 
+    # --- relation ----------------------------------------------------------------------------------------------
 
-def opened_parents(config: SearchConfig, files: Path, say: Say) -> Parents:
-    """Open the models, read or make samples, and measure the models on them.
+    def _relations(self) -> dict[str, float]:
+        """Cosine of every other model to the first one; they are shown, with differences of configs.
 
-    Args:
-        files: where samples are kept that merges read.
-        say: shows a line.
+        Raises:
+            RotationMergeError: models of different token ids, or that do not fit together.
+        """
+        first, *further_models = self.config.models
+        pairs = {model: open_pair(first, model, NOTHING, averaged=True) for model in further_models}
+        for pair in pairs.values():
+            if problem := other_ids(self.anchor, pair.donor):  # no sample would be the same for both
+                remedy = "merge them by a recipe with 'tokenizer: {source: base}'"
+                raise RotationMergeError(problem, where=str(pair.donor.reference), remedy=remedy)
+        relations, names = {}, shortened(self.config.models)
+        for model, pair in pairs.items():
+            cosine = relations[model] = likeness(pair.anchor, pair.donor)
+            self.say(f"{names[model]}: mean cosine of its matrices to those of {names[first]} {cosine_text(cosine)}")
+            for warning in pair.warnings:
+                self.say(f"warning: {warning}")
+        return relations
 
-    Raises:
-        RotationMergeError: models that do not fit together, data without use.
-    """
-    say("opening the models ...")
-    anchor = open_model(config.models[0], any_base=True)
-    relations = _relations(config, anchor, say)
-    relation = _relation(config, anchor, relations)
-    base = _base(config, relation, say)
-    close_files()
-    loaded = {model: config.load(model) for model in config.models}
-    training, *held_out = _samples(config, loaded)
-    base_model, texts = (None, []) if base is None else _base_texts(config, base.name, loaded)
-    deciding, reporting = (_judge(config, sets, anchor, texts) for sets in held_out)
-    examples = sum(data.examples for judge in (deciding, reporting) for data in judge.sets)
-    say(f"measuring {len(loaded)} models on {examples} samples ...")
-    for judge in (deciding, reporting):
-        judge.prepare(loaded)
-    figures = {name: reporting.measure(model) for name, model in loaded.items()}
-    ensemble = replace(reporting.measure(Ensemble(loaded.values(), reporting.task)), on_base=None)
-    base_figures = deciding.measure(base_model) if texts else None
-    data = _files(config, files, training)
-    judged = deciding, reporting, figures, ensemble, base_figures
-    return Parents(config, files, anchor, relations, relation, base, training, data, *judged)
+    def _relation(self) -> str:
+        """The models' relation: a few layers are matched if they are near."""
+        if any(cosine < RELATED for cosine in self.relations.values()):
+            return FAR
+        layers = sorted({block.index for block in self.anchor.architecture.blocks if block.index is not None})
+        probed = sorted({layers[(len(layers) - 1) * i // (PROBED - 1)] for i in range(PROBED)}) if layers else []
+        options = AlignConfig(heads="permutation", layers=",".join(map(str, probed)) or "all")
+        for model in self.config.models[1:]:
+            pair = open_pair(self.config.models[0], model, options, watched=False)
+            before, after = match_pair(pair, listener()).known_report.relative_distances(str(pair.donor.reference))
+            if before - after > SMALL_GAIN * before:
+                return NEAR
+        return SHARED
 
+    def _base(self) -> TaskVectorBase | None:
+        """Find the models' base, if they may have one, and show it."""
+        config = self.config
+        if config.base is None and self.relation == FAR:
+            return None
+        base = find_base(config.models, config.base)
+        if base is None:
+            self.say("base: not known, so task vectors are not merged; name it as 'base'")
+        else:
+            name, cosine = shortened([*config.models, base.name])[base.name], cosine_text(base.cosine)
+            self.say(f"base: {name} ({base.why}); mean cosine between the changes to it {cosine}")
+        return base
 
-# --- relation --------------------------------------------------------------------------------------------------------
+    # --- samples -----------------------------------------------------------------------------------------------
 
+    def _samples(self, loaded: Mapping[str, Any]) -> tuple[Sets, Sets, Sets]:
+        """Training, deciding and reporting samples of the data; or such as the models make, apart from those to merge.
 
-def _relations(config: SearchConfig, anchor: View, say: Say) -> dict[str, float]:
-    """Cosine of every other model to the first one; they are shown, with differences of configs.
+        Raises:
+            DataError: the sources do not fit the models.
+        """
+        config, sources = self.config, self.config.data
+        if made_up := [source for source in sources if source in SOURCES]:
+            if len({*sources}) > 1:
+                raise DataError(f"'{made_up[0]}' stands beside other data", remedy="give files, or that alone")
+            return self._made_up(loaded)
+        if len(sources) not in (1, len(config.models)):
+            problem = f"{len(sources)} data for {len(config.models)} models"
+            raise DataError(problem, remedy="give one, or one for each")
+        first, limit = config.models[0], config.samples * 2
+        read = [read_samples(first, x, limit, *config.reading, loaded[first], mixed=True) for x in sources]
+        return split(read, config.seed)
 
-    Raises:
-        RotationMergeError: models of different token ids, or that do not fit together.
-    """
-    first, *further_models = config.models
-    pairs = {model: open_pair(first, model, NOTHING, averaged=True) for model in further_models}
-    for pair in pairs.values():
-        if problem := other_ids(anchor, pair.donor):  # no sample would be the same for both
-            remedy = "merge them by a recipe with 'tokenizer: {source: base}'"
-            raise RotationMergeError(problem, where=str(pair.donor.reference), remedy=remedy)
-    relations, names = {}, shortened(config.models)
-    for model, pair in pairs.items():
-        relations[model] = likeness(pair.anchor, pair.donor)
-        say(f"{names[model]}: mean cosine of its matrices to those of {names[first]} {cosine_text(relations[model])}")
-        for warning in pair.warnings:
-            say(f"warning: {warning}")
-    return relations
+    def _made_up(self, loaded: Mapping[str, Any]) -> tuple[Sets, Sets, Sets]:
+        """Samples that each model makes to decide and to report, in whole batches."""
+        config = self.config
+        count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
+        size = min(config.batch_size, count)
+        count = -(-count // size) * size
+        halves = []
+        for number, (name, model) in enumerate(loaded.items()):
+            seed = config.seed + WRITTEN_APART + number
+            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model)
+            halves.append(split_batches(data, count))
+        return [], [deciding for deciding, _ in halves], [reporting for _, reporting in halves]
 
+    def _files(self) -> dict[str, str]:
+        """Files of merge samples for each model (or the word that generates them)."""
+        if not self.training:
+            return dict.fromkeys(self.config.models, self.config.data[0])
+        paths = [write_data(data, self.files / f"{number}.safetensors") for number, data in enumerate(self.training)]
+        return {model: str(paths[number % len(paths)]) for number, model in enumerate(self.config.models)}
 
-def _relation(config: SearchConfig, anchor: View, relations: Mapping[str, float]) -> str:
-    """The models' relation: a few layers are matched if they are near."""
-    if any(cosine < RELATED for cosine in relations.values()):
-        return FAR
-    layers = sorted({block.index for block in anchor.architecture.blocks if block.index is not None})
-    probed = sorted({layers[(len(layers) - 1) * i // (PROBED - 1)] for i in range(PROBED)}) if layers else []
-    options = AlignConfig(heads="permutation", layers=",".join(map(str, probed)) or "all")
-    for model in config.models[1:]:
-        pair = open_pair(config.models[0], model, options, watched=False)
-        before, after = match_pair(pair, listener()).known_report.relative_distances(str(pair.donor.reference))
-        if before - after > SMALL_GAIN * before:
-            return NEAR
-    return SHARED
+    def _base_texts(self, loaded: Mapping[str, Any]) -> tuple[Any, Sets]:
+        """The base, and texts that it writes to measure forgetting, a set each; none if it writes no text."""
+        config, name = self.config, None if self.base is None else self.base.name
+        model = None if name is None else loaded[name] if name in loaded else config.load(name)
+        if name is None or not writes_text(model):
+            return model, []
+        ids = self_written(model, name, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(loaded))
+        return model, [Data([{"input_ids": row, "labels": row}], "next token", 1) for row in ids.split(1)]
 
-
-def _base(config: SearchConfig, relation: str, say: Say) -> TaskVectorBase | None:
-    """Find the models' base, if they may have one, and show it."""
-    if config.base is None and relation == FAR:
-        return None
-    base = find_base(config.models, config.base)
-    if base is None:
-        say("base: not known, so task vectors are not merged; name it as 'base'")
-    else:
-        name = shortened([*dict.fromkeys([*config.models, base.name])])[base.name]
-        say(f"base: {name} ({base.why}); mean cosine between the changes to it {cosine_text(base.cosine)}")
-    return base
-
-
-# --- samples ---------------------------------------------------------------------------------------------------------
-
-
-def _samples(config: SearchConfig, loaded: Mapping[str, Any]) -> tuple[Sets, Sets, Sets]:
-    """Training, deciding and reporting samples of the data; or such as the models make, apart from those for merging.
-
-    Raises:
-        DataError: the sources do not fit the models.
-    """
-    sources = config.data
-    if made_up := [source for source in sources if source in SOURCES]:
-        if len({*sources}) > 1:
-            raise DataError(f"'{made_up[0]}' stands beside other data", remedy="give files, or that alone")
-        return [], *_made_up(config, loaded)
-    if len(sources) not in (1, len(config.models)):
-        problem = f"{len(sources)} data for {len(config.models)} models"
-        raise DataError(problem, remedy="give one, or one for each")
-    first, limit = config.models[0], config.samples * 2
-    read = [read_samples(first, x, limit, *config.reading, loaded[first], mixed=True) for x in sources]
-    return split(read, config.seed)
-
-
-def _made_up(config: SearchConfig, loaded: Mapping[str, Any]) -> tuple[Sets, Sets]:
-    """Deciding and reporting samples that each model makes, in whole batches."""
-    count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
-    size = min(config.batch_size, count)
-    count = -(-count // size) * size
-    deciding, reporting = Sets(), Sets()
-    for number, (name, model) in enumerate(loaded.items()):
-        seed = config.seed + WRITTEN_APART + number
-        data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model)
-        half = len(data.batches) // 2
-        deciding.append(data.with_batches(data.batches[:half]))
-        reporting.append(data.with_batches(data.batches[half:]))
-    return deciding, reporting
+    def _judge(self, part: Sets, texts: Sets) -> Judge:
+        """The judge on some samples: one set for each model, if each gives its own answers."""
+        labelled = self.config.data[0] not in SOURCES and all(data.task not in UNLABELLED for data in part)
+        sets = [in_small_batches(data, vocabulary_size(self.anchor) or 1) for data in part]
+        return Judge(sets * len(self.config.models) if len(sets) == 1 and not labelled else sets, labelled, texts)
 
 
 def split(samples: Sequence[Data], seed: int) -> tuple[Sets, Sets, Sets]:
@@ -236,22 +230,6 @@ def split(samples: Sequence[Data], seed: int) -> tuple[Sets, Sets, Sets]:
     return parts
 
 
-def _base_texts(config: SearchConfig, base: str, loaded: Mapping[str, Any]) -> tuple[Any, Sets]:
-    """The base, and texts that it writes to measure forgetting, a set each; none if it writes no text."""
-    model = loaded[base] if base in loaded else config.load(base)
-    if not writes_text(model):
-        return model, []
-    ids = self_written(model, base, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(loaded))
-    return model, [Data([{"input_ids": row, "labels": row}], "next token", 1) for row in ids.split(1)]
-
-
-def _judge(config: SearchConfig, part: Sets, anchor: View, texts: Sets) -> Judge:
-    """The judge on some samples: one set for each model, if each gives its own answers."""
-    labelled = config.data[0] not in SOURCES and all(data.task not in UNLABELLED for data in part)
-    sets = [in_small_batches(data, vocabulary_size(anchor) or 1) for data in part]
-    return Judge(sets * len(config.models) if len(sets) == 1 and not labelled else sets, labelled, texts)
-
-
 def in_small_batches(data: Data, vocabulary: int) -> Data:
     """Samples of text in batches of few enough rows for their logits to stay below `LOGITS`."""
     batches = []
@@ -259,14 +237,6 @@ def in_small_batches(data: Data, vocabulary: int) -> Data:
         row = batch["input_ids"][0].numel() * vocabulary if data.task in BY_TOKEN and "input_ids" in batch else 1
         batches += by_rows(batch, max(1, LOGITS // row))
     return data.with_batches(batches)
-
-
-def _files(config: SearchConfig, folder: Path, training: Sets) -> dict[str, str]:
-    """Files of merge samples for each model (or the word that generates them)."""
-    if not training:
-        return dict.fromkeys(config.models, config.data[0])
-    paths = [str(write_data(data, folder / f"{number}.safetensors")) for number, data in enumerate(training)]
-    return {model: paths[number % len(paths)] for number, model in enumerate(config.models)}
 
 
 def write_data(data: Data, path: Path) -> Path:

@@ -27,11 +27,10 @@ from rotation_merge.record import DISTANCES, REPORT_FILE, Score, Verdict
 from rotation_merge.report.files import read_report
 from rotation_merge.run.batches import data_hash
 from rotation_merge.run.evaluate import keep_figures
-from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, candidates_of, left_out, with_files
 from rotation_merge.search.config import SearchConfig, seconds
 from rotation_merge.search.judge import Figures, forgetting
-from rotation_merge.search.parents import Parents, opened_parents
+from rotation_merge.search.parents import Parents
 from rotation_merge.search.scale import best_scale
 
 MARKED = re.compile(r"[0-9a-f]{8}")
@@ -151,7 +150,7 @@ class Search:
 
     def run(self) -> Outcome:
         """Try candidates within the budget, and measure the best one on the reporting samples."""
-        self.parents = opened_parents(self.config, self.files, self.say)
+        self.parents = Parents(self.config, self.files, self.say)
         judge = self.parents.deciding
         self.samples = data_hash([batch for data in [*judge.sets, *judge.texts] for batch in data.batches])
         self.left_out |= left_out(self.parents)
@@ -265,8 +264,7 @@ class Search:
         """The reporting samples in words."""
         count = sum(data.examples for data in self.parents.reporting.sets)
         sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
-        origin = {SELF: "written by the models", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
-        return f"{count} held-out samples {origin}"
+        return f"{count} held-out samples of {sources}"
 
     def write(self, outcome: Outcome) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.

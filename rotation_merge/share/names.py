@@ -48,7 +48,7 @@ def targets_of(words: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     return {name: target for name, target in (spelled | targets).items() if target}
 
 
-def on_hub(target: str) -> tuple[str, str | None]:
+def _on_hub(target: str) -> tuple[str, str | None]:
     """A model of the hub at a revision, by default the newest, and its licence where the hub tells.
 
     Raises:
@@ -70,6 +70,17 @@ def on_hub(target: str) -> tuple[str, str | None]:
         raise RotationMergeError(problem, where=hub, remedy=f"write {hub}@REVISION") from error
     licence = None if facts.card_data is None else facts.card_data.license
     return f"{hub}@{revision or facts.sha}", licence if isinstance(licence, str) else None
+
+
+def pinned(names: Mapping[str, str], origins: Origins) -> dict[str, str]:
+    """The names with revisions; the origins of models that were read from folders are completed by them."""
+    on_the_hub = {target: _on_hub(target) for target in dict.fromkeys(names.values())}
+    for name, facts in origins.items():
+        if name in names and not facts.get("hub"):
+            target, licence = on_the_hub[names[name]]
+            hub, _, revision = target.partition("@")
+            facts.update(hub=hub, revision=revision or None, license=facts.get("license") or licence)
+    return {name: on_the_hub[target][0] for name, target in names.items()}
 
 
 def origins_of(models: Origins) -> Origins:

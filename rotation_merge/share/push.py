@@ -10,9 +10,7 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -30,13 +28,12 @@ from rotation_merge.report.files import read_report
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import chosen_files, published_name
 from rotation_merge.share.names import (
-    Origins,
     check_no_local_path,
     completed,
     inputs_of,
     is_local,
-    on_hub,
     origins_of,
+    pinned,
     targets_of,
 )
 
@@ -51,30 +48,63 @@ CHUNK = 1 << 22
 """Bytes of a file that are in memory at once."""
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A folder that is to be published.
+class Publication:
+    """What is published of a merge's folder or, without a revision, would be.
 
     Attributes:
         files: of the folder that are published, by their places in it.
         left_out: those that stay here.
+        recipe: as it was run; empty of a model that is no merge.
         names: names on the hub of local models (and data).
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
         unpublished: statistics that the recipe reads and that are not published, with their published names.
-        recipe: as it was run; empty of a model that is no merge.
         facts: the report as data, with the names on the hub and licences of local models.
+        texts: report, recipe and card as they are published, by their places.
+        sizes: of all files in bytes, by their places; those that the recipe reads come first.
+        revision: the commit.
     """
 
-    folder: str
-    repo: str
-    files: Mapping[str, str]
-    left_out: Sequence[str]
-    report: MergeReport
-    names: Mapping[str, str]
-    beside: Mapping[str, str]
-    unpublished: Mapping[str, str]
-    recipe: str
-    facts: Mapping[str, Any]
+    def __init__(
+        self, folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.repo = folder, repo
+        self.report = report = read_report(os.path.join(folder, REPORT_FILE))
+        self.files, self.left_out = chosen_files(folder, include, with_data)
+        self.recipe = completed(report.recipe, report.data) if report.relation == "merge" else ""
+        self.facts, sources = report.to_dict(), [str(used["source"]) for used in report.data]
+        origins, (models, files) = origins_of(self.facts["models"]), inputs_of(self.recipe)
+        read = {source: "data" for source in sources if with_data and os.path.isfile(source)} | files
+        models = list(dict.fromkeys([*models, *origins]))
+        names = {n: f"{x['hub']}@{x['revision']}" for n, x in origins.items() if x.get("hub") and x.get("revision")}
+        names |= targets_of(targets, [*models, *read, *sources])
+        self.beside, self.unpublished = self._places({n: kind for n, kind in read.items() if n not in names}, with_data)
+        missing = [name for name in models if name not in names and is_local(name, origins)]
+        missing += [name for name in read if name not in {*names, *self.beside, *self.unpublished}]
+        if missing:
+            words = " ".join(f"--as {name}=org/name@revision" for name in missing[:4])
+            remedy = f"add {words} (not on the hub yet: 'hf upload org/name {missing[-1]}'), or for samples --with-data"
+            problem = f"local paths need a name on the hub: {named(missing)}"
+            raise RotationMergeError(problem, where=folder, remedy=remedy)
+        self.names = pinned(names, origins)
+        _check_whole(folder, list(origins))
+        self.texts: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        self.revision: str | None = None
+
+    def _places(self, read: Mapping[str, str], with_data: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """The places of files that the recipe reads and that are published, and the names of statistics that are not.
+
+        Args:
+            read: the kinds of files that are not on the hub, by name.
+        """
+        beside, unpublished = {}, {}
+        for number, (name, kind) in enumerate((n, kind) for n, kind in read.items() if os.path.isfile(n)):
+            inside, place = os.path.relpath(name, self.folder), published_name(kind, number, name)
+            if with_data or kind == "alignment" or inside in self.files:
+                beside[name] = inside if inside in self.files else place
+            elif kind == "statistics":
+                unpublished[name] = os.path.basename(place)
+        return beside, unpublished
 
     def renaming(self, commit: str) -> Renaming:
         """Published names of everything local.
@@ -91,34 +121,52 @@ class Draft:
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
     def stage(self, folder: str, commit: str = UNKNOWN) -> dict[str, str]:
-        """Write all that is published into a folder; the files that the recipe reads only once.
+        """Write all that is published into a folder, the files that the recipe reads only once; gives the paths.
 
         Args:
             commit: of these files.
 
-        Returns:
-            The paths by their places, those of these files first.
-
         Raises:
             RotationMergeError: a file still names a path of this machine.
         """
-        renaming, texts = self.renaming(commit), self._texts(self.renaming(commit))
+        renaming = self.renaming(commit)
+        self.texts = {REPORT_FILE: f"{json.dumps(renaming.value(self.facts), indent=1)}\n"}
+        self.texts |= {RECIPE: renaming.text(self.recipe)} if self.recipe else {}
+        self.texts[CARD] = self._card(renaming)
         files = {place: path for path, place in self.beside.items()}
-        files |= {place: path for place, path in self.files.items() if place not in (*files, *texts, RECIPE)}
-        staged = {place: os.path.join(folder, place) for place in (*files, *texts)}
+        files |= {place: path for place, path in self.files.items() if place not in (*files, *self.texts, RECIPE)}
+        staged = {place: os.path.join(folder, place) for place in (*files, *self.texts)}
         for place, path in staged.items():
-            if place in texts:
-                _write(path, texts[place])
+            if place in self.texts:
+                _write(path, self.texts[place])
             elif place not in self.beside.values() or not os.path.exists(path):
                 _stage(files[place], path, renaming)
             check_no_local_path(place, text_in(path), renaming.names)
+        self.sizes = {place: os.stat(path).st_size for place, path in staged.items()}
         return staged
 
-    def _texts(self, renaming: Renaming) -> dict[str, str]:
-        """Report, recipe and card, by their places."""
-        texts = {REPORT_FILE: f"{json.dumps(renaming.value(self.facts), indent=1)}\n"}
-        texts |= {RECIPE: renaming.text(self.recipe)} if self.recipe else {}
-        return {**texts, CARD: self._card(renaming)}
+    def send(self, folder: str, private: bool) -> None:
+        """Upload what is staged in a folder, first what the recipe reads, as the recipe names its commit.
+
+        Raises:
+            RotationMergeError: the hub refuses, or cannot be reached.
+        """
+        from huggingface_hub import HfApi
+
+        api, early = HfApi(), list(self.beside.values())
+        upload = partial(api.upload_folder, repo_id=self.repo, folder_path=folder)
+        try:
+            if not reachable():
+                raise OSError(no_answer()[0])
+            api.create_repo(self.repo, private=private, exist_ok=True)
+            if early:
+                self.stage(folder, str(upload(allow_patterns=early, commit_message="What the recipe reads").oid))
+            self.revision = str(upload(ignore_patterns=early, commit_message="Merge, recipe, report and card").oid)
+        except RotationMergeError:
+            raise
+        except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
+            remedy = "log in with 'hf auth login', and check the connection and the repository's name"
+            raise RotationMergeError(f"cannot be published ({short(error)})", where=self.repo, remedy=remedy) from error
 
     def _card(self, renaming: Renaming) -> str:
         """The card, its metadata and our section written anew, with figures that are of these very weights.
@@ -165,23 +213,6 @@ class Draft:
             yield shlex.join([*words, "--kinds", ",".join(head["kinds"]), *options, "--out", self.unpublished[path]])
 
 
-@dataclass(frozen=True)
-class Publication:
-    """What was published or, without a revision, would be.
-
-    Attributes:
-        revision: the commit.
-        sizes: of the files in bytes, by their places; those that the recipe reads come first.
-        card, recipe: their texts; an aligned model has no recipe.
-    """
-
-    plan: Draft
-    revision: str | None
-    sizes: dict[str, int]
-    card: str
-    recipe: str | None
-
-
 def push(
     folder: str,
     repo: str,
@@ -207,69 +238,13 @@ def push(
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):  # before the hub is asked
         raise RotationMergeError(f"'{repo}' names no repository", remedy="write org/name")
-    plan = draft(folder, repo, targets, with_data, include)
+    publication = Publication(folder, repo, targets, with_data, include)
     with TemporaryFolder() as temporary:
         staging = os.path.join(temporary, "files")
-        staged = plan.stage(staging)  # what it refuses is refused before anything is sent
-        revision = _upload(plan, staging, private) if yes else None
-        sizes = {place: os.stat(path).st_size for place, path in staged.items()}
-        recipe = text_in(staged[RECIPE]) if RECIPE in staged else None
-        return Publication(plan, revision, sizes, text_in(staged[CARD]), recipe)
-
-
-def draft(
-    folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
-) -> Draft:
-    """The plan of publishing a folder; see `push`."""
-    report = read_report(os.path.join(folder, REPORT_FILE))
-    files, left_out = chosen_files(folder, include, with_data)
-    recipe = completed(report.recipe, report.data) if report.relation == "merge" else ""
-    facts, sources = report.to_dict(), [str(used["source"]) for used in report.data]
-    origins, (models, files_read) = origins_of(facts["models"]), inputs_of(recipe)
-    read = {source: "data" for source in sources if with_data and os.path.isfile(source)} | files_read
-    models = list(dict.fromkeys([*models, *origins]))
-    names = {n: f"{x['hub']}@{x['revision']}" for n, x in origins.items() if x.get("hub") and x.get("revision")}
-    names |= targets_of(targets, [*models, *read, *sources])
-    beside, unpublished = _places(folder, files, {n: kind for n, kind in read.items() if n not in names}, with_data)
-    missing = [name for name in models if name not in names and is_local(name, origins)]
-    missing += [name for name in read if name not in {*names, *beside, *unpublished}]
-    if missing:
-        words = " ".join(f"--as {name}=org/name@revision" for name in missing[:4])
-        remedy = f"add {words} (not on the hub yet: 'hf upload org/name {missing[-1]}'), or for samples --with-data"
-        raise RotationMergeError(f"local paths need a name on the hub: {named(missing)}", where=folder, remedy=remedy)
-    names = _pinned(names, origins)
-    _check_whole(folder, list(origins))
-    return Draft(folder, repo, files, left_out, report, names, beside, unpublished, recipe, facts)
-
-
-def _places(
-    folder: str, published: Mapping[str, str], read: Mapping[str, str], with_data: bool
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The places of files that the recipe reads and that are published, and the names of statistics that are not.
-
-    Args:
-        published: files of the folder.
-        read: the kinds of files that are not on the hub, by name.
-    """
-    beside, unpublished = {}, {}
-    for number, (name, kind) in enumerate((n, kind) for n, kind in read.items() if os.path.isfile(n)):
-        inside, place = os.path.relpath(name, folder), published_name(kind, number, name)
-        if with_data or kind == "alignment" or inside in published:
-            beside[name] = inside if inside in published else place
-        elif kind == "statistics":
-            unpublished[name] = os.path.basename(place)
-    return beside, unpublished
-
-
-def _pinned(names: Mapping[str, str], origins: Origins) -> dict[str, str]:
-    """The names with revisions; the origins of models that were read from folders are completed by them."""
-    on_the_hub = {target: on_hub(target) for target in dict.fromkeys(names.values())}
-    for name, facts in origins.items():
-        if name in names and not facts.get("hub"):
-            pinned, licence = on_the_hub[names[name]]
-            hub, _, revision = pinned.partition("@")
-            facts.update(hub=hub, revision=revision or None, license=facts.get("license") or licence)
-    return {name: on_the_hub[target][0] for name, target in names.items()}
+        publication.stage(staging)  # what it refuses is refused before anything is sent
+        if yes:
+            publication.send(staging, private)
+    return publication
 
 
 def _check_whole(folder: str, models: Sequence[str]) -> None:
@@ -364,27 +339,3 @@ def _replace_head(path: str, entries: Mapping[str, str]) -> None:
         with open(path, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             shutil.copyfileobj(source, file, CHUNK)
-
-
-def _upload(plan: Draft, folder: str, private: bool) -> str:
-    """Upload what is staged in a folder, first what the recipe reads, as the recipe names its commit; gives the commit.
-
-    Raises:
-        RotationMergeError: the hub refuses, or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    api, early = HfApi(), list(plan.beside.values())
-    send = partial(api.upload_folder, repo_id=plan.repo, folder_path=folder)
-    try:
-        if not reachable():
-            raise OSError(no_answer()[0])
-        api.create_repo(plan.repo, private=private, exist_ok=True)
-        if early:
-            plan.stage(folder, str(send(allow_patterns=early, commit_message="What the recipe reads").oid))
-        return str(send(ignore_patterns=early, commit_message="Merge, recipe, report and card").oid)
-    except RotationMergeError:
-        raise
-    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
-        remedy = "log in with 'hf auth login', and check the connection and the repository's name"
-        raise RotationMergeError(f"cannot be published ({short(error)})", where=plan.repo, remedy=remedy) from error

@@ -24,7 +24,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.open import open_model
 from rotation_merge.search import run as search
 from rotation_merge.search.parents import FAR, NEAR, SHARED
-from rotation_merge.share.push import draft, text_in
+from rotation_merge.share.push import Publication, text_in
 
 BASE, ENGLISH, C, LORA = (
     str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c", "llama-0-lora-english")
@@ -94,7 +94,7 @@ def _check_verdict(out: Path, facts: dict[str, Any]) -> None:
 
 def _check_published(out: Path, files: set[str], folder: Path, with_data: bool) -> Any:
     """What is published names nothing of this machine, and says where the files come from."""
-    plan = draft(str(out), "me/out", HUB, with_data)
+    plan = Publication(str(out), "me/out", HUB, with_data)
     assert not with_data or set(plan.beside) >= files
     staged = plan.stage(str(folder / f"staged-{with_data}"))
     assert not [place for place, path in staged.items() if str(out.parent) in text_in(path)]

@@ -7,7 +7,6 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -102,10 +101,11 @@ def test_a_base_in_gguf_is_named(tmp_path: Path) -> None:
 
 
 def parents(relation: str, base: str | None = None) -> Parents:
-    parts: dict[str, Any] = dict.fromkeys(Parents.__dataclass_fields__)
-    parts |= {"anchor": open_model(ENGLISH, any_base=True), "relation": relation, "training": [None]}
-    parts |= {"base": base and TaskVectorBase(base, ""), "data": {ENGLISH: "self", C: "self"}}
-    return Parents(**{**parts, "config": SearchConfig(models=(ENGLISH, C), out="out", data=("self",), samples=8)})
+    case = object.__new__(Parents)
+    case.anchor, case.relation, case.training = open_model(ENGLISH, any_base=True), relation, [None]
+    case.base, case.data = base and TaskVectorBase(base, ""), {ENGLISH: "self", C: "self"}
+    case.config = SearchConfig(models=(ENGLISH, C), out="out", data=("self",), samples=8)
+    return case
 
 
 SAMPLED = ["regmean", "refit, plain", "refit, whole model", "learned"]
