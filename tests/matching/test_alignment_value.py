@@ -72,7 +72,7 @@ def equal(view: Any, tensors: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}")
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: f"{case[0]}-{case[2]}")
 def test_an_alignment_of_independent_models(case: tuple[str, str, str], tmp_path: Path) -> None:
     """Any form of the donor is moved alike, keeps its function, and comes back."""
     anchor, donor = (checkpoint(*case[:2], tmp_path / str(seed), seed=seed) for seed in range(2))
@@ -361,7 +361,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
         (lambda s, call=call: call(s.A, s.grown, s.batches), r"grown: tensor '.*' is \[58, 32\], in .* is \[50, 32\]")
         for call in (rm.barrier, rm.fit)
     ),
-    (lambda s: rm.polish(s.A, [s.grown], s.batches), r"0: has 50 tokens, .*grown has 58, and"),
+    (lambda s: rm.polish(s.A, [s.grown], s.batches), r"0: no tokenizer says .*50, 58 tokens"),
 ]
 
 

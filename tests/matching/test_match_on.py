@@ -21,7 +21,7 @@ from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.match_on import ROWS, ActivationMatcher, centred
 
 FIRST = {case.family: case for case in reversed(ALL)}
-KINDS = ("llama", "gpt2", "bert", "vit", "t5", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
+KINDS = ("bert", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
 """A family for each kind of layer."""
 LLAMA = FIRST["llama"]
 
