@@ -1,4 +1,4 @@
-"""Matching the heads of a layer: planted truths, no order and no element better, bounds, ties."""
+"""Matching the heads of a layer: planted truths, no order and no element better, ties."""
 
 from __future__ import annotations
 
@@ -60,42 +60,39 @@ def match(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Tran
     return found.transform
 
 
-def after(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> float:
-    return left(anchor, donor, match(space, anchor, donor, **options))
-
-
 @kinds
 @every
 @pytest.mark.parametrize("shape", [(5, 1), (3, 2), (1, 4)])
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_a_planted_element_is_found(
-    facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int], noise: float
-) -> None:
+def test_a_planted_element_is_found(facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int]) -> None:
     """The order of heads, and what is left is no more than the noise."""
     space, config = attention(*shape, 4, **facts), AlignConfig(heads="permutation", **options)
-    anchor = tensors(space, 60, 0, spread=0.1)
-    truth, twin = planted(space, config, 5), noisy(anchor, noise, 6)
-    donor = moved(twin, truth.inverse())
-    best = match(space, anchor, donor, **options)
-    order = best.head_order()
-    assert order is not None
-    assert torch.equal(order, truth.head_order())
-    if config.scaling != "sequential":
-        assert left(anchor, donor, best) <= distance(anchor, twin) * (1 + 1e-9) + 1e-14 * distance(
-            anchor, moved(anchor, truth)
-        )
+    anchor, truth = tensors(space, 60, 0, spread=0.1), planted(space, config, 5)
+    for noise in (0.0, 0.3):
+        twin = noisy(anchor, noise, 6)
+        donor = moved(twin, truth.inverse())
+        best = match(space, anchor, donor, **options)
+        assert best.head_order().tolist() == truth.head_order().tolist()  # type: ignore[union-attr]
+        floor = 1e-14 * distance(anchor, moved(anchor, truth))
+        if config.scaling != "sequential":
+            assert left(anchor, donor, best) <= distance(anchor, twin) * (1 + 1e-9) + floor
 
 
 @kinds
 @every
 @pytest.mark.parametrize("shape", [(3, 1), (2, 2), (1, 3)])
-def test_no_order_is_better(facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int]) -> None:
-    """Of pairs with nothing in common. Query heads inside groups are found in turn with the maps, nearly the best."""
+@pytest.mark.parametrize("near", [False, True])
+def test_no_order_is_better(facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int], near: bool) -> None:
+    """Of pairs with nothing in common. Query heads inside groups are found in turn with the maps, nearly the best.
+
+    Heads of near models are at their places; the shortcut that says so is never wrong.
+    """
     space = attention(*shape, 4, **facts)
-    anchor, donor = tensors(space, 7, 0, spread=0.4), tensors(space, 7, 50, spread=0.4)
-    reached = after(space, anchor, donor, **options)
+    anchor = tensors(space, 7, 0, spread=0.4)
+    donor = noisy(anchor, 0.05, 2) if near else tensors(space, 7, 50, spread=0.4)
+    best = match(space, anchor, donor, **options)
+    reached = left(anchor, donor, best)
     orders = [reordered(space, donor, *order) for order in head_orders(*shape)]
-    others = [after(space, anchor, other, **{**options, "heads": "none"}) for other in orders]
+    others = [left(anchor, x, match(space, anchor, x, **{**options, "heads": "none"})) for x in orders]
     exact = shape[1] == 1 and options.get("scaling", True) is False
     assert reached <= others[0] * (1 + 1e-9)
     assert reached <= min(others) * (1 + (1e-9 if exact else 0.05))
@@ -118,42 +115,37 @@ def test_one_side_alone_is_matched() -> None:
         space = attention(3, 2, 4)
         anchor, donor = ({r: x for r, x in tensors(space, 9, seed).items() if r in roles} for seed in (0, 1))
         for heads in ("none", "permutation", "spectral"):
-            assert after(space, anchor, donor, heads=heads) < distance(anchor, donor)
+            best = match(space, anchor, donor, heads=heads)
+            assert left(anchor, donor, best) < distance(anchor, donor)
 
 
 def test_orders_that_are_not_free_stay() -> None:
-    fixed = attention(3, 2, 4, free_order=False)
-    anchor, donor = tensors(fixed, 9, 0), tensors(fixed, 9, 1)
-    found = match_heads(fixed, sides_of(anchor, donor), AlignConfig(heads="permutation"))
+    fixed, inside = attention(3, 2, 4, free_order=False), attention(2, 3, 4, free_groups=False)
+    found = match_heads(fixed, sides_of(tensors(fixed, 9, 0), tensors(fixed, 9, 1)), AlignConfig(heads="permutation"))
     assert found.transform.head_order().tolist() == list(range(6))  # type: ignore[union-attr]
     assert "fixed" in found.notes[0]
-    inside = attention(2, 3, 4, free_groups=False)
-    anchor, donor = tensors(inside, 9, 0), tensors(inside, 9, 1)
-    best = match(inside, anchor, donor)
+    best = match(inside, tensors(inside, 9, 0), tensors(inside, 9, 1))
     assert best.orders[0].tolist() == [0, 1]
     assert best.orders[1].tolist() != [[0, 1, 2]] * 2
 
 
 @kinds
 @every
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_equal_heads_stay_bit_for_bit(facts: dict[str, Any], options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_equal_heads_stay_bit_for_bit(facts: dict[str, Any], options: dict[str, Any]) -> None:
     """Also where heads are zero, equal or of low rank, and where another head of the donor differs."""
     space = attention(4, 2, 4, **facts)
-    anchor = tensors(space, 9, 0, dtype=dtype)
-    for role, x in anchor.items():
-        x[0] = 0
-        x[2] = x[1]
-        x[3, ..., 1:, :] = 0 if role in "kv" else x[3, ..., 1:, :]
-    for touched in (False, True):
-        donor = {role: x.clone() for role, x in anchor.items()}
-        if touched:
-            donor["k"][1, 0] += 0.01
-            donor["o"][1, 0] += 0.01
-        transform = match(space, anchor, donor, **options)
-        assert transform.is_identity() or touched
-        kept = [g for g in range(4) if not touched or g != 1]
-        assert all(torch.equal(moved(donor, transform)[role][kept], x[kept]) for role, x in anchor.items())
+    for dtype in (torch.float64, torch.bfloat16):
+        anchor = tensors(space, 9, 0, dtype=dtype)
+        for role, x in anchor.items():
+            x[0] = 0
+            x[2] = x[1]
+            x[3, ..., 1:, :] = 0 if role in "kv" else x[3, ..., 1:, :]
+        assert match(space, anchor, {role: x.clone() for role, x in anchor.items()}, **options).is_identity()
+        donor, kept = {role: x.clone() for role, x in anchor.items()}, [0, 2, 3]
+        donor["k"][1, 0] += 0.01
+        donor["o"][1, 0] += 0.01
+        after = moved(donor, match(space, anchor, donor, **options))
+        assert all(torch.equal(after[role][kept], x[kept]) for role, x in anchor.items())
 
 
 @pytest.mark.parametrize("scaling", [True, False])
@@ -179,11 +171,11 @@ def test_storage_and_strides_do_not_matter(facts: dict[str, Any], dtype: torch.d
     best = match(space, *double)
     for pair in (models, strided):
         again = match(space, *pair)
-        assert torch.equal(again.head_order(), best.head_order())
+        assert torch.equal(again.head_order(), best.head_order())  # type: ignore[arg-type]
         assert left(*double, again) == pytest.approx(left(*double, best), rel=1e-5)
     mixed = [Side(role, models[0][role], double[1][role]) for role in models[0]]
     found = match_heads(space, mixed, AlignConfig(heads="permutation"))
-    assert torch.equal(found.transform.head_order(), best.head_order())
+    assert torch.equal(found.transform.head_order(), best.head_order())  # type: ignore[arg-type]
 
 
 def test_gains_of_norms_are_exchanged_by_their_own_heads() -> None:
@@ -191,11 +183,9 @@ def test_gains_of_norms_are_exchanged_by_their_own_heads() -> None:
     for norm, roles in (("rms_head", ("q_norm", "k_norm")), ("rms_all", ("q_gain", "k_gain"))):
         space = attention(3, 2, 4, rotary=4, norm=norm)
         anchor = tensors(space, 40, 0)
-        anchor |= {
-            role: torch.randn(*space.factors(role), 1, generator=gen(n)).double() for n, role in enumerate(roles)
-        }
-        truth = planted(space, AlignConfig(heads="permutation"), 3)
-        donor = moved(anchor, truth.inverse())
+        for number, role in enumerate(roles):
+            anchor[role] = torch.randn(*space.factors(role), 1, generator=gen(number)).double()
+        donor = moved(anchor, planted(space, AlignConfig(heads="permutation"), 3).inverse())
         best = match(space, anchor, donor)
         assert left(anchor, donor, best) <= 1e-18 * distance(anchor, donor)
         assert not best.elements["gains"].is_identity()
@@ -205,12 +195,10 @@ def test_gains_of_norms_are_exchanged_by_their_own_heads() -> None:
 @pytest.mark.parametrize("facts", [{}, {"rotary": 32}, {"norm": "rms_head"}])
 def test_heads_that_are_equal_stay_beside_heads_that_are_not(dtype: torch.dtype, facts: dict[str, object]) -> None:
     """Bit for bit, however ill-conditioned: the rounding of their statistics must not turn them."""
-    heads, d, width = 4, 32, 1000
-    sizes = {"groups": heads, "per_group": 1, "head_dim": d, "value_dim": d}
-    space = Space("attn", "attention", sizes, **facts)  # type: ignore[arg-type]
-    g, sides, equal = gen(30), [], torch.tensor([True, False, True, False])
+    heads, d, width, g = 4, 32, 1000, gen(30)
+    space, sides, equal = attention(heads, 1, d, **facts), list[Side](), torch.tensor([True, False, True, False])
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
     for role in ("q", "k", "v", "o"):

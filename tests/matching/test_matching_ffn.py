@@ -34,19 +34,13 @@ kinds = pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS.keys())
 Tensors = dict[str, Tensor]
 
 
-def neurons(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Neurons:
-    pairs = {role: [(anchor[role], donor[role])] if role in anchor else [] for role in ("in", "gate", "out")}
-    return Neurons.of(space, pairs, AlignConfig(**options))
-
-
 def match(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Transform:
     matched = match_ffn(space, sides_of(anchor, donor), AlignConfig(**options))
-    transform, squares = matched.transform, matched.squares
-    assert admitted(space, AlignConfig(**options)).admits(transform)
-    before, after = distance(anchor, donor), left(anchor, donor, transform)
-    assert squares is not None
-    assert squares[:2] == pytest.approx((before, after), rel=1e-5, abs=1e-5 * before)
-    return transform
+    assert admitted(space, AlignConfig(**options)).admits(matched.transform)
+    before, after = distance(anchor, donor), left(anchor, donor, matched.transform)
+    assert matched.squares is not None
+    assert matched.squares[:2] == pytest.approx((before, after), rel=1e-5, abs=1e-5 * before)
+    return matched.transform
 
 
 def costs(space: Space, anchor: Tensors, donor: Tensors, scaling: bool = True) -> Tensor:
@@ -58,23 +52,21 @@ def costs(space: Space, anchor: Tensors, donor: Tensors, scaling: bool = True) -
     if "gate" in a:
         total = total + norms["gate"] - 2 * products["gate"]
     problem = norms["in"], norms["out"], products["in"], products["out"]
-    scale = torch.ones_like(total)
-    if scaling and space.degree:
-        scale = best_scale(*problem, space.gated, space.degree)
+    free = scaling and space.degree
+    scale = best_scale(*problem, space.gated, space.degree) if free else torch.ones_like(total)
     return total + cost(scale, *problem, space.degree or 1)
 
 
 @kinds
 @pytest.mark.parametrize("scaling", [True, False])
-@pytest.mark.parametrize("spread", [0.0, 0.5])
-@pytest.mark.parametrize(("n", "width"), [(6, 5), (120, 30)])
+@pytest.mark.parametrize(("n", "width", "spread"), [(6, 5, 0.0), (6, 5, 0.5), (120, 30, 0.5)])
 def test_the_order_is_nearly_the_best_of_all(
-    facts: dict[str, Any], scaling: bool, spread: float, n: int, width: int
+    facts: dict[str, Any], scaling: bool, n: int, width: int, spread: float
 ) -> None:
     """Of pairs with nothing in common; the best without scales, which are balanced for the order only."""
     space, rows = ffn(n, **facts), torch.arange(n)
     for seed in range(3):
-        anchor, donor = tensors(space, width, seed, spread=spread), tensors(space, width, seed + 50, spread=spread)
+        anchor, donor = (tensors(space, width, s, spread=spread) for s in (seed, seed + 50))
         every = costs(space, anchor, donor, scaling)
         best = float(every[rows, assign(-every)].sum())
         reached = left(anchor, donor, match(space, anchor, donor, scaling=scaling))
@@ -88,25 +80,28 @@ def test_the_order_is_nearly_the_best_of_all(
 
 
 @kinds
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
 def test_planted_neurons_are_found(facts: dict[str, Any], noise: float) -> None:
+    """Whatever the storage and its strides."""
     space = ffn(200, **facts)
     anchor, truth = tensors(space, 120, 0, spread=0.3), planted(space, AlignConfig(), 1)
     twin = noisy(anchor, noise, 2)
-    donor = moved(twin, truth.inverse())
+    donor, expected = moved(twin, truth.inverse()), truth.elements["neurons"]
     best = match(space, anchor, donor)
-    element, expected = best.elements["neurons"], truth.elements["neurons"]
+    element = best.elements["neurons"]
     assert isinstance(element, Monomial)
     assert isinstance(expected, Monomial)
     assert torch.equal(element.index, expected.index)
     assert torch.equal(element.factor.sign(), expected.factor.sign())
     assert left(anchor, donor, best) <= distance(anchor, twin) * (1 + 1e-9) + 1e-14 * distance(anchor, donor)
-    if noise == 0:
-        torch.testing.assert_close(element.factor, expected.factor)
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = [{role: x.to(dtype).T.contiguous().T for role, x in model.items()} for model in (anchor, donor)]
+        again = match(space, *pair).elements["neurons"]
+        assert torch.equal(again.index, element.index)  # type: ignore[union-attr]
 
 
 @kinds
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("noise", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("order", ["own", "two exchanged", "reversed"])
 def test_the_shortcut_is_never_wrong(facts: dict[str, Any], dtype: torch.dtype, noise: float, order: str) -> None:
@@ -117,7 +112,8 @@ def test_the_shortcut_is_never_wrong(facts: dict[str, Any], dtype: torch.dtype, 
         places[[3, 8]] = places[[8, 3]]
     anchor = tensors(space, 256, 0, spread=0.2, dtype=dtype)
     donor = {role: x[places] for role, x in noisy(anchor, noise, 1).items()}
-    if (proven := proven_order(neurons(space, anchor, donor))) is not None:
+    pairs = {role: [(anchor[role], donor[role])] if role in anchor else [] for role in ("in", "gate", "out")}
+    if (proven := proven_order(Neurons.of(space, pairs, AlignConfig()))) is not None:
         every, rows = costs(space, anchor, donor), torch.arange(n)
         assert every[rows, proven[0]].sum() <= every[rows, assign(-every)].sum() * (1 + 1e-9)
         assert noise > 0.1 or torch.equal(proven[0], places.argsort())
@@ -127,7 +123,7 @@ def test_the_shortcut_is_never_wrong(facts: dict[str, Any], dtype: torch.dtype, 
 
 
 @kinds
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [12, 200])
 def test_equal_neurons_stay_bit_for_bit(facts: dict[str, Any], dtype: torch.dtype, n: int) -> None:
     """Also dead ones, equal ones, and where another one differs."""
@@ -143,23 +139,13 @@ def test_equal_neurons_stay_bit_for_bit(facts: dict[str, Any], dtype: torch.dtyp
     assert all(torch.equal(result[role][kept], anchor[role][kept]) for role in anchor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@kinds
-def test_strides_and_storage_do_not_matter(facts: dict[str, Any], dtype: torch.dtype) -> None:
-    space = ffn(90, **facts)
-    models = [tensors(space, 40, seed, dtype=dtype) for seed in (0, 1)]
-    strided = [{role: x.T.contiguous().T for role, x in model.items()} for model in models]
-    double = [{role: x.double() for role, x in model.items()} for model in models]
-    reached = [left(*double, match(space, *pair)) for pair in (models, strided, double)]
-    assert reached[1:] == pytest.approx([reached[0]] * 2, rel=1e-5)
-
-
 # --- experts
 
 
 def mixtral(
-    experts: int = 4, hidden: int = 16, size: int = 12, fused: bool = False
+    experts: int, hidden: int = 16, size: int = 12, fused: bool = False
 ) -> tuple[Block, Space, list[TensorInfo]]:
+    """A layer, its experts, and their tensors: apart, or gate and up fused."""
     config = {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": hidden,
         "intermediate_size": size, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1,
@@ -170,24 +156,21 @@ def mixtral(
     space = next(s for s in block.spaces.values() if s.kind == "experts")
     stacked = any("gate_up_proj" in t.key for t in block.tensors)
     infos = [t for t in block.tensors if space in t.spaces() and not t.key.endswith("bias")]
-    return (
-        block,
-        space,
-        [t for t in infos if not stacked or ("proj" in t.key) == fused or t.key.endswith("gate.weight")],
-    )
+    chosen = [t for t in infos if not stacked or ("proj" in t.key) == fused or t.key.endswith("gate.weight")]
+    return block, space, chosen
 
 
 def block_tensors(infos: Any, seed: int, spread: float = 0.3) -> Tensors:
-    g = gen(seed)
-    return {
-        t.key: torch.randn([a.size or 8 for a in t.axes], generator=g, dtype=torch.float64)
-        * (spread * torch.randn(t.axes[0].size or 8, *[1] * (len(t.axes) - 1), generator=g, dtype=torch.float64)).exp()
-        for t in infos
-    }
+    g, result = gen(seed), {}
+    for t in infos:
+        x = torch.randn([a.size or 8 for a in t.axes], generator=g, dtype=torch.float64)
+        norms = torch.randn(t.axes[0].size or 8, *[1] * (len(t.axes) - 1), generator=g, dtype=torch.float64)
+        result[t.key] = x * (spread * norms).exp()
+    return result
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_planted_experts_are_found(fused: bool, noise: float, groups: int) -> None:
     block, space, infos = mixtral(experts=6, hidden=40, size=20, fused=fused)
@@ -208,8 +191,7 @@ def test_experts_are_never_farther_than_at_their_places(scaling: bool, groups: i
     """Of layers with nothing in common; groups of the router stay together, equal experts where they are."""
     block, space, infos = mixtral(experts=4, hidden=8, size=6)
     space.sizes["groups"] = groups
-    anchor, donor = block_tensors(infos, 0), block_tensors(infos, 1)
-    options = AlignConfig(scaling=scaling)
+    anchor, donor, options = block_tensors(infos, 0), block_tensors(infos, 1), AlignConfig(scaling=scaling)
     best = match_experts(block, space, anchor, donor, {}, options)
     assert admitted(space, options).admits(best)
     places = match_experts(block, space, anchor, donor, {}, AlignConfig(scaling=scaling, ffn="none"))
@@ -231,25 +213,18 @@ def test_experts_that_are_alike_follow_their_router_rows() -> None:
 
 # --- whole blocks
 
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 80, "num_key_value_heads": 2, **SIZES}
+BERT = {"architectures": ["BertForMaskedLM"], "intermediate_size": 48, "hidden_act": "gelu", **SIZES}
+BERT["model_type"] = "bert"
 
-def llama_block(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Architecture, Block, Tensors]:
-    config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_hidden_layers": 1,
-    }  # fmt: skip
-    architecture = build(shipped()["llama"], config, "model.", [])
+
+def layer(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Architecture, Block, Tensors]:
+    config, base = (LLAMA, "model.") if family == "llama" else (BERT, "bert.")
+    architecture = build(shipped()[family], config, base, [])
     block = architecture.layers("default")[0]
-    infos = [t for t in block.tensors if not t.optional]
+    infos = [t for t in block.tensors if family == "bert" or not t.optional]
     return architecture, block, {k: x.to(dtype) for k, x in block_tensors(infos, seed).items()}
-
-
-def bert_block(seed: int = 0) -> tuple[Block, Tensors]:
-    config = {
-        "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 48,
-        "num_attention_heads": 4, "num_hidden_layers": 1, "hidden_act": "gelu",
-    }  # fmt: skip
-    block = build(shipped()["bert"], config, "bert.", []).layers("default")[0]
-    return block, block_tensors(block.tensors, seed)
 
 
 @pytest.mark.parametrize("heads", ["none", "permutation", "spectral"])
@@ -257,7 +232,7 @@ def bert_block(seed: int = 0) -> tuple[Block, Tensors]:
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_records_say_what_applying_gives(heads: str, attention: str, family: str) -> None:
     """Distances are those of all tensors, biases among them but for those that softmax does not see; inputs stay."""
-    (block, anchor), (_, donor) = [bert_block(s) if family == "bert" else llama_block(seed=s)[1:] for s in (0, 1)]
+    (_, block, anchor), (_, _, donor) = (layer(family, seed=seed) for seed in (0, 1))
     before = [{key: x.clone() for key, x in model.items()} for model in (anchor, donor)]
     match = match_block(block, anchor, donor, AlignConfig(heads=heads, attention=attention))
     assert [row.kind for row in match.rows] == ["attention"] * ((attention, heads) != ("none", "none")) + ["ffn"]
@@ -273,16 +248,13 @@ def test_records_say_what_applying_gives(heads: str, attention: str, family: str
 
 
 def test_biases_alone_may_tell_neurons_apart() -> None:
-    block, anchor = bert_block()
-    up, down = (
-        next(t for t in block.tensors if [p.role for a in t.axes for p in a.parts] == roles)
-        for roles in (["in", "read"], ["write", "out"])
-    )
-    anchor[up.key][:], anchor[down.key][:] = 1.0, 1.0
-    bias = up.key.replace("weight", "bias")
+    _, block, anchor = layer("bert")
+    roles = {key: [p.role for a in block.tensor(key).axes for p in a.parts] for key in anchor}  # type: ignore[union-attr]
+    up, down = (next(key for key in anchor if roles[key] == known) for known in (["in", "read"], ["write", "out"]))
+    anchor[up][:], anchor[down][:], bias = 1.0, 1.0, up.replace("weight", "bias")
     donor = {**anchor, bias: anchor[bias][torch.randperm(len(anchor[bias]), generator=gen(2))]}
     transforms = match_block(block, anchor, donor, AlignConfig()).transforms
-    assert torch.equal(transform_tensor(donor[bias], block.tensor(bias), transforms), anchor[bias])
+    assert torch.equal(transform_tensor(donor[bias], block.tensor(bias), transforms), anchor[bias])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +262,7 @@ def test_biases_alone_may_tell_neurons_apart() -> None:
     [(torch.bfloat16, 0.003, False), (torch.bfloat16, 0.3, True), (torch.float32, 0.003, True)],
 )
 def test_what_a_move_gains_is_more_than_what_storing_it_costs(dtype: torch.dtype, noise: float, moves: bool) -> None:
-    _, block, anchor = llama_block(dtype)
+    _, block, anchor = layer("llama", dtype)
     draw = gen(0)
     donor = {k: (x + noise * x.std() * torch.randn(x.shape, generator=draw)).to(dtype) for k, x in anchor.items()}
     match = match_block(block, anchor, donor, AlignConfig())
@@ -302,7 +274,7 @@ def test_what_a_move_gains_is_more_than_what_storing_it_costs(dtype: torch.dtype
 
 def test_blocks_under_turned_streams_are_told_of_too() -> None:
     """Rows of a block that is matched under its streams' maps, as in slices, are those of a donor that was turned."""
-    (architecture, block, anchor), (_, _, donor) = (llama_block(seed=seed) for seed in (0, 1))
+    (architecture, block, anchor), (_, _, donor) = (layer("llama", seed=seed) for seed in (0, 1))
     streams = {"residual": architecture.stream_group("residual", "signed_permutation").random(gen(2))}
     turned = {info.key: transform_tensor(donor[info.key], info, streams) for info in block.tensors if info.key in donor}
     told = [
@@ -316,7 +288,7 @@ def test_blocks_under_turned_streams_are_told_of_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planted_blocks_in_storage_dtypes(dtype: torch.dtype) -> None:
-    architecture, block, anchor = llama_block(dtype)
+    architecture, block, anchor = layer("llama", dtype)
     gauge = random_gauge(architecture, AlignConfig(heads="permutation"), gen(4))
     donor = {t.key: transform_tensor(anchor[t.key], t, gauge) for t in block.tensors if t.key in anchor}
     for row in match_block(block, anchor, donor, AlignConfig(heads="permutation")).rows:
@@ -326,8 +298,7 @@ def test_planted_blocks_in_storage_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("bad", "whose"), itertools.product([torch.nan, torch.inf, -1e18], ["anchor", "donor"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bad_values_are_named(bad: float, whose: str, dtype: torch.dtype) -> None:
-    models = {side: llama_block(dtype)[2] for side in ("anchor", "donor")}
-    block = llama_block()[1]
+    models, block = {side: layer("llama", dtype)[2] for side in ("anchor", "donor")}, layer("llama")[1]
     assert match_block(block, *models.values(), AlignConfig()).transforms
     next(x for key, x in models[whose].items() if "up_proj" in key)[3, 3] = bad
     with pytest.raises(RotationMergeError, match=rf"up_proj.weight' of the {whose} holds NaN"):
