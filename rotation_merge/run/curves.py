@@ -27,26 +27,26 @@ class Curve:
     loss: list[float]
     accuracy: list[float]
 
+    def _excess(self) -> list[tuple[float, float]]:
+        """Loss above the straight line between the ends, and the position."""
+        first, last = self.loss[0], self.loss[-1]
+        return [(loss - ((1 - t) * first + t * last), t) for t, loss in zip(self.t, self.loss, strict=True)]
+
     def barrier(self) -> float:
         """Largest excess of the loss over the straight line between the ends."""
-        first, last = self.loss[0], self.loss[-1]
-        return max(loss - ((1 - t) * first + t * last) for t, loss in zip(self.t, self.loss, strict=True))
+        return max(self._excess())[0]
 
     def gain(self) -> tuple[float, float]:
         """The largest fall of the loss below the straight line between the ends, and its position."""
-        first, last = self.loss[0], self.loss[-1]
-        falls = [((1 - t) * first + t * last - loss, t) for t, loss in zip(self.t, self.loss, strict=True)]
-        return max(falls)
+        return max((-excess, t) for excess, t in self._excess())
 
     def verdict(self) -> str | None:
         """A sentence on a path without a barrier; None if there is a barrier."""
         gain, place = self.gain()
         if self.barrier() >= gain or gain < LEAST_GAIN:
             return None
-        return (
-            f"no barrier on the path, {self.name}: at {place:.2g} the loss is {gain:.4f} below the straight line "
-            "between its ends"
-        )
+        line = "the straight line between its ends"
+        return f"no barrier on the path, {self.name}: at {place:.2g} the loss is {gain:.4f} below {line}"
 
     def middle(self) -> int:
         return min(range(len(self.t)), key=lambda i: abs(self.t[i] - 0.5))

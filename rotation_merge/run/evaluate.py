@@ -47,6 +47,9 @@ class BarrierConfig(ReadingConfig):
 MOST_LOGITS = 1 << 26
 """Numbers that a model gives in one forward; a batch of more rows is split. Three times as many are in memory."""
 
+NUMBERS = ("regression", "labels", "similarity")
+"""Tasks whose labels are a number for each output."""
+
 PATH = "path, "
 """Prefix of progress labels for a path."""
 
@@ -77,37 +80,60 @@ def score(model: Any, data: Data) -> Scores:
         DataError: the data have no labels for this model.
     """
     if data.task in UNLABELLED:
-        scored = "give pairs of texts: columns sentence1, sentence2 and score"
-        raise DataError(
-            f"{type(model).__name__} has no loss on data without labels for every example",
-            where=data.source or None,
-            remedy=scored if data.task == "embedding" else "give labels, or another model class",
-        )
+        problem = f"{type(model).__name__} has no loss on data without labels for every example"
+        remedy = "give labels (to sentence encoders columns sentence1, sentence2 and score), or another model class"
+        raise DataError(problem, where=data.source or None, remedy=remedy)
     check_labels(data.batches, model, data.task, data.source)
-    if data.task in ("regression", "labels", "similarity"):
-        return _of_floats(model, data)
+    if data.task in NUMBERS:
+        logits, labels = zip(*(_numbers(model, batch) for batch in data.batches), strict=True)
+        return of_floats(torch.cat(logits), torch.cat(labels), data.task)
     total, hits = 0.0, list[Tensor]()
     for batch in _parts(model, data):
-        logits, labels = _answers(model, batch, data.task)
-        labelled = labels != -100
-        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        hits.append((logits.argmax(-1) == labels)[labelled])
+        scores, classes = _classes(model, batch, data.task)
+        total += float(torch.nn.functional.cross_entropy(scores, classes, ignore_index=-100, reduction="sum"))
+        hits.append((scores.argmax(-1) == classes)[classes != -100])
     hit = torch.cat(hits).double()
     if not len(hit):
         raise DataError("no example has a label", remedy="give more data")
     return Scores(total / len(hit), {"accuracy": float(hit.mean())})
 
 
-def _of_floats(model: Any, data: Data) -> Scores:
-    """Numbers, one for each output, or any number of labels for each example."""
-    outputs, targets = [], []
+def _parts(model: Any, data: Data) -> Iterator[Batch]:
+    """The batches, split where they ask for too many logits: those of a vocabulary at every position."""
+    config = getattr(model, "config", None)
+    vocabulary = 1 if config is None else getattr(config.get_text_config(), "vocab_size", None) or 1
     for batch in data.batches:
-        logits = model(**inputs_for(model, batch)).logits.float().cpu()
-        labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
-        _check_shape(labels, logits, logits.shape, "one number for each output of the model")
-        outputs.append(logits)
-        targets.append(labels)
-    return of_floats(torch.cat(outputs), torch.cat(targets), data.task)
+        labels = batch["labels"]
+        rows = max(1, MOST_LOGITS // (labels[0].numel() * vocabulary if labels.ndim > 1 else 1))
+        for start in range(0, len(labels), rows):
+            yield {name: tensor[start : start + rows] for name, tensor in batch.items()}
+
+
+def _classes(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
+    """Logits (n, classes) and the labels (n,) they should hit, on the model's device."""
+    logits = model(**inputs_for(model, batch)).logits
+    labels = batch["labels"].to(logits.device)
+    _check_shape(labels, logits, logits.shape[:-1])
+    if task == "next token":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if labels.numel() and int(labels.max()) >= logits.shape[-1]:
+        problem = f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes"
+        raise DataError(problem, remedy="correct the labels")
+    return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
+
+
+def _numbers(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Predicted and true numbers, (n, outputs) each."""
+    logits = model(**inputs_for(model, batch)).logits.float().cpu()
+    labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
+    _check_shape(labels, logits, logits.shape)
+    return logits, labels
+
+
+def _check_shape(labels: Tensor, logits: Tensor, shape: torch.Size) -> None:
+    if labels.shape != shape:
+        problem = f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}"
+        raise DataError(problem, remedy="give one label for each example or token, or one number for each output")
 
 
 def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
@@ -124,40 +150,16 @@ def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
     return Scores(float(loss), {"pearson": pearson, "spearman": spearman})
 
 
-def _parts(model: Any, data: Data) -> Iterator[Batch]:
-    """The batches, split where they ask for too many logits: those of a vocabulary at every position."""
-    for batch in data.batches:
-        labels = batch["labels"]
-        per_row = labels[0].numel() * _vocabulary(model) if labels.ndim > 1 else 1
-        rows = max(1, MOST_LOGITS // per_row)
-        for start in range(0, len(labels), rows):
-            yield {name: tensor[start : start + rows] for name, tensor in batch.items()}
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's correlation of two (n,) vectors; of constants, and of single numbers, 0."""
+    return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1].nan_to_num(0.0)) if len(x) > 1 else 0.0
 
 
-def _vocabulary(model: Any) -> int:
-    """Number of tokens that a model predicts; 1 where no config gives it."""
-    config = getattr(model, "config", None)
-    return getattr(config.get_text_config(), "vocab_size", None) or 1 if config is not None else 1
+def _ranks(x: Tensor) -> Tensor:
+    """Ranks of (n,) numbers, for Spearman's correlation; ties share one."""
+    from scipy.stats import rankdata
 
-
-def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
-    """Logits (n, classes) and the labels (n,) they should hit, on the model's device."""
-    logits = model(**inputs_for(model, batch)).logits
-    labels = batch["labels"].to(logits.device)
-    _check_shape(labels, logits, logits.shape[:-1], "one label for each example (or token)")
-    if task == "next token":
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    if labels.numel() and int(labels.max()) >= logits.shape[-1]:
-        raise DataError(
-            f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes", remedy="correct the labels"
-        )
-    return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
-
-
-def _check_shape(labels: Tensor, logits: Tensor, shape: torch.Size, remedy: str) -> None:
-    if labels.shape != shape:
-        problem = f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}"
-        raise DataError(problem, remedy=f"give {remedy}")
+    return torch.from_numpy(rankdata(x.numpy()))
 
 
 def path(
@@ -204,18 +206,6 @@ def _place_between(model: Any, a: Any, b: Any, t: float, head_tensors: Collectio
             parameter.copy_(torch.lerp(first[key], second[key], t))
 
 
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of two (n,) vectors; of constants, and of single numbers, 0."""
-    return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1].nan_to_num(0.0)) if len(x) > 1 else 0.0
-
-
-def _ranks(x: Tensor) -> Tensor:
-    """Ranks of (n,) numbers, for Spearman's correlation; ties share one."""
-    from scipy.stats import rankdata
-
-    return torch.from_numpy(rankdata(x.numpy()))
-
-
 PIPELINES = {"next token": "text-generation", "masked token": "fill-mask", "similarity": "sentence-similarity"}
 """The hub's names of tasks; all others classify."""
 
@@ -233,16 +223,12 @@ def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Map
     """
     if not os.path.isdir(name):
         raise RotationMergeError("--keep needs a model folder", where=name, remedy="name a folder")
-    data_facts = {key: facts[key] for key in ("data", "task", "examples")}
     pipeline = PIPELINES.get(str(facts["task"]), f"{'image' if images else 'text'}-classification")
-    measurement = {
-        **data_facts,
+    measurement = {key: facts[key] for key in ("data", "task", "examples")} | {
         "pipeline": pipeline,
         "figures": dict(figures),
         "fingerprint": open_model(name, any_base=True).fingerprint,
+        "versions": versions(),
     }
-    other_data = [entry for entry in kept_figures(name) if entry["data"] != data_facts["data"]]
-    write_text(
-        os.path.join(name, MEASURED),
-        json.dumps([*other_data, {**measurement, "versions": versions()}], indent=1) + "\n",
-    )
+    other_data = [entry for entry in kept_figures(name) if entry["data"] != facts["data"]]
+    write_text(os.path.join(name, MEASURED), json.dumps([*other_data, measurement], indent=1) + "\n")

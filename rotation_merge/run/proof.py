@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -75,10 +75,8 @@ class ModelOutputs:
         view = open_model(self.path)
         if self.like is not None:
             view = with_classes_of(view, open_model(self.like))
-        if unit:
-            noisy = view.tensors.map(lambda _, tensor: _noisy(self._cast(tensor), unit, draw))
-            view = replace(view, tensors=noisy)
-        run = Runner(view, inputs, dtype=self.dtype)
+        noisy = view.tensors.map(lambda _, tensor: _noisy(self._cast(tensor), unit, draw))
+        run = Runner(replace(view, tensors=noisy) if unit else view, inputs, dtype=self.dtype)
         run.run_through()
         return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 
@@ -100,14 +98,12 @@ class OutputDifference:
         absolute, relative: by itself, and by the root mean square of the first model's output; infinite for NaN.
         output: name of the output that it is in.
         allowed: largest relative difference that passes.
-        dtype: the less precise of both storage types.
     """
 
     absolute: float
     relative: float
     output: str
     allowed: float
-    dtype: torch.dtype
 
     @property
     def passes(self) -> bool:
@@ -136,18 +132,14 @@ def difference(
     Raises:
         CheckpointError: their outputs have other names or shapes.
     """
-    names, dtype = (first.path, second.path), _less_precise(stored_dtype(first.path), stored_dtype(second.path))
-    allowed = tolerance
+    names, allowed = (first.path, second.path), tolerance
     if allowed is None:
-        unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        dtypes = stored_dtype(first.path), stored_dtype(second.path), torch.float32
+        unit = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
         rounded = _largest(expected, first.on(inputs, unit, seed), ("the model", "the model, rounded"), probabilities)
         allowed = ROUNDINGS * rounded[1]
     vars(first).pop("model", None)
-    return OutputDifference(*_largest(expected, second.on(inputs), names, probabilities), allowed, dtype)
-
-
-def _less_precise(*dtypes: torch.dtype) -> torch.dtype:
-    return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+    return OutputDifference(*_largest(expected, second.on(inputs), names, probabilities), allowed)
 
 
 def _largest(
@@ -155,40 +147,24 @@ def _largest(
 ) -> tuple[float, float, str]:
     """The largest relative difference: absolute, relative, and the output that it is in."""
     worst = 0.0, 0.0, "all outputs"
-    for name, x, y in _both_outputs(a, b, names):
+    pairs = [(n, x.get(n), y.get(n)) for x, y in zip(a, b, strict=True) for n in dict.fromkeys([*x, *y])]
+    for name, x, y in pairs:
+        if x is None or y is None or y.shape != x.shape:
+            shapes = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
+            problem = f"output '{name}' is {shapes[0]}, that of {names[0]} is {shapes[1]}"
+            raise CheckpointError(problem, where=names[1], remedy="compare models of one class and size")
         if probabilities and name == "logits":
             x, y = x.log_softmax(-1), y.log_softmax(-1)
         absolute = float((x - y).abs().max())
-        relative = absolute / (float(x.square().mean().sqrt()) or 1.0)
         if absolute != absolute:
             return math.inf, math.inf, f"{name} (NaN)"
-        worst = max(worst, (absolute, relative, name), key=lambda each: each[1])
+        worst = max(worst, (absolute, absolute / (float(x.square().mean().sqrt()) or 1.0), name), key=lambda e: e[1])
     return worst
-
-
-def _both_outputs(
-    a: Sequence[Batch], b: Sequence[Batch], names: tuple[str, str]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The outputs of both models for each batch, by name."""
-    for first, second in zip(a, b, strict=True):
-        for name in dict.fromkeys([*first, *second]):
-            x, y = first.get(name), second.get(name)
-            if x is None or y is None or y.shape != x.shape:
-                shapes = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
-                raise CheckpointError(
-                    f"output '{name}' is {shapes[0]}, that of {names[0]} is {shapes[1]}",
-                    where=names[1],
-                    remedy="only models of one class and size can be compared",
-                )
-            yield name, x, y
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a proof: the largest difference of outputs and its limit, both relative.
-
-    None with a reason if none could be run.
-    """
+    """Result of a proof: the largest difference of outputs and its limit, both relative; None with a reason."""
 
     difference: float | None = None
     allowed: float | None = None

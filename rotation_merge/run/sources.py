@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ def _json(path: Path) -> list[Any]:
 def _npz(path: Path) -> dict[str, Tensor]:
     import numpy as np
 
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is not an archive of arrays")
     with np.load(path, allow_pickle=False) as file:
         return _wide({name: torch.as_tensor(file[name]) for name in file.files})
 

@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
     "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is not an archive of arrays"),
     "the fingerprint of an adapter": (["inspect", LORA, "--fingerprint"], "is an adapter, not a model"),
-    "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "none holds texts"),
+    "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "cannot be read"),
 }
 """Wrong calls, and what is said of them."""
 
