@@ -11,11 +11,10 @@ from typing import Annotated, Any
 from rich.filesize import decimal
 
 from rotation_merge.architecture import families
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.cli.command import cli_command, given, refuse_given
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import Answer, Table, note, sentence
-from rotation_merge.diagnose.donors import RecipeDonor, donors_of, last_recipe
+from rotation_merge.diagnose.donors import RecipeDonor, donors_of
 from rotation_merge.diagnose.draft import draft_of
 from rotation_merge.diagnose.proof import hints
 from rotation_merge.diagnose.proof import prove as proof_of
@@ -24,12 +23,11 @@ from rotation_merge.matching.options import NOTHING, AlignConfig, MatchConfig
 from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin.delegates import OWN, get, names
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PLACES
-from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.contents import read_json
 from rotation_merge.model.open import open_model
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import described, is_own_file
-from rotation_merge.report.memory import averaging_memory, itemsize_of, peak_memory
+from rotation_merge.report.memory import itemsize_of, peak_memory
 from rotation_merge.report.spaces import matched_spaces
 
 ABOUT, ALONE = ("fingerprint", "report", "draft"), ("methods", "architectures", "prove")
@@ -89,28 +87,13 @@ def command(
 
 def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
     """What aligning a model needs, or each donor of a recipe."""
-    donors, averaging = [RecipeDonor(target, target, options, untie)], dict[str, Any]()
+    donors = [RecipeDonor(target, target, options, untie)]
     if is_document(target):
         read_recipe(target)
-        donors, averaging = donors_of(target), _averaging(target)
-    facts = [{**_inspected(donor), **averaging} for donor in donors]
+        donors = donors_of(target)
+    facts = list(map(_inspected, donors))
     lines = [line for each in facts for line in _lines(each)]
-    for average in averaging.values():
-        lines.append(f"Delegate {average['delegate']}: {decimal(average['memory'])} of memory for its largest map")
     return Answer(facts, lines)
-
-
-def _averaging(path: str) -> dict[str, Any]:
-    """Name and memory of a delegate that merges task vectors; empty for other delegates."""
-    recipe = Recipe.of(last_recipe(path, "give two models instead"))
-    method = recipe.delegate
-    if not isinstance(method, TaskVectorMethod):
-        return {}
-    base = open_model(str(recipe.base), any_base=True)
-    count = sum(model.model != recipe.base for model in recipe.config.models or [])
-    tied = base.tied_head is not None and not recipe.value("untie")
-    memory = averaging_memory(base.architecture, base.shapes, count, tied)
-    return {"averaging": {"delegate": method.spec.name, "memory": memory}}
 
 
 def _inspected(donor: RecipeDonor) -> dict[str, Any]:

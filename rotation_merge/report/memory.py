@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.averaging.task_vectors import SLICE
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.match import PARTS
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.visit import BYTES_FOLDED
 from rotation_merge.model.tensors import KEPT
 from rotation_merge.model.vocabulary import LONG
-from rotation_merge.run.maps import linear_map
 from rotation_merge.workers import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -95,25 +93,3 @@ def _streams_memory(architecture: Architecture, sizes: Mapping[str, int], layer:
 
 def _weights(tensors: Iterable[TensorInfo], sizes: Mapping[str, int]) -> int:
     return sum(sizes.get(name, 0) for info in tensors for name in info.names)
-
-
-def averaging_memory(architecture: Architecture, shapes: Shapes, models: int, tied: bool = False) -> int:
-    """Bytes that the largest map takes while task vectors are merged, in float64; long vocabularies go in slices.
-
-    Args:
-        models: whose changes are merged.
-        tied: whether the embedding is the head, too, and merged as one.
-    """
-    peak, matrices = 0, 2 * models + 4
-    for block in architecture.blocks:
-        for info in block.tensors:
-            linear, shape = linear_map(block, info, tied), shapes.get(info.name, (0,))
-            shape = (len(info.names), *shape) if info.stacked else shape
-            if linear is None or len(shape) != 2 + linear.stacked:
-                continue
-            rows, columns = shape[linear.gives], shape[linear.reads]
-            numbers = matrices * rows * columns + 2 * min(rows, columns) ** 2
-            if info.vocabulary_axis is not None and rows * columns > SLICE:
-                numbers = rows * columns + matrices * SLICE + (models + 2) * columns**2
-            peak = max(peak, numbers)
-    return torch.float64.itemsize * peak

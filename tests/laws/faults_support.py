@@ -579,7 +579,7 @@ def _(folder: Path, parent: Path) -> None:
     edit(folder, "generation_config.json", eos_token_id=1)
 
 
-@fault("turns end with a token that ends nothing", "turns do not end")
+@fault("turns end with a token that ends nothing", "end of text")
 def _(folder: Path, parent: Path) -> None:
     tokens(folder)
     edit(folder, "generation_config.json", eos_token_id=1)

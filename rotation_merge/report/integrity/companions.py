@@ -60,9 +60,8 @@ def _matching(contents: Contents, patterns: Collection[str]) -> list[str]:
 
 
 def _lacking(kind: str, contents: Contents, parent: Contents, names: Sequence[str], fatal: bool = True) -> Defect:
-    copies = tuple(file_copy(name, parent.path(name)) for name in names if name not in contents.names)
-    problem = f"a parent has {named(copy.file for copy in copies)}"
-    return Defect(kind, problem, copies[0].file, "copy it ('--mend')", fatal, copies)
+    copies = {name: file_copy(parent.path(name)) for name in names if name not in contents.names}
+    return Defect(kind, f"a parent has {named(copies)}", next(iter(copies)), "copy it ('--mend')", fatal, copies)
 
 
 def _code(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:

@@ -1,4 +1,4 @@
-"""A defect of a checkpoint folder, and the corrections that mend one, each of one file."""
+"""A defect of a checkpoint folder, and the corrections that mend one: changes of single files."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rotation_merge.errors import named
 from rotation_merge.files import replacing, write_text
 
-
-@dataclass(frozen=True)
-class Correction:
-    """A change of one file.
-
-    Attributes:
-        words: what is changed.
-        make: makes the change, given the file's path.
-    """
-
-    file: str
-    words: str
-    make: Callable[[str], None] = field(repr=False)
+Correction = Callable[[str], None]
+"""Changes a file, given its path."""
+Corrections = Mapping[str, Correction]
+"""By file."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,7 @@ class Defect:
         where: the file in the folder.
         remedy: the next step.
         fatal: whether a program refuses the folder, or loads another model than was merged.
-        corrections: changes that mend it, if known.
+        corrections: that mend it, by file; none where a person has to decide.
     """
 
     kind: str
@@ -44,22 +34,22 @@ class Defect:
     where: str
     remedy: str
     fatal: bool = True
-    corrections: tuple[Correction, ...] = field(default=(), compare=False)
+    corrections: Corrections = field(default_factory=dict, compare=False)
 
     @property
     def line(self) -> str:
         return f"{self.kind}: {self.where}: {self.what}; {self.remedy}"
 
 
-def json_file(file: str, content: Mapping[str, Any]) -> Correction:
+def json_file(file: str, content: Mapping[str, Any]) -> Corrections:
     """Writes a JSON file anew."""
-    return Correction(file, "written anew", lambda path: _write(path, content))
+    return {file: lambda path: write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")}
 
 
-def json_entries(file: str, entries: Mapping[str, Any]) -> Correction:
-    """Sets entries of a JSON file, by path (`text_config.vocab_size`); a value of None removes the entry."""
+def json_entries(file: str, entries: Mapping[str, Any]) -> Corrections:
+    """Sets entries, if any, of a JSON file, by path (`text_config.vocab_size`); None removes one."""
 
-    def make(path: str) -> None:
+    def correct(path: str) -> None:
         with open(path, encoding="utf-8") as stream:
             content: dict[str, Any] = json.load(stream)
         for place, value in entries.items():
@@ -70,29 +60,25 @@ def json_entries(file: str, entries: Mapping[str, Any]) -> Correction:
             part[last] = value
             if value is None:
                 del part[last]
-        _write(path, content)
+        json_file(file, content)[file](path)
 
-    return Correction(file, named(f"{key}: {value!r}" for key, value in entries.items()), make)
-
-
-def _write(path: str, content: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return {file: correct} if entries else {}
 
 
-def file_copy(file: str, source: str) -> Correction:
+def file_copy(source: str) -> Correction:
     """Copies a file of a parent."""
 
-    def make(path: str) -> None:
+    def correct(path: str) -> None:
         with replacing(path) as temporary:
             shutil.copyfile(source, temporary)
 
-    return Correction(file, f"copied from {source}", make)
+    return correct
 
 
-def shard_header(file: str, names: Mapping[str, str]) -> Correction:
+def shard_header(names: Mapping[str, str]) -> Correction:
     """Sets the format of a safetensors file, and gives tensors other names: by present name the new one."""
 
-    def make(path: str) -> None:
+    def correct(path: str) -> None:
         from safetensors import safe_open
         from safetensors.torch import save_file
 
@@ -102,4 +88,4 @@ def shard_header(file: str, names: Mapping[str, str]) -> Correction:
         with replacing(path) as temporary:
             save_file(tensors, temporary, {"format": "pt", **metadata})
 
-    return Correction(file, f"header written anew, {len(names)} tensors renamed", make)
+    return correct

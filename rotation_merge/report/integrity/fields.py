@@ -34,7 +34,7 @@ def check_fields(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
         return
     if not config.get("architectures"):
         classes = next(filter(None, (parent.config.get("architectures") for parent in parents)), None)
-        corrections = (json_entries(CONFIG, {"architectures": classes}),) if classes else ()
+        corrections = json_entries(CONFIG, {"architectures": classes} if classes else {})
         problem = "'architectures' names no class, which vLLM and llama.cpp's converter need"
         yield Defect("no architecture", problem, CONFIG, "name the model's class", corrections=corrections)
     for path, part in _parts(config):
@@ -57,7 +57,7 @@ def _counts(path: str, part: Mapping[str, Any]) -> Iterator[Defect]:
     """Types of more or fewer layers than there are; query heads that are no multiple of the KV heads."""
     count, kinds = part.get("num_hidden_layers"), part.get("layer_types")
     if isinstance(kinds, list) and isinstance(count, int) and len(kinds) != count:
-        corrections = (json_entries(CONFIG, {f"{path}layer_types": kinds[:count]}),) if len(kinds) > count else ()
+        corrections = json_entries(CONFIG, {f"{path}layer_types": kinds[:count]} if len(kinds) > count else {})
         problem = f"{path}layer_types has {len(kinds)} entries, num_hidden_layers is {count}"
         yield Defect("layer types", problem, CONFIG, "give each layer its type", corrections=corrections)
     heads, groups = (part.get(key) for key in HEADS)
@@ -87,7 +87,7 @@ def _dtypes(contents: Contents) -> Iterator[Defect]:
     key = next((key for key in DTYPE if isinstance(config.get(key), str)), None)
     if key and floats and config[key] not in floats and not config.get("quantization_config"):
         problem = f"{key} is {config[key]}, the weights are {named(floats)}"
-        corrections = (json_entries(CONFIG, {key: floats.most_common(1)[0][0]}),)
+        corrections = json_entries(CONFIG, {key: floats.most_common(1)[0][0]})
         yield Defect("dtype", problem, CONFIG, "set it ('--mend')", fatal=False, corrections=corrections)
     roles: dict[str, set[str]] = defaultdict(set)
     for name, kind in kinds.items():
@@ -104,7 +104,7 @@ def _codes(contents: Contents) -> Iterator[Defect]:
         problem = f"'{next(iter(quantised))}' and others are codes, but there is no quantization_config"
         yield Defect("quantised weights", problem, CONFIG, "put it back, or dequantise the model")
     elif stated and contents.files and not quantised:
-        corrections = (json_entries(CONFIG, {"quantization_config": None}),)
+        corrections = json_entries(CONFIG, {"quantization_config": None})
         problem = "there is a quantization_config, but the weights are not quantised"
         yield Defect("quantised weights", problem, CONFIG, "remove it ('--mend')", corrections=corrections)
 
@@ -135,6 +135,6 @@ def _unlike(contents: Contents, name: str, value: Any, base: Any, why: str) -> D
     part: Any = contents.config
     for step in path.split(".") if path else ():
         part = part.get(step) if isinstance(part, Mapping) else None
-    corrections = (json_entries(CONFIG, {name: base}),) if isinstance(part, Mapping) and key in part else ()
+    corrections = json_entries(CONFIG, {name: base} if isinstance(part, Mapping) and key in part else {})
     problem = f"'{name}' is {value!r}, in the base {base!r}: {why}"
     return Defect("config unlike parents", problem, CONFIG, "take the base's ('--mend')", corrections=corrections)

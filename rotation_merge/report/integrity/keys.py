@@ -218,11 +218,11 @@ def _new_names(contents: Contents, loading: Loading) -> dict[str, str]:
 
 def _prefix(contents: Contents, names: Mapping[str, str]) -> Iterator[Defect]:
     files = sorted({contents.files[name] for name in names})
-    corrections = tuple(
-        shard_header(file, {old: new for old, new in names.items() if contents.files[old] == file})
+    corrections = {
+        file: shard_header({old: new for old, new in names.items() if contents.files[old] == file})
         for file in files
         if file.endswith(".safetensors")
-    )
+    }
     old, new = next(iter(names.items()))
     problem = f"{len(names)} tensors have names like '{old}', the model expects '{new}'"
     yield Defect("prefix", problem, named(files), "rename them ('--mend')", corrections=corrections)
@@ -231,9 +231,7 @@ def _prefix(contents: Contents, names: Mapping[str, str]) -> Iterator[Defect]:
 def _differences(contents: Contents, parents: Sequence[Contents], loading: Loading) -> Iterator[Defect]:
     """Other names than the model's, and other shapes; corrected by the config of a parent with these tensors."""
     parent = next((parent for parent in parents if parent.whole.shapes == contents.whole.shapes), None)
-    corrections = (
-        () if parent is None or parent.config == contents.config else (file_copy(CONFIG, parent.path(CONFIG)),)
-    )
+    corrections = {CONFIG: file_copy(parent.path(CONFIG))} if parent and parent.config != contents.config else {}
     place, name = contents.index or named(contents.weight_files), type(loading.model).__name__
     if loading.missing:
         problem = f"{len(loading.missing)} tensors of {name} are not stored: {named(loading.missing)}"

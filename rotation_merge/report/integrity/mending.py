@@ -31,7 +31,7 @@ def mend(folder: str, parents: Sequence[str] = ()) -> list[str]:
     with locked(folder):
         for _ in range(ROUNDS):
             corrected = _correct(folder, check_folder(folder, parents))
-            lines += [f"{file}: {words}" for file, words in corrected.items()]
+            lines += [f"{file}: {kind}" for file, kind in corrected.items()]
             if not corrected:
                 break
     return lines
@@ -55,17 +55,16 @@ def copy_companions(folder: str, parents: Sequence[str], without: Collection[str
 
 
 def _correct(folder: str, defects: Iterable[Defect]) -> dict[str, str]:
-    """Make the first correction of each file (one may make another unnecessary); gives words for each by file."""
-    words: dict[str, str] = {}
-    for correction in (correction for defect in defects for correction in defect.corrections):
-        if correction.file in words:
-            continue
-        path = os.path.join(folder, correction.file)
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            correction.make(path)
-        except (OSError, ValueError, SafetensorError) as error:
-            problem = f"cannot be corrected ({error})"
-            raise RotationMergeError(problem, where=path, remedy="check permissions and free space") from error
-        words[correction.file] = correction.words
-    return words
+    """Make the first correction of each file (one may make another unnecessary); gives the defect's kind by file."""
+    kinds: dict[str, str] = {}
+    for defect in defects:
+        for file in defect.corrections.keys() - kinds.keys():
+            path = os.path.join(folder, file)
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                defect.corrections[file](path)
+            except (OSError, ValueError, SafetensorError) as error:
+                problem = f"cannot be corrected ({error})"
+                raise RotationMergeError(problem, where=path, remedy="check permissions and free space") from error
+            kinds[file] = defect.kind
+    return kinds

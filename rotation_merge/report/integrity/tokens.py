@@ -97,7 +97,7 @@ def check_tokens(contents: Contents) -> Iterator[Defect]:
         yield Defect("id twice", f"{pair} have one id", TOKENIZER_JSON, "copy a parent's tokenizer")
     if vocabulary.whole:
         yield from _unknown_names(contents, vocabulary)
-        yield from _end_of_text(contents, vocabulary)
+    yield from _end_of_text(contents, vocabulary)
     for file, template in templates_of(contents).items():
         yield from _template(contents, vocabulary, file, template)
 
@@ -117,7 +117,7 @@ def _ids_beyond(contents: Contents, vocabulary: Vocabulary, rows: int) -> Iterat
     for file in (CONFIG, GENERATION):
         above = {path: id_ for path, id_ in _stated(contents.mapping(file), usual) if id_ >= rows}
         entries = {path: known.get(path.rpartition(".")[2], rows) for path in above}
-        corrections = (json_entries(file, entries),) if max(entries.values(), default=rows) < rows else ()
+        corrections = json_entries(file, entries if max(entries.values(), default=rows) < rows else {})
         if above:
             problem = f"{named(f'{path} {id_}' for path, id_ in above.items())}: embeddings have {rows} rows"
             remedy = "set what the tokenizer says ('--mend')"
@@ -172,18 +172,21 @@ def _ends(contents: Contents) -> set[int]:
     return {number for number in (ends if isinstance(ends, list) else [ends]) if type(number) is int}
 
 
-def _with_end(contents: Contents, kind: str, problem: str, number: int) -> Defect:
-    """A token that should end writing and does not; mended by adding its id."""
-    file, ends = GENERATION if GENERATION in contents.names else CONFIG, sorted(_ends(contents))
-    correction = json_entries(file, {"eos_token_id": sorted({number, *ends})})
-    problem = f"{problem} (id {number}), eos_token_id is {named(map(str, ends))}"
-    return Defect(kind, problem, file, "add its id ('--mend')", fatal=False, corrections=(correction,))
-
-
 def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
-    ends, name = _ends(contents), _special(contents).get("eos_token", "")
-    if ends and name in vocabulary.ids and vocabulary.ids[name] not in ends:
-        yield _with_end(contents, "end of text", f"text ends with the tokenizer's '{name}'", vocabulary.ids[name])
+    """Tokens that should end writing and do not: the tokenizer's, and one with which a template ends turns."""
+    ids, ends = vocabulary.ids, _ends(contents)
+    names = [_special(contents).get("eos_token", "")] if vocabulary.whole else []
+    for template in templates_of(contents).values():
+        closing = [token for token in SPECIAL.findall(template) if token in ids and re.search("end|eot", token)]
+        if closing and "eos_token" not in template and not ends & {ids[token] for token in closing}:
+            names.append(closing[-1])
+    endless = {name: ids[name] for name in names if name in ids and ids[name] not in ends}
+    if ends and endless:
+        file = GENERATION if GENERATION in contents.names else CONFIG
+        words, stated = named(f"'{name}' ({number})" for name, number in endless.items()), named(map(str, sorted(ends)))
+        corrections = json_entries(file, {"eos_token_id": sorted(ends.union(endless.values()))})
+        problem = f"text or turns end with {words}, eos_token_id is {stated}"
+        yield Defect("end of text", problem, file, "add its id ('--mend')", fatal=False, corrections=corrections)
 
 
 def templates_of(contents: Contents) -> dict[str, str]:
@@ -196,7 +199,7 @@ def templates_of(contents: Contents) -> dict[str, str]:
 
 
 def _template(contents: Contents, vocabulary: Vocabulary, file: str, template: str) -> Iterator[Defect]:
-    """A template that is no Jinja, writes unknown tokens, or ends a turn with a token that does not end generation."""
+    """A template that is no Jinja, or writes unknown tokens."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
@@ -210,10 +213,3 @@ def _template(contents: Contents, vocabulary: Vocabulary, file: str, template: s
         problem = f"writes {named(unknown)}, which the tokenizer cuts into pieces"
         remedy = "take template and tokenizer from one model"
         yield Defect("template of other tokens", problem, file, remedy, fatal=False)
-    closing = {
-        token: vocabulary.ids[token] for token in tokens if token in vocabulary.ids and re.search("end|eot", token)
-    }
-    ends = _ends(contents)
-    if closing and ends and "eos_token" not in template and not ends & set(closing.values()):
-        token, number = list(closing.items())[-1]
-        yield _with_end(contents, "turns do not end", f"{file} ends turns with '{token}'", number)

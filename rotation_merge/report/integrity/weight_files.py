@@ -10,7 +10,7 @@ from typing import Any
 from rotation_merge.errors import named
 from rotation_merge.model.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, INDEX, MEND, SETS, Contents
-from rotation_merge.report.integrity.defect import Correction, Defect, json_entries, json_file, shard_header
+from rotation_merge.report.integrity.defect import Corrections, Defect, json_entries, json_file, shard_header
 
 DISAGREES = "index disagrees"
 INDEX_OF_SHARDS = ("damaged index", DISAGREES)
@@ -26,9 +26,7 @@ def check_weight_files(contents: Contents) -> Iterator[Defect]:
     for kind, error in contents.faults():
         name = os.path.relpath(error.where or "", contents.folder)
         mends = kind in INDEX_OF_SHARDS and contents.shards and contents.whole_files
-        yield Defect(
-            kind, error.what, name, error.remedy or AGAIN, corrections=(_index(contents, name),) if mends else ()
-        )
+        yield Defect(kind, error.what, name, error.remedy or AGAIN, corrections=_index(contents, name) if mends else {})
     if contents.index is None:
         yield from _without_index(contents)
     elif contents.weight_map:
@@ -36,7 +34,7 @@ def check_weight_files(contents: Contents) -> Iterator[Defect]:
     yield from _format(contents)
 
 
-def _index(contents: Contents, name: str, more: tuple[str, ...] = ()) -> Correction:
+def _index(contents: Contents, name: str, more: tuple[str, ...] = ()) -> Corrections:
     """The index of the shards as they are, and of `more` that no index names yet."""
     files = {file: _names(contents, file) for file in (*contents.by_file, *more)}
     weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
@@ -64,7 +62,7 @@ def _without_index(contents: Contents) -> Iterator[Defect]:
     elif contents.shards and contents.whole_files:
         name = re.sub(r"-\d+-of-\d+", "", contents.shards[0]) + INDEX
         problem = f"{len(contents.shards)} shards, but no index names them"
-        yield Defect("no index", problem, name, MEND, corrections=(_index(contents, name),))
+        yield Defect("no index", problem, name, MEND, corrections=_index(contents, name))
 
 
 def _beside_index(contents: Contents, index: str) -> Iterator[Defect]:
@@ -79,14 +77,14 @@ def _beside_index(contents: Contents, index: str) -> Iterator[Defect]:
     tensors = [name for file in (*contents.by_file, *unnamed) for name in _names(contents, file)]
     if lacking := [name for name in tensors if name not in contents.weight_map]:
         problem = f"lacks {len(lacking)} tensors of the shards, '{lacking[0]}' first"
-        yield Defect(DISAGREES, problem, index, MEND, corrections=(_index(contents, index, unnamed),))
+        yield Defect(DISAGREES, problem, index, MEND, corrections=_index(contents, index, unnamed))
     metadata: Any = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(_bytes(contents, name) for name in contents.by_file)
     if ".safetensors" in index and stated is not None and stated != size:
         problem = f"total_size is {stated}, its shards hold {size} bytes"
         corrected = json_entries(index, {"metadata.total_size": size})
-        yield Defect("wrong total size", problem, index, MEND, fatal=False, corrections=(corrected,))
+        yield Defect("wrong total size", problem, index, MEND, fatal=False, corrections=corrected)
 
 
 def _format(contents: Contents) -> Iterator[Defect]:
@@ -94,5 +92,5 @@ def _format(contents: Contents) -> Iterator[Defect]:
     heads = {name: head for name, head in contents.by_file.items() if name.endswith(".safetensors")}
     if unmarked := [name for name, head in heads.items() if head.metadata.get("format") is None]:
         problem = "its header lacks 'format', which transformers 4 refuses"
-        corrections = tuple(shard_header(name, {}) for name in unmarked)
+        corrections = dict.fromkeys(unmarked, shard_header({}))
         yield Defect("no format", problem, named(unmarked), "set it ('--mend')", fatal=False, corrections=corrections)
