@@ -115,12 +115,12 @@ class Donor:
         near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
         if not near.shared:
             return []
-        words = f"`{self.model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
         options = [name for scope in self.reader.parameter_sources(self.model) for name in scope or () if name in ASKS]
-        if options:
-            return [f"{words}: its change could be added as it is, but '{options[0]}' is set."]
-        self.session.recipe.relations[self.model] = UNMOVED
-        return [f"{words}: its change is added as it is."]
+        if not options:
+            self.session.recipe.relations[self.model] = UNMOVED
+        added = f"could be added as it is, but '{options[0]}' is set" if options else "is added as it is"
+        words = f"{origin.reference} and {base.reference} share their coordinates ({near.words})"
+        return [f"`{self.model}`: {words}: its change {added}."]
 
     def _checked(self, model: ModelReference, options: AlignConfig, layers: Layers | None) -> Pair:
         """The pair under these options, with the classes of it, and of `model`, in the order of the anchor."""

@@ -50,10 +50,21 @@ class OutputBlock:
         """The block of a model; the anchor's, where it is not merged."""
         return self.sources.get(model, self.anchor)
 
-    def names_in(self, model: ModelReference) -> dict[str, str]:
-        """By the output's names of its tensors those in one model."""
-        pairs = ((info, self.source(model).tensor(info.key) or info) for info in self.block.tensors)
-        return {new: old for info, stored in pairs for new, old in zip(info.names, stored.names, strict=True)}
+    def names_in(self, model: ModelReference, view: View | None = None) -> dict[str, str]:
+        """By the output's names of its tensors those in one model.
+
+        Args:
+            view: read for the model; what it lacks is left out then, and what it has under a tied name stands there.
+        """
+        block = self.source(model) if view is None else same_block(view, self.source(model))
+        names: dict[str, str] = {}
+        for info in self.block.tensors:
+            stored = block.tensor(info.key) or info
+            for new, old in zip(info.names, stored.names, strict=True):
+                known = next((name for name in (old, *stored.tied) if view is None or name in view), None)
+                if known is not None:
+                    names[new] = known
+        return names
 
 
 def readers_of(blocks: Iterable[OutputBlock]) -> dict[ModelReference, ConfigReader]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 
 import click
@@ -17,7 +17,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeError, named, printable, short
+from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeError, printable, short
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.run import file_metadata
@@ -45,7 +45,6 @@ from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
-from rotation_merge.report.integrity.tokens import Vocabulary
 from rotation_merge.report.plots import save_distances
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers import keep_freed_memory
@@ -279,19 +278,19 @@ def complete(session: Session, folder: str) -> list[Defect]:
     Returns:
         The remaining defects. An error of the check itself becomes one, so that no merge is lost.
     """
-    config, run = session.recipe.config, session.run
-    parents, copied = parent_folders(config, session.options), list[str]()
+    config, copied = session.recipe.config, list[str]()
+    parents = list(parent_folders(config, session.options).values())
     without = () if session.options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
-        copied = copy_companions(folder, list(parents.values()), without)
-        defects = [defect for defect in check_folder(folder, list(parents.values())) if defect.kind not in without]
+        copied = copy_companions(folder, parents, without)
+        defects = [defect for defect in check_folder(folder, parents) if defect.kind not in without]
     except Exception as error:  # of readers and of transformers, of every kind
         problem, remedy = f"could not be checked ({short(error)})", "run 'rotation-merge doctor'"
         defects = [Defect("not checked", problem, os.path.basename(folder), remedy, fatal=False)]
-    notes = vocabulary_notes(parents, folder) if session.recipe.new_tokens else []
-    notes += [f"Copied from a parent: {', '.join(copied)}."] if copied else []
-    for note in (*notes, *(f"Check of the output: {defect.line}." for defect in defects)):
-        run.note(note)
+    if copied:
+        session.run.note(f"Copied from a parent: {', '.join(copied)}.")
+    for defect in defects:
+        session.run.note(f"Check of the output: {defect.line}.")
     return defects
 
 
@@ -307,24 +306,6 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
     defects = check_folder(folder, list(parent_folders(config, options).values()))
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
     say(lines or [f"rotation_merge: {folder} is complete"])
-
-
-def vocabulary_notes(parents: Mapping[str, str], folder: str) -> list[str]:
-    """A note on whose rows the tokens of combined vocabularies have, where all tokenizers can be read.
-
-    mergekit's `PermutedEmbeddings` decides: a token of one model has that model's row; for a token of several, those
-    that lack it count with the base's row, or with the mean of the rows where the base lacks it, too.
-    """
-    known = {name: Vocabulary.of(Contents(place)) for name, place in parents.items()}
-    result = Vocabulary.of(Contents(folder))
-    if len(known) < 2 or not all(vocabulary.whole for vocabulary in (result, *known.values())):
-        return []
-    parts = [f"Vocabulary of {len(result.ids)} tokens, averaged over the models that have them"]
-    for name, vocabulary in known.items():
-        others = set().union(*(other.ids for other in known.values() if other is not vocabulary))
-        if tokens := [f"'{token}'" for token in result.ids if token in vocabulary.ids and token not in others]:
-            parts.append(f"{len(tokens)} tokens that only `{name}` has keep its rows ({named(tokens)})")
-    return [f"{'; '.join(parts)}; models that lack a token contribute the base's row, or the mean."]
 
 
 def say(lines: Iterable[str]) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from mergekit.common import ModelReference
@@ -28,7 +29,7 @@ from rotation_merge.matching.moving import Mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.donors import Donor
-from rotation_merge.mergekit_plugin.output import OutputBlock, readers_of, same_block
+from rotation_merge.mergekit_plugin.output import OutputBlock, readers_of
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import blockwise, read_block
 from rotation_merge.model.fold import Fold, folded_tensors
@@ -41,42 +42,25 @@ from rotation_merge.workers import in_order, workers_for
 Transforms = Mapping[str, Transform]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class BlockMatching:
+class BlockJob(NamedTuple):
     """One donor's block that is to be matched to the anchor's.
 
     Attributes:
-        anchor, donor: the models' tensors, folded, by the names of the output.
-        names: of both models.
-        streams: gives the transforms of the donor's streams, in which local spaces are matched.
+        label: sorts jobs in the order in which the merge asks for them.
+        donor: its name in the report.
+        weights: number of weights in the block.
+        match: reads both blocks and matches them, on a device.
     """
 
-    out: OutputBlock
-    anchor: Tensors
-    donor: Tensors
-    names: tuple[str, str]
-    options: AlignConfig
-    streams: Callable[[], Transforms]
+    label: str
+    donor: str
+    weights: int
+    match: Callable[[torch.device | None], BlockMatch]
 
     @property
     def key(self) -> str:
         """Its name in the ledger of interrupted work."""
-        return f"{self.out.label}:{self.names[1]}"
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in the block."""
-        names = (name for info in self.out.block.tensors for name in info.names)
-        return sum(math.prod(self.anchor.shapes.get(name, (0,))) for name in names)
-
-    def match(self, device: torch.device | None = None) -> BlockMatch:
-        """Reads those tensors of both blocks that have local spaces, and matches them."""
-        block, local = self.out.block, {space.name for space in self.out.block.spaces.values()}
-        compared = [info for info in block.tensors if any(space.name in local for space in info.spaces())]
-        part = replace(block, tensors=tuple(compared))
-        anchor, donor = read_block(part, self.anchor), read_block(part, self.donor)
-        with named(*self.names):
-            return match_block(self.out.anchor, anchor, donor, self.options, on_device(self.streams(), device))
+        return f"{self.label}:{self.donor}"
 
 
 def on_device(transforms: Transforms, device: torch.device | None) -> Transforms:
@@ -95,30 +79,30 @@ class BlockMatches:
 
     def __init__(self, run: Run, device: Callable[[], torch.device | None], single: bool = False) -> None:
         self.run, self.device, self.single = run, device, single
-        self.jobs: list[BlockMatching] = []
+        self.jobs: list[BlockJob] = []
         self._ahead = self._matched_ahead()
         self._transforms: dict[str, Transforms] = {}
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
-    def of(self, job: BlockMatching) -> Transforms:
+    def of(self, job: BlockJob) -> Transforms:
         """The transforms of a job's local spaces, waited for; the following jobs are started."""
         device = self.device()
         if job.key not in self._transforms:
             with self._locks["" if device is None else job.key]:
                 while job.key not in self._transforms:
                     matched, match = next(self._ahead) if device is None else (job, self._match(job, device))
-                    self.run.record(matched.names[1], match.rows)
+                    self.run.record(matched.donor, match.rows)
                     self._transforms[matched.key] = match.transforms
                 if len(self._transforms) == len(self.jobs):
                     self.end()
         return on_device(self._transforms[job.key], device)
 
-    def _match(self, job: BlockMatching, device: torch.device | None = None) -> BlockMatch:
+    def _match(self, job: BlockJob, device: torch.device | None = None) -> BlockMatch:
         return BlockMatch.once(self.run.ledger, job.key, lambda: job.match(device))
 
-    def _matched_ahead(self) -> Generator[tuple[BlockMatching, BlockMatch], None, None]:
+    def _matched_ahead(self) -> Generator[tuple[BlockJob, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""
-        jobs, threads = sorted(self.jobs, key=lambda job: job.out.label), torch.get_num_threads()
+        jobs, threads = sorted(self.jobs, key=lambda job: job.label), torch.get_num_threads()
         count = 1 if self.single else workers_for(max(job.weights for job in jobs))
         for job, match in zip(jobs, in_order([self._match] * count, jobs), strict=True):
             torch.set_num_threads(max(1, threads - count))
@@ -235,19 +219,12 @@ class RecipeViews:
 
     def _named(self, view: View, model: ModelReference) -> Tensors:
         """The tensors of a model, or of one read for it, by the output's names; tied ones under their first."""
-        present: dict[str, str] = {}
-        for out in self.blocks_of(model):
-            stored = same_block(view, out.source(model))
-            for info in out.block.tensors:
-                stored_info = stored.tensor(info.key) or info
-                for new, old in zip(info.names, stored_info.names, strict=True):
-                    known = next((name for name in (old, *stored_info.tied) if name in view), None)
-                    present |= {} if known is None else {new: known}
-        return view.tensors.renamed(present).only(present)
+        names = {new: old for out in self.blocks_of(model) for new, old in out.names_in(model, view).items()}
+        return view.tensors.renamed(names).only(names)
 
     def _transforms(self, model: ModelReference, donor: Donor) -> LazyTransforms:
         """The transforms of a donor: of the whole model, or matched block by block; none where it does not move."""
-        whole, names = donor.whole, (str(self.recipe.base), donor.name)
+        whole = donor.whole
         streams: Callable[[], Transforms] = dict if whole is None else lambda: whole().transforms
         finders = {} if whole is None else {name: (streams, known) for name, known in self.spaces.items()}
         anchor, matched = map(self.folded_tensors, (self.anchor, self.origins.get(model, self.stored[model])))
@@ -256,10 +233,33 @@ class RecipeViews:
             spaces = [space.name for space in wanted_spaces(out.anchor, options)]
             straight = whole is not None and out.sources[model].index == out.anchor.index
             if spaces and not straight:
-                self.matches.jobs.append(job := BlockMatching(out, anchor, matched, names, options, streams))
+                self.matches.jobs.append(job := self._job(out, anchor, matched, donor.name, options, streams))
                 find = partial(self.matches.of, job)
                 finders |= {name: (find, known) for name, known in out.spaces.items() if known in spaces}
         return LazyTransforms(finders)
+
+    def _job(
+        self,
+        out: OutputBlock,
+        anchor: Tensors,
+        donor: Tensors,
+        name: str,
+        options: AlignConfig,
+        streams: Callable[[], Transforms],
+    ) -> BlockJob:
+        """The matching of one block, of tensors that are folded, under the transforms of the donor's streams."""
+        local = {space.name for space in out.block.spaces.values()}
+        compared = [info for info in out.block.tensors if any(space.name in local for space in info.spaces())]
+        part = replace(out.block, tensors=tuple(compared))
+
+        def match(device: torch.device | None) -> BlockMatch:
+            blocks = read_block(part, anchor), read_block(part, donor)
+            with named(str(self.recipe.base), name):
+                return match_block(out.anchor, *blocks, options, on_device(streams(), device))
+
+        names = (name for info in out.block.tensors for name in info.names)
+        weights = sum(math.prod(anchor.shapes.get(name, (0,))) for name in names)
+        return BlockJob(out.label, name, weights, match)
 
     def _moved(self, model: ModelReference) -> Tensors:
         """A model's tensors in the anchor's coordinates, each rounded once."""

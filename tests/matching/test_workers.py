@@ -224,9 +224,7 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     torch.set_num_threads(3)
     try:
         blocks = views.BlockMatches(Run(watched=False), lambda: None)
-        outs = [SimpleNamespace(label=key, anchor=None) for key in "abc"]
-        jobs: Any = [SimpleNamespace(key=o.label, out=o, names=("a", "d"), weights=1, match=match) for o in outs]
-        blocks.jobs = jobs
+        blocks.jobs = jobs = [views.BlockJob(key, "d", 1, match) for key in "abc"]
         for job in jobs[:1] if failing else jobs:
             with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
                 assert blocks.of(job) == {"threads": 1}  # type: ignore[comparison-overlap]

@@ -107,10 +107,14 @@ def three(tmp_path: Path) -> list[str]:
 
 def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
     """With the ranks together: base + OUT is base + the weighted mean of the changes."""
-    parts = [of(path) for path in three]
-    for module, merged in changes(merge_adapters(three, weights=[1, 2, 1]), tmp_path / "out").items():
-        terms = (w / 4 * part.get(module, torch.zeros(())) for w, part in zip((1, 2, 1), parts, strict=True))
+    parts, weights = [of(path) for path in three], (1, 2, 1)
+    for module, merged in changes(merge_adapters(three, weights=weights), tmp_path / "out").items():
+        terms = (w / 4 * part.get(module, torch.zeros(())) for w, part in zip(weights, parts, strict=True))
         torch.testing.assert_close(merged, sum(terms), atol=1e-6, rtol=1e-6)
+    for merged in changes(merge_adapters(three, "iso"), tmp_path / "iso").values():
+        values = torch.linalg.svdvals(merged)
+        values = values[values > 1e-5]  # of all directions that the adapters span
+        torch.testing.assert_close(values, values.mean().expand_as(values), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +135,6 @@ def test_it_is_the_merge_of_the_models(name: str, settings: dict[str, Any], thre
     for module, merged in changes(merge_adapters(three, name, parameters=settings), tmp_path / "out").items():
         expected = averaged[names[module]]
         torch.testing.assert_close(merged, expected, atol=1e-5 * float(expected.norm()), rtol=1e-4)
-
-
-def test_iso_gives_one_value_to_all_directions_that_the_adapters_span(three: list[str], tmp_path: Path) -> None:
-    for merged in changes(merge_adapters(three, "iso"), tmp_path / "out").values():
-        values = torch.linalg.svdvals(merged)
-        values = values[values > 1e-5]
-        torch.testing.assert_close(values, values.mean().expand_as(values), **CLOSE)
 
 
 @pytest.mark.parametrize(

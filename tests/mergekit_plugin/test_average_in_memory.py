@@ -24,17 +24,14 @@ DELEGATES: dict[str, dict[str, Any]] = {
     "tsv": {"lambda": 0.7},
     "iso": {},
 }
-STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-
-
-def samples(count: int = 2) -> list[dict[str, torch.Tensor]]:
-    draw = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(40, (4, 10), generator=draw)} for _ in range(count)]
+SAMPLES = [{"input_ids": torch.arange(40).reshape(4, 10)}, {"input_ids": torch.arange(39, -1, -1).reshape(4, 10)}]
 
 
 def recipe_of(delegate: str, pair: Pair, **parameters: Any) -> dict[str, Any]:
-    recipe = recipe_for("linear", *pair, **STILL, **parameters)
-    recipe["parameters"] |= {"delegate": delegate}
+    """Nothing moves in it."""
+    still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+    recipe = recipe_for("linear", *pair, **still, **parameters)
+    recipe["parameters"]["delegate"] = delegate
     for entry in recipe["models"]:
         entry["parameters"] = {} if delegate == "slerp" else {"weight": 1.0}
     return recipe
@@ -50,59 +47,48 @@ def test_it_gives_what_the_recipe_writes(delegate: str, pair: Pair, tmp_path: Pa
     parameters = DELEGATES[delegate]
     python = {f"{name}_" if name == "lambda" else name: value for name, value in parameters.items()}
     written = merged(recipe_of(delegate, pair, **parameters), tmp_path / "out")
-    assert_same(rm.average([str(path) for path in pair], delegate, **python), written)
     modules = [AutoModelForCausalLM.from_pretrained(path) for path in pair]
-    assert_same(rm.average(modules, delegate, **python), written)
+    for models in ([str(path) for path in pair], modules):
+        assert_same(rm.average(models, delegate, **python), written)
 
 
 @pytest.mark.slow
-def test_statistics_measured_in_memory_are_those_of_the_file(pair: Pair, tmp_path: Path) -> None:
-    config = rm.MeasureConfig(kinds=("gram", "fisher"))
-    files = []
-    for number, path in enumerate(pair):
-        files.append(str(tmp_path / f"{number}.safetensors"))
-        rm.measure(str(path), samples(), config).save(files[-1])
-    for delegate in ("regmean", "fisher"):
-        recipe = recipe_of(delegate, pair)
-        for entry, file in zip(recipe["models"], files, strict=True):
-            entry["parameters"]["statistics"] = file
-        written = merged(recipe, tmp_path / delegate)
-        paths = [str(path) for path in pair]
-        assert_same(rm.average(paths, delegate, statistics=files), written)
-        again = [rm.measure(path, samples(), config) for path in paths]
-        assert_same(rm.average(paths, delegate, statistics=again), written)
+@pytest.mark.parametrize("delegate", ["regmean", "fisher"])
+def test_statistics_measured_in_memory_are_those_of_the_file(delegate: str, pair: Pair, tmp_path: Path) -> None:
+    paths, kinds = [str(path) for path in pair], ("fisher",) if delegate == "fisher" else ("gram",)
+    measured = [rm.measure(path, SAMPLES, rm.MeasureConfig(kinds=kinds)) for path in paths]
+    recipe, files = recipe_of(delegate, pair), [str(tmp_path / f"{number}.safetensors") for number in range(2)]
+    for entry, file, statistics in zip(recipe["models"], files, measured, strict=True):
+        statistics.save(file)
+        entry["parameters"]["statistics"] = file
+    written = merged(recipe, tmp_path / "out")
+    for statistics in (files, measured):
+        assert_same(rm.average(paths, delegate, statistics=statistics), written)
 
 
 def test_refit_is_solved_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer runs again for the other tensors."""
     passes, forward = [], LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: passes.append(self) or forward(self, x))
-    view = rm.average([str(path) for path in pair], "refit", samples=samples(), ridge=0.1)
-    first = view["model.layers.0.mlp.up_proj.weight"]
-    solved = len(passes)
-    assert torch.equal(view.state_dict()["model.layers.0.mlp.up_proj.weight"], first)
+    view = rm.average([str(path) for path in pair], "refit", samples=SAMPLES, ridge=0.1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    first, solved = view[name], len(passes)
+    assert torch.equal(view.state_dict()[name], first)
     assert len(passes) == solved > 0
-    assert not torch.equal(first, state(pair[0])["model.layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(first, state(pair[0])[name])
 
 
 def test_gradients_flow_through_an_average(pair: Pair) -> None:
-    module = AutoModelForCausalLM.from_pretrained(pair[1])
-    tensors = {name: tensor.detach().clone().requires_grad_() for name, tensor in module.state_dict().items()}
-    name = "model.layers.1.mlp.down_proj.weight"
+    module, name = AutoModelForCausalLM.from_pretrained(pair[1]), "model.layers.1.mlp.down_proj.weight"
+    tensors = {key: tensor.detach().clone().requires_grad_() for key, tensor in module.state_dict().items()}
     rm.average([str(pair[0]), (tensors, module.config)])[name].sum().backward()
     torch.testing.assert_close(tensors[name].grad, torch.full_like(tensors[name], 0.5))
 
 
-def test_what_is_no_number_ends_an_average(pair: Pair) -> None:
-    view = rm.average([str(path) for path in pair], weights=[3e38, 3e38], normalize=False)
-    with pytest.raises(rm.RotationMergeError, match="would hold NaN or infinity"):
-        view.state_dict()
-
-
 def test_averages_of_averages(pair: Pair) -> None:
-    one, two = (state(path)["lm_head.weight"] for path in pair)
+    first, second = (state(path)["lm_head.weight"] for path in pair)
     nested = rm.average([rm.average([str(path) for path in pair]), str(pair[0])])
-    torch.testing.assert_close(nested["lm_head.weight"], 0.75 * one + 0.25 * two)
+    torch.testing.assert_close(nested["lm_head.weight"], 0.75 * first + 0.25 * second)
 
 
 @pytest.mark.parametrize(
@@ -114,21 +100,20 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"method": [0.5, 0.5]}, "the keyword 'weights'"),
         ({"heads": "permutation"}, "give options of aligning to rotation_merge.align"),
         ({"heads_of": "all"}, "base, each"),
-        ({"method": "refit", "heads_of": "each", "samples": samples()}, "a recipe for mergekit-yaml"),
+        ({"method": "refit", "heads_of": "each", "samples": SAMPLES}, "a recipe for mergekit-yaml"),
         ({"save_alignment": True}, "a recipe for mergekit-yaml"),
         ({"method": "regmean"}, "add 'samples'"),
         ({"method": "wudi", "ridge": -1.0}, "at least 0"),
         ({"samples": [{}]}, "have no effect with linear"),
         ({"method": "regmean", "samples": __file__}, "give batches of input_ids"),
         ({"weights": [1.0]}, "1 weights for 2 models"),
-        ({"weights": 1.0}, "one number for each model"),
         ({"weights": ["a", "b"]}, r"'weights' are \['a', 'b'\]; give one number for each model"),
         ({"weights": [float("nan"), 1]}, r"models\[0\].weight: parameter 'weight' is nan"),
+        ({"weights": [3e38, 3e38], "normalize": False}, "would hold NaN or infinity"),
         ({"statistics": ["a", "b"]}, "'statistics' have no effect with linear; leave them out"),
         ({"seed": "a"}, "option 'seed' is 'a'; it must be a whole number"),
-        ({"samples": samples(), "method": "refit", "limit": 0}, "option 'limit' is 0; it must be a whole"),
-        ({"models": build("llama")}, "one LlamaForCausalLM stands where models belong; give a list of models"),
-        ({"models": "folder"}, "one str stands where models belong"),
+        ({"samples": SAMPLES, "method": "refit", "limit": 0}, "option 'limit' is 0; it must be a whole"),
+        ({"models": "folder"}, "one str stands where models belong; give a list of models"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, Any], words: str) -> None:
@@ -145,16 +130,14 @@ def test_models_that_compute_otherwise_are_refused() -> None:
 
 
 def test_files_of_others_stay(pair: Pair, tmp_path: Path) -> None:
-    alignment = rm.align(str(pair[0]), str(pair[1]))
-    file = tmp_path / "weights.safetensors"
-    file.write_bytes(before := (pair[0] / "model.safetensors").read_bytes())
-    statistics = rm.measure(str(pair[0]), samples())
-    for value in (alignment, statistics):
+    file, before = tmp_path / "weights.safetensors", (pair[0] / "model.safetensors").read_bytes()
+    file.write_bytes(before)
+    for value in (rm.align(str(pair[0]), str(pair[1])), rm.measure(str(pair[0]), SAMPLES)):
         with pytest.raises(rm.RotationMergeError, match="already exists; name another file"):
             value.save(str(file))
         assert file.read_bytes() == before
-        value.save(str(tmp_path / "own"))
-        value.save(str(tmp_path / "own"))  # its own kind is replaced
+        for _ in range(2):  # its own kind is replaced
+            value.save(str(tmp_path / "own"))
         (tmp_path / "own").unlink()
 
 

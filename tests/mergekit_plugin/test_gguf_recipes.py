@@ -32,44 +32,48 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(*arguments: object) -> str:
+def lines(*arguments: object, code: int = 0) -> str:
+    """What a command prints that ends with a code."""
     LoaderCache.loaders.clear()
     result = run(*arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
-def _read(path: object) -> rm.View:
+def read(path: object) -> rm.View:
     """The tensors of a model, as they are."""
     return rm.average([str(path)])
 
 
-RECIPES = {
-    "ours": "merge_method: rotation_merge\nparameters: {{delegate: linear, attention: rotation, heads: permutation}}\n",
-    "tokens together": "merge_method: rotation_merge\nparameters: {{delegate: linear}}\ntokenizer: {{source: union}}\n",
-    "another method": "merge_method: linear\n",
-    "another method, tokens together": "merge_method: linear\ntokenizer: {{source: union}}\n",
-}
+def recipe(a: object, b: object, keys: str = "", parameters: str = "{delegate: linear}") -> str:
+    models = "".join(f"- {{model: {name}, parameters: {{weight: {w}}}}}\n" for name, w in ((a, 0.3), (b, 0.7)))
+    head = f"merge_method: rotation_merge\nparameters: {parameters}\nbase_model: {a}\ndtype: float32\n"
+    return f"{head}{keys}models:\n{models}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_merge_of_files_is_the_merge_of_the_checkpoints(name: str, models: Path, tmp_path: Path) -> None:
-    recipe = RECIPES[name] + (
-        "base_model: {a}\nmodels:\n- model: {a}\n  parameters: {{weight: 0.3}}\n"
-        "- model: {b}\n  parameters: {{weight: 0.7}}\ndtype: float32\n"
-    )
-    first = merged(recipe.format(a=models / "a", b=models / "b"), tmp_path / "first")
-    again = merged(recipe.format(a=models / "a.gguf", b=models / "alone"), tmp_path / "again")
+@pytest.mark.parametrize(
+    ("keys", "parameters"),
+    [
+        ("", "{delegate: linear, attention: rotation, heads: permutation}"),
+        ("tokenizer: {source: union}\n", "{delegate: linear}"),
+        ("chat_template: chatml\n", "{delegate: linear}"),
+    ],
+)
+def test_a_merge_of_files_is_the_merge_of_the_checkpoints(
+    keys: str, parameters: str, models: Path, tmp_path: Path
+) -> None:
+    first = merged(recipe(models / "a", models / "b", keys, parameters), tmp_path / "first")
+    again = merged(recipe(models / "a.gguf", models / "alone", keys, parameters), tmp_path / "again")
     assert first.keys() == again.keys()
     for key, tensor in first.items():
         torch.testing.assert_close(again[key], tensor, rtol=1e-5, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
-    if name == "ours":
-        report = json.loads((tmp_path / "again" / "rotation_merge.json").read_text())
-        assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
-        assert set(report["models"]) == {str(models / "a.gguf"), str(models / "alone")}
+    assert ("<|im_start|>" in str(tokenizer.chat_template)) == ("chatml" in keys)
+    report = json.loads((tmp_path / "again" / "rotation_merge.json").read_text())
+    assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
+    assert set(report["models"]) == {str(models / "a.gguf"), str(models / "alone")}
 
 
 def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,53 +86,55 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copyfile(models / "b.gguf", snapshot / "b.gguf")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
-        assert torch.equal(_read(name)["model.norm.weight"], _read(models / "b.gguf")["model.norm.weight"])
-    result = run("verify", "org/b-GGUF:gone.gguf", models / "b")
-    assert result.exit_code == 2
-    assert "org/b-GGUF:gone.gguf: is neither here nor in the hub's cache" in result.output
+        assert torch.equal(read(name)["model.norm.weight"], read(models / "b.gguf")["model.norm.weight"])
+    output = lines("verify", "org/b-GGUF:gone.gguf", models / "b", code=2)
+    assert "org/b-GGUF:gone.gguf: is neither" in output
 
 
 @pytest.mark.slow
 def test_a_repository_of_files_says_how_to_name_one(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text("merge_method: rotation_merge\nbase_model: org/a\nmodels:\n- model: org/b-GGUF\n")
+    path, name = tmp_path / "recipe.yml", "org/b-GGUF:b-F16.gguf"
+    path.write_text("merge_method: rotation_merge\nbase_model: org/a\nmodels:\n- model: org/b-GGUF\n")
     with served() as hub:
         at_home(hub, tmp_path / "cache", monkeypatch)
         hub.publish("org/a", models / "a")
         hub.commit("models/org/b-GGUF", {"b-F16.gguf": (models / "b.gguf").read_bytes(), "README.md": b"text"})
-        for command in (
-            ("inspect", "org/b-GGUF"),
-            ("evaluate", "org/b-GGUF", "--data", "demo:bytes"),
-            ("check", recipe),
-        ):
-            output = run(*command).output
-            assert (
-                "org/b-GGUF: holds models in GGUF: b-F16.gguf; name one of its files, as org/b-GGUF:b-F16.gguf"
-                in output
-            )
-        misspelt = run("inspect", "org/b-GGUF:b-F17.gguf")
-        assert "org/b-GGUF:b-F17.gguf: is not in the repository; did you mean 'b-F16.gguf'?" in misspelt.output
-        assert "llama, 37,792 weights" in _run("inspect", "org/b-GGUF:b-F16.gguf")
+        for command in (("inspect", "org/b-GGUF"), ("evaluate", "org/b-GGUF", "--data", "demo:bytes"), ("check", path)):
+            words = f"org/b-GGUF: holds models in GGUF: b-F16.gguf; name one of its files, as {name}"
+            assert words in run(*command).output
+        assert "did you mean 'b-F16.gguf'?" in run("inspect", "org/b-GGUF:b-F17.gguf").output
+        assert "llama, 37,792 weights" in lines("inspect", name)
 
 
 @pytest.mark.slow
-def test_commands_take_files(models: Path, tmp_path: Path) -> None:
-    assert "was read from a.gguf" in _run("inspect", models / "a.gguf")
-    assert "same" in _run("verify", models / "a.gguf", models / "a")
-    _run("align", models / "a.gguf", models / "alone", tmp_path / "aligned")
-    assert "same" in _run("verify", tmp_path / "aligned", models / "b")
+def test_commands_and_python_take_files(models: Path, tmp_path: Path) -> None:
+    anchor, donor = (str(models / name) for name in ("a.gguf", "alone"))
+    assert "was read from a.gguf" in lines("inspect", anchor)
+    assert "same" in lines("verify", anchor, models / "a")
+    lines("align", anchor, donor, tmp_path / "aligned")
+    assert "same" in lines("verify", tmp_path / "aligned", models / "b")
     assert not [path for path in (tmp_path / "aligned").iterdir() if "gguf" in path.name]
+    rm.align(anchor, donor, heads="permutation").apply(donor).save_pretrained(tmp_path / "moved")
+    assert "the two models compute the same" in lines("verify", tmp_path / "moved", models / "b")
+    (tmp_path / "text.txt").write_text("The quick foxes are here. " * 200)
+    sizes = ("--samples", "8", "--length", "16", "--budget", "1s", "--data", tmp_path / "text.txt", "--anyway")
+    lines("merge", anchor, models / "b.gguf", tmp_path / "out", *sizes)
+    assert f"model: {anchor}" in (tmp_path / "out" / "recipe.yml").read_text()
+    assert state(tmp_path / "out").keys() == read(anchor).keys()
 
 
-def test_a_model_is_no_recipe(models: Path) -> None:
-    result = run("check", models / "a.gguf")
-    assert result.exit_code == 2
-    assert "is a model, not a recipe; rotation-merge inspect" in result.output
+def test_check_reads_the_weights_of_a_file_and_takes_no_model_for_a_recipe(models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yml"
+    path.write_text(recipe(models / "a.gguf", models / "alone"))
+    output = lines("check", path)
+    assert "was read from" in output
+    assert "no weights" not in output
+    assert "is a model, not a recipe; rotation-merge inspect" in lines("check", models / "a.gguf", code=2)
 
 
-def _lora(models: Path, base: object, folder: Path) -> Path:
+def adapter_of(models: Path, base: object, folder: Path) -> Path:
     """An adapter of the first model, which says that it was trained on `base`."""
     from peft import LoraConfig, get_peft_model
 
@@ -148,91 +154,29 @@ def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path:
     """transformers reads a GGUF by its folder, which peft writes down: the file in it, and its checkpoint, are it."""
     (tmp_path / "base").mkdir()
     file = shutil.copyfile(models / "a.gguf", tmp_path / "base" / "model-F16.gguf")
-    adapter = _lora(models, tmp_path / "base", tmp_path / "lora")
+    adapter = adapter_of(models, tmp_path / "base", tmp_path / "lora")
     for base in (file, models / "a.gguf", models / "a"):
-        _run("carry", adapter, "--from", base, "--to", models / "alone", tmp_path / f"out-{base.stem}{base.suffix}")
-    result = run("carry", adapter, "--from", models / "b.gguf", "--to", models / "alone", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "is an adapter of" in result.output
+        lines("carry", adapter, "--from", base, "--to", models / "alone", tmp_path / f"out-{base.stem}{base.suffix}")
+    output = lines("carry", adapter, "--from", models / "b.gguf", "--to", models / "alone", tmp_path / "out", code=2)
+    assert "is an adapter of" in output
+    names = [f"{base}+{adapter_of(models, None, tmp_path / 'own')}" for base in (models / "a.gguf", models / "a")]
+    first, second = (load(name).state_dict() for name in names)
+    for key, value in first.items():
+        torch.testing.assert_close(value, second[key], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.slow
 def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path, tmp_path: Path) -> None:
     tuned = shutil.copyfile(models / "a.gguf", tmp_path / "tuned.gguf")
-    recipe = (
-        "merge_method: rotation_merge\nparameters: {delegate: task_arithmetic}\ndtype: float32\n"
-        f"base_model: {models / 'b'}\nmodels:\n- model: {models / 'b'}\n- model: {tuned}\n"
-        f"  parameters: {{weight: 1, finetuned_from: {models / 'a'}}}\n"
-    )
-    merged(recipe, tmp_path / "merged")
-    _run("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
+    text = recipe(models / "b", tuned, parameters="{delegate: task_arithmetic}")
+    merged(text.replace("weight: 0.7", f"weight: 1, finetuned_from: {models / 'a'}"), tmp_path / "merged")
+    lines("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
     for folder in ("merged", "carried"):
         notes = json.loads((tmp_path / folder / "rotation_merge.json").read_text())["notes"]
         assert any("was read from tuned.gguf, whose tensors are" in note for note in notes)
 
 
-def test_a_check_finds_the_weights_of_a_file(models: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(
-        "merge_method: rotation_merge\nparameters: {delegate: linear, weight: 0.5}\ndtype: float32\n"
-        f"base_model: {models / 'a.gguf'}\nmodels:\n- model: {models / 'a.gguf'}\n- model: {models / 'alone'}\n"
-    )
-    output = _run("check", recipe)
-    assert "was read from" in output
-    assert "no weights" not in output
-
-
-@pytest.mark.parametrize("method", ["passthrough", "linear"])
-def test_a_lora_on_a_file_in_other_methods(method: str, models: Path, tmp_path: Path) -> None:
-    """Merged as it is read, as on the checkpoint, without the cache that mergekit wants for adapters on those."""
-    adapter = _lora(models, None, tmp_path / "lora")
-    name, on_checkpoint = f"{models / 'a.gguf'}+{adapter}", load(f"{models / 'a'}+{adapter}").state_dict()
-    made = {"merge_method": method, "models": [{"model": name, "parameters": {"weight": 1}}], "dtype": "float32"}
-    wanted = load(name).state_dict()
-    for key, value in merged(made, tmp_path / "out").items():
-        torch.testing.assert_close(value, wanted[key], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(value, on_checkpoint[key], rtol=2e-3, atol=2e-3)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
-
-
-def test_a_chat_template_beside_a_files_tokenizer(models: Path, tmp_path: Path) -> None:
-    for method in ("rotation_merge\nparameters: {delegate: linear, weight: 0.5}", "linear"):
-        text = f"merge_method: {method}\nbase_model: {{a}}\nmodels:\n"
-        text += "".join(f"- {{model: {models / name}, parameters: {{weight: 1}}}}\n" for name in ("a.gguf", "alone"))
-        recipe = f"{text}chat_template: chatml\ndtype: float32\n".replace("{a}", str(models / "a.gguf"))
-        merged(recipe, tmp_path / method[:6])
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / method[:6])
-        assert "<|im_start|>" in tokenizer.chat_template
-        assert tokenizer(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
-
-
-@pytest.mark.slow
-def test_the_search_takes_files(models: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("The quick foxes are here. " * 200)
-    sizes = ("--samples", "8", "--length", "16", "--budget", "1s", "--data", tmp_path / "text.txt", "--anyway")
-    out = tmp_path / "out"
-    _run("merge", models / "a.gguf", models / "b.gguf", out, *sizes)
-    assert f"model: {models / 'a.gguf'}" in (out / "recipe.yml").read_text()
-    assert state(out).keys() == _read(models / "a.gguf").keys()
-
-
-@pytest.mark.slow
-def test_python_takes_files(models: Path, tmp_path: Path) -> None:
-    anchor, donor = (str(models / name) for name in ("a.gguf", "alone"))
-    alignment = rm.align(anchor, donor, rm.AlignConfig(heads="permutation"))
-    alignment.apply(donor).save_pretrained(tmp_path / "moved")
-    rm.average([anchor, donor]).save_pretrained(tmp_path / "mean")
-    first, second, mean = (_read(path) for path in (anchor, donor, tmp_path / "mean"))
-    for key in first:
-        torch.testing.assert_close(
-            mean[key].float(), (first[key].float() + second[key].float()) / 2, rtol=1e-2, atol=1e-2
-        )
-    assert "the two models compute the same" in _run("verify", tmp_path / "moved", models / "b")
-
-
 def test_q8_0_is_near(models: Path, tmp_path: Path) -> None:
-    model = load(str(models / "a"))
-    again = load(str(written(models / "a", tmp_path / "a-Q8_0.gguf", "Q8_0")))
-    for key, value in model.state_dict().items():
-        difference = (again.state_dict()[key] - value).abs().max() / value.abs().max()
-        assert difference < 1 / 127, key
+    again = load(str(written(models / "a", tmp_path / "a-Q8_0.gguf", "Q8_0"))).state_dict()
+    for key, value in load(str(models / "a")).state_dict().items():
+        assert (again[key] - value).abs().max() / value.abs().max() < 1 / 127, key

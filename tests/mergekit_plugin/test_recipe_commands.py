@@ -15,9 +15,11 @@ from residual_support import twin as moved
 from safetensors.torch import load_file, save_file
 from test_transport import tuned
 
+Trio = tuple[Checkpoint, Checkpoint, Checkpoint, Path]
+
 
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, Checkpoint, Path]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
     """An anchor, an old base that computes the same in other coordinates, a fine-tune of it; and data."""
     folder = tmp_path_factory.mktemp("trio")
     anchor = checkpoint("llama", "llama", folder / "anchor")
@@ -26,115 +28,108 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
     return anchor, old, tuned(old, folder / "fine", size=0.2), folder / "data.safetensors"
 
 
-def loss(path: Path, data: Path) -> float:
-    """Of the model itself, on the data."""
+def loss(path: Path, data: Path) -> Any:
+    """Of the model itself, on the data, to compare with."""
     ids = load_file(data)["input_ids"].long()
     with torch.no_grad():
-        return float(load(str(path))(input_ids=ids, labels=ids).loss)
+        return pytest.approx(float(load(str(path))(input_ids=ids, labels=ids).loss), abs=5e-4)
 
 
-class TestCarriedOver:
-    def test_inspect_says_what_maps_to_what_and_what_it_costs(self, trio: Any, tmp_path: Path) -> None:
-        anchor, old, fine, _ = trio
-        path = write_recipe(transport(anchor, (fine, old), residual="rotation"), tmp_path / "r.yml")
-        done = run("inspect", path)
-        assert done.exit_code == 0, done.output
-        assert (
-            f"{old.path} is aligned to {anchor.path}; the maps are applied to {fine.path} minus {old.path}"
-            in done.output
-        )
-        (found,) = parsed("inspect", path)
-        assert (found["model"], found["origin"]) == (str(fine.path), str(old.path))
-        plain = recipe(anchor, old, residual="rotation")
-        (same,) = parsed("inspect", write_recipe(plain, tmp_path / "plain.yml"))
-        assert found["memory"] > same["memory"]
-        assert found["lines"] == same["lines"]
+def test_inspect_says_what_maps_to_what_and_what_it_costs(trio: Trio, tmp_path: Path) -> None:
+    anchor, old, fine, _ = trio
+    path = write_recipe(transport(anchor, (fine, old), residual="rotation"), tmp_path / "r.yml")
+    words = f"{old.path} is aligned to {anchor.path}; the maps are applied to {fine.path} minus {old.path}"
+    assert words in run("inspect", path).output
+    (facts,) = parsed("inspect", path)
+    assert (facts["model"], facts["origin"]) == (str(fine.path), str(old.path))
+    plain = write_recipe(recipe(anchor, old, residual="rotation"), tmp_path / "plain.yml")
+    (same,) = parsed("inspect", plain)
+    assert facts["memory"] > same["memory"]
+    assert facts["lines"] == same["lines"]
+    for absent in ("fine", "old"):
+        text = path.read_text().replace(f"/{absent}\n", "/gone\n")
+        result = run("inspect", write_recipe(text, tmp_path / "gone.yml"))
+        assert result.exit_code == 2
+        assert "gone: no such directory" in result.output
 
-    def test_inspect_looks_at_all_three_models(self, trio: Any, tmp_path: Path) -> None:
-        anchor, old, fine, _ = trio
-        for absent in ("fine", "old"):
-            document = transport(anchor, (fine, old), residual="rotation")
-            text = str(write_recipe(document, tmp_path / "r.yml").read_text()).replace(f"/{absent}\n", "/gone\n")
-            done = run("inspect", write_recipe(text, tmp_path / "r.yml"))
-            assert done.exit_code == 2
-            assert "gone: no such directory" in done.output
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("residual", ["rotation", "none"])
-    def test_barrier_goes_along_the_task_vector(self, residual: str, trio: Any, tmp_path: Path) -> None:
-        """Aligned, it ends in the model that the merge at weight 1 makes; plain, in the sum as it stands."""
-        anchor, old, fine, data = trio
-        document = transport(anchor, (fine, old), residual=residual)
-        path = write_recipe(document, tmp_path / "r.yml")
-        (found,) = parsed("barrier", path, "--data", data, "--points", 3)
-        plain, aligned = (curve["loss"] for curve in found["curves"])
-        merged(document, tmp_path / "out")
-        states = [model.state for model in (anchor, fine, old)]
-        added = {name: states[0][name] + states[1][name] - states[2][name] for name in states[0]}
-        assert plain[0] == pytest.approx(loss(anchor.path, data), abs=1e-4)
-        assert aligned[0] == pytest.approx(plain[0], abs=1e-4)
-        assert aligned[2] == pytest.approx(loss(tmp_path / "out", data), abs=1e-4)
-        assert plain[2] == pytest.approx(loss(anchor.write(added, tmp_path / "added").path, data), abs=1e-4)
-        assert plain[2] != pytest.approx(aligned[2], abs=1e-3)
-        if residual == "rotation":
-            assert aligned[2] == pytest.approx(loss(fine.path, data), abs=1e-3)
-        assert found["donor"] == f"{fine.path} (carried over from {old.path})"
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["rotation", "none"])
+def test_barrier_goes_along_the_task_vector(residual: str, trio: Trio, tmp_path: Path) -> None:
+    """Aligned, it ends in the model that the merge at weight 1 makes; plain, in the sum as it stands."""
+    anchor, old, fine, data = trio
+    document = transport(anchor, (fine, old), residual=residual)
+    (facts,) = parsed("barrier", write_recipe(document, tmp_path / "r.yml"), "--data", data, "--points", 3)
+    plain, aligned = (curve["loss"] for curve in facts["curves"])
+    merged(document, tmp_path / "out")
+    states = [model.state for model in (anchor, fine, old)]
+    added = {name: states[0][name] + states[1][name] - states[2][name] for name in states[0]}
+    assert plain[0] == loss(anchor.path, data)
+    assert aligned[0] == loss(anchor.path, data)
+    assert aligned[2] == loss(tmp_path / "out", data)
+    assert plain[2] == loss(anchor.write(added, tmp_path / "added").path, data)
+    assert plain[2] != pytest.approx(aligned[2], abs=1e-3)
+    if residual == "rotation":
+        assert aligned[2] == loss(fine.path, data)
+    assert facts["donor"] == f"{fine.path} (carried over from {old.path})"
 
-    @pytest.mark.slow
-    def test_barrier_by_an_alignment_file(self, trio: Any, tmp_path: Path) -> None:
-        anchor, old, fine, data = trio
-        file = tmp_path / "map.safetensors"
-        options = ("--heads", "permutation", "--residual", "rotation", "--alignment", file)
-        assert run("align", anchor.path, old.path, *options).exit_code == 0
-        document = from_file(transport(anchor, (fine, old)), file)
-        path = write_recipe(document, tmp_path / "r.yml")
-        (found,) = parsed("barrier", path, "--data", data, "--points", 3)
-        assert found["curves"][1]["loss"][2] == pytest.approx(loss(fine.path, data), abs=1e-3)
-        assert "Nothing is matched" in run("inspect", path).output
+
+@pytest.mark.slow
+def test_barrier_by_an_alignment_file(trio: Trio, tmp_path: Path) -> None:
+    anchor, old, fine, data = trio
+    file = tmp_path / "map.safetensors"
+    options = ("--heads", "permutation", "--residual", "rotation", "--alignment", file)
+    assert run("align", anchor.path, old.path, *options).exit_code == 0
+    path = write_recipe(from_file(transport(anchor, (fine, old)), file), tmp_path / "r.yml")
+    (facts,) = parsed("barrier", path, "--data", data, "--points", 3)
+    assert facts["curves"][1]["loss"][2] == loss(fine.path, data)
+    assert "Nothing is matched" in run("inspect", path).output
 
 
 FILTERS = {
-    "filter": [{"filter": "layers.2", "value": "none"}, {"value": "permutation"}],
-    "list": ["none", "permutation"],
+    "filter": ([{"filter": "layers.2", "value": "none"}, {"value": "permutation"}], [0, 1, 3]),
+    "list": (["none", "permutation"], [3]),
 }
-MATCHED = {"filter": [0, 1, 3], "list": [3]}
+"""Options by block, and the layers that are matched."""
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("deep")
-    anchor = make("llama", folder / "anchor", num_hidden_layers=4)
-    save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, folder / "data.safetensors")
-    return (
-        anchor,
-        twin(anchor, folder / "donor", ffn="permutation", attention="none", scaling=False),
-        folder / "data.safetensors",
-    )
+    anchor, data = make("llama", folder / "anchor", num_hidden_layers=4), folder / "data.safetensors"
+    save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, data)
+    return anchor, twin(anchor, folder / "donor", ffn="permutation", attention="none", scaling=False), data
+
+
+def by_block(kind: str, deep: tuple[Path, Path, Path], **options: str) -> dict[str, Any]:
+    still = {"heads": "none", "attention": "none", "scaling": False}
+    document = local_recipe("linear", *deep[:2], **still, ffn=FILTERS[kind][0])
+    document["parameters"] |= options
+    return document
 
 
 @pytest.mark.parametrize("kind", FILTERS)
-class TestOptionsByBlock:
-    def document(self, kind: str, deep: Any) -> dict[str, Any]:
-        return local_recipe("linear", *deep[:2], heads="none", attention="none", scaling=False, ffn=FILTERS[kind])
+def test_inspect_counts_blocks_by_their_own_options(kind: str, deep: Any, tmp_path: Path) -> None:
+    (facts,) = parsed("inspect", write_recipe(by_block(kind, deep), tmp_path / "r.yml"))
+    counts = {line["group"]: line["count"] for line in facts["lines"] if line["kind"] == "ffn"}
+    count = len(FILTERS[kind][1])
+    assert counts == {"permutation": count, "not matched": 4 - count}
 
-    def test_inspect(self, kind: str, deep: Any, tmp_path: Path) -> None:
-        (found,) = parsed("inspect", write_recipe(self.document(kind, deep), tmp_path / "r.yml"))
-        lines = {line["group"]: line for line in found["lines"] if line["kind"] == "ffn"}
-        assert lines["permutation"]["count"] == len(MATCHED[kind])
-        assert lines["not matched"]["count"] == 4 - len(MATCHED[kind])
 
-    @pytest.mark.slow
-    def test_barrier_is_measured_on_what_is_merged(self, kind: str, deep: Any, tmp_path: Path) -> None:
-        document = self.document(kind, deep)
-        (found,) = parsed("barrier", write_recipe(document, tmp_path / "r.yml"), "--data", deep[2], "--points", 3)
-        merged(document, tmp_path / "out")
-        assert found["curves"][1]["loss"][1] == pytest.approx(loss(tmp_path / "out", deep[2]), abs=1e-4)
-        assert found["curves"][1]["loss"][1] != pytest.approx(found["curves"][1]["loss"][0], abs=1e-3)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FILTERS)
+def test_barrier_is_measured_on_what_is_merged(kind: str, deep: Any, tmp_path: Path) -> None:
+    document = by_block(kind, deep)
+    (facts,) = parsed("barrier", write_recipe(document, tmp_path / "r.yml"), "--data", deep[2], "--points", 3)
+    merged(document, tmp_path / "out")
+    plain, aligned = (curve["loss"][1] for curve in facts["curves"])
+    assert aligned == loss(tmp_path / "out", deep[2])
+    assert aligned != pytest.approx(plain, abs=1e-3)
 
-    @pytest.mark.parametrize("option", [{"residual": "permutation"}, {"anchor": "mean"}], ids=str)
-    def test_merges_of_whole_models_follow_them_too(self, option: Any, kind: str, deep: Any, tmp_path: Path) -> None:
-        document = self.document(kind, deep)
-        document["parameters"] |= option
-        merged(document, tmp_path / "out")
-        rows = [row for row in report(tmp_path / "out")["rows"] if row["kind"] == "ffn"]
-        assert [row["layer"] for row in rows] == MATCHED[kind]
+
+@pytest.mark.parametrize("kind", FILTERS)
+@pytest.mark.parametrize("option", [{"residual": "permutation"}, {"anchor": "mean"}], ids=str)
+def test_merges_of_whole_models_follow_them_too(option: Any, kind: str, deep: Any, tmp_path: Path) -> None:
+    merged(by_block(kind, deep, **option), tmp_path / "out")
+    rows = [row for row in report(tmp_path / "out")["rows"] if row["kind"] == "ffn"]
+    assert [row["layer"] for row in rows] == FILTERS[kind][1]

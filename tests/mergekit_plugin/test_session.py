@@ -1,8 +1,10 @@
-"""One merge: every header is read, every architecture laid out, the recipe read once; nothing is left behind."""
+"""One merge of many: everything is read once, nothing is left behind; stages, progress, and the final check."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -13,49 +15,28 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from cli_support import run as command
+from click.testing import CliRunner, Result
+from faults_support import edit, read, rewrite, whole
+from interrupted_support import forked
 from mergekit import card, merge
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from plugin_support import from_file, recipe_for, state, write_recipe, write_state
+from plugin_support import from_file, make, one_error, recipe_for, relative_distances, state, write_recipe, write_state
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
 from rotation_merge.architecture import build, registry
 from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model import contents
+from rotation_merge.report.integrity import check_folder
+from rotation_merge.workers import listening
 
 Pair = tuple[Path, Path]
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the costly steps are taken."""
-    found: Counter[str] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    count(contents.Header, "of")
-    count(registry, "lay_out")
-    count(build, "_module_blocks")
-    monkeypatch.setattr(Recipe, "read", classmethod(_counting_read(found, Recipe.read.__func__)))  # type: ignore[attr-defined]
-    return found
-
-
-def _counting_read(found: Counter[str], real: Any) -> Any:
-    def read(cls: Any, config: Any) -> Any:
-        found["Recipe.read"] += 1
-        return real(cls, config)
-
-    return read
 
 
 def run(recipe: dict[str, Any], out: Path) -> None:
@@ -65,47 +46,52 @@ def run(recipe: dict[str, Any], out: Path) -> None:
     merge.run_merge(MergeConfiguration.model_validate(recipe), str(out), MergeOptions(quiet=True, copy_tokenizer=False))
 
 
-def test_a_merge_of_two_models_does_everything_once(counted: Counter[str], pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "layouts"), [({}, 1), ({"residual": "rotation"}, 2)], ids=str)
+def test_a_merge_of_two_models_does_everything_once(
+    options: dict[str, str], layouts: int, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The third header is that of what was written, which is looked at in the end."""
-    run(recipe_for("linear", *pair), tmp_path / "out")
-    assert counted == {"of": 3, "lay_out": 1, "_module_blocks": 1, "Recipe.read": 1}
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, staticmethod(counting) if isinstance(owner, type) else counting)
+
+    for owner, name in ((contents.Header, "of"), (registry, "lay_out"), (build, "_module_blocks"), (Recipe, "read")):
+        count(owner, name)
+    run(recipe_for("linear", *pair, **options), tmp_path / "out")
+    assert (counts["of"], counts["read"]) == (3, 1)
+    assert max(counts["lay_out"], counts["_module_blocks"]) <= layouts
 
 
-def test_a_residual_merge_too(counted: Counter[str], pair: Pair, tmp_path: Path) -> None:
-    """A rotation asks whether the head is tied, which is seen in what is known already."""
-    run(recipe_for("linear", *pair, residual="rotation"), tmp_path / "out")
-    assert counted["of"] == 3
-    assert counted["Recipe.read"] == 1
-    assert counted["lay_out"] <= 2
-
-
-def test_a_merge_leaves_mergekits_functions_as_they_are(pair: Pair, tmp_path: Path) -> None:
+def test_a_merge_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> None:
+    """Nor does one that fails: mergekit's cache of loaders is the process's, and others read untouched weights."""
     before = {module: dict(vars(module)) for module in (card, merge)}
-    run(recipe_for("linear", *pair), tmp_path / "out")
+    run(recipe_for("linear", *pair, residual="permutation"), tmp_path / "ours")
     spoilt = write_state({"x": torch.ones(2)}, pair[0], tmp_path / "spoilt")
     with pytest.raises(Exception, match="missing"):
         run(recipe_for("linear", pair[0], spoilt), tmp_path / "none")
+    assert not LoaderCache.loaders
+    run({**recipe_for("linear", *pair), "merge_method": "linear", "parameters": {}}, tmp_path / "stock")
+    plain, parents = state(tmp_path / "stock"), [state(path) for path in pair]
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, (parents[0][name] + parents[1][name]) / 2, rtol=1e-5, atol=1e-6)
     assert all(vars(module) == functions for module, functions in before.items())
-
-
-@pytest.mark.slow
-def test_a_fit_leaves_the_callers_random_numbers_alone() -> None:
-    from plugin_support import build as model
-
-    from rotation_merge import FitConfig, fit
-
-    tokens = torch.arange(24).reshape(4, 6)
-    anchor, donor = model("llama"), model("llama", seed=1)
-    batches = [{"input_ids": row[None]} for row in tokens]
-    before = torch.get_rng_state()
-    fit(anchor, donor, batches, options=FitConfig(steps=2, seed=3))
-    assert torch.equal(torch.get_rng_state(), before)
+    recipe = write_recipe(recipe_for("ties", *pair), tmp_path / "recipe.yml")
+    LoaderCache.loaders.clear()
+    for name in ("check", "inspect"):
+        assert command(name, recipe).exit_code == 0
+        assert not LoaderCache.loaders
 
 
 def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge(pair: Pair, tmp_path: Path) -> None:
     """Who loads it for the merge looks whether it holds numbers, whoever has read it for something else."""
-    donor, file = tmp_path / "donor", tmp_path / "alignment"
-    shutil.copytree(pair[1], donor)
+    donor, file = Path(shutil.copytree(pair[1], tmp_path / "donor")), tmp_path / "alignment"
     spoilt = {**load_file(donor / "model.safetensors"), "model.norm.weight": torch.full((32,), torch.nan)}
     save_file(spoilt, donor / "model.safetensors", {"format": "pt"})
     rm.align(str(pair[0]), str(donor)).save(file)
@@ -113,41 +99,173 @@ def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge(pair: Pair, 
         run(from_file(recipe_for("linear", pair[0], donor), file), tmp_path / "out")
 
 
-def test_commands_leave_no_model_in_mergekits_cache(pair: Pair, tmp_path: Path) -> None:
-    recipe = write_recipe(recipe_for("ties", *pair), tmp_path / "recipe.yml")
-    LoaderCache.loaders.clear()
-    for words in (["check", recipe], ["inspect", recipe]):
-        assert command(*words).exit_code == 0
-        assert not LoaderCache.loaders
-
-
-def test_the_next_recipe_of_the_process_reads_untouched_weights(pair: Pair, tmp_path: Path) -> None:
-    """mergekit's cache of loaders is one for the process: what a donor was moved to is not what others read."""
-    stock = {**recipe_for("linear", *pair), "merge_method": "linear", "parameters": {}}
-    run(recipe_for("linear", *pair, residual="permutation"), tmp_path / "ours")
-    assert not LoaderCache.loaders
-    merge.run_merge(MergeConfiguration.model_validate(stock), str(tmp_path / "stock"), MergeOptions(quiet=True))
-    ours, plain = state(tmp_path / "ours"), state(tmp_path / "stock")
-    parents = [state(path) for path in pair]
-    for name, tensor in plain.items():
-        assert torch.allclose(tensor, (parents[0][name] + parents[1][name]) / 2, atol=1e-6)
-    assert any(not torch.equal(tensor, ours[name]) for name, tensor in plain.items())
-
-
 @pytest.mark.slow
 def test_config_and_small_files_are_the_anchors_whatever_the_order_of_a_set(pair: Pair, tmp_path: Path) -> None:
     """mergekit takes them from the first of a set of models, whose order Python draws anew in every process."""
-    anchor, donor = tmp_path / "anchor", tmp_path / "donor"
-    for original, folder, word in zip(pair, (anchor, donor), ("anchor", "donor"), strict=True):
-        shutil.copytree(original, folder)
-        (folder / "generation_config.json").write_text(json.dumps({"note": word}))
+    anchor, donor = (Path(shutil.copytree(path, tmp_path / name)) for path, name in zip(pair, "ab", strict=True))
+    for number, folder in enumerate((anchor, donor)):
+        (folder / "generation_config.json").write_text(json.dumps({"note": number}))
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": len(word)}))
+        (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": number}))
     recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
-    for seed in range(4):
+    for seed in range(2):
         out = tmp_path / f"out-{seed}"
         command_line = [str(Path(sys.executable).with_name("mergekit-yaml")), str(recipe), str(out), "--quiet"]
         environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
         subprocess.run(command_line, env=environment, check=True, capture_output=True)
-        assert json.loads((out / "config.json").read_text())["bos_token_id"] == len("anchor")
-        assert json.loads((out / "generation_config.json").read_text())["note"] == "anchor"
+        assert json.loads((out / "config.json").read_text())["bos_token_id"] == 0
+        assert json.loads((out / "generation_config.json").read_text())["note"] == 0
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def multi(documents: list[dict], folder: Path) -> Result:
+    from mergekit.scripts.multimerge import main
+
+    LoaderCache.loaders.clear()
+    path = folder / "stages.yml"
+    path.write_text("\n---\n".join(yaml.safe_dump(document, sort_keys=False) for document in documents))
+    arguments = [path, "--intermediate-dir", folder / "stages", "--out-path", folder / "out", "--quiet"]
+    return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_a_stage_as_origin_of_a_fine_tune(pair: Pair, tmp_path: Path) -> None:
+    """finetuned_from names a stage; mergekit-multi turns that word into a mapping, which we turn back."""
+    anchor, donor = pair
+    generator = torch.Generator().manual_seed(0)
+    tuned = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in state(donor).items()}
+    models = [{"model": str(donor), "parameters": {"weight": 1.0}}]
+    stage = {"name": "stage", "merge_method": "linear", "models": models, "dtype": "float32"}
+    final = recipe_for("task_arithmetic", anchor, write_state(tuned, anchor, tmp_path / "fine"))
+    final["models"][1]["parameters"] = {"weight": 1.0, "finetuned_from": "stage"}
+    result = multi([stage, final], tmp_path)
+    assert result.exit_code == 0, result.output
+    assert 1e-4 < max(relative_distances(state(tmp_path / "out"), state(anchor)).values()) < 0.2
+
+
+def test_a_misspelt_word_in_a_stage(pair: Pair, tmp_path: Path) -> None:
+    first = {"name": "first", **recipe_for("slerp", *pair, t=0.5)}
+    result = multi([first, recipe_for("linear", pair[0], Path("first"), hedas="permutation")], tmp_path)
+    assert result.exit_code == 2
+    assert "'heads'" in one_error(result.output)
+    assert not (tmp_path / "stages" / "first").exists()
+
+
+def test_commands_in_processes_of_their_own(pair: Pair, tmp_path: Path) -> None:
+    """Relative paths, about which mergekit's card would ask the hub, without a network."""
+    for name, model in zip(("anchor", "donor"), pair, strict=True):
+        (tmp_path / name).symlink_to(model)
+    text = yaml.safe_dump(
+        {"name": "first", **recipe_for("slerp", Path("anchor"), Path("donor"), t=0.5)}, sort_keys=False
+    )
+    write_recipe(text, tmp_path / "stages.yml")
+    line = ("mergekit-multi", "stages.yml", "--intermediate-dir", "stages", "--quiet")
+    result = forked(*line, prepare=lambda: os.chdir(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert max(relative_distances(state(tmp_path / "stages" / "first"), state(pair[0])).values()) <= 1e-5
+    assert "### Alignment" in (tmp_path / "stages" / "first" / "README.md").read_text()
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def refit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models")
+    recipe = recipe_for("linear", make("llama", folder / "anchor"), make("llama", folder / "donor", seed=1))
+    recipe["parameters"] = {"delegate": "refit", "samples": 20, "attention": "none", "ffn": "none", "scaling": False}
+    return yaml.safe_dump(recipe)
+
+
+@pytest.mark.slow
+def test_a_refit_tells_how_far_it_is_from_the_first_sample_on(refit: str, tmp_path: Path) -> None:
+    steps: list[tuple[str, float, float]] = []
+    with listening(lambda *step: steps.append(step)):
+        merge_recipe(refit, str(tmp_path / "out"))
+    assert all(0 <= done <= total for _, done, total in steps)
+    assert sum(label == "writing samples, tokens" for label, _, _ in steps) > 20
+    solved = [done for label, done, _ in steps if label == "refitting"]
+    assert solved == sorted(solved)
+    assert {0, 1, 2} <= set(solved)
+    saved = [(done, total) for label, done, total in steps if label == "writing tensors"]
+    assert [done for done, _ in saved] == list(range(1, len(saved) + 1))
+    assert saved[-1][0] == saved[-1][1]
+
+
+@pytest.mark.parametrize("tick", [1, 60])
+def test_who_listens_may_end_the_work(tick: int, refit: str, tmp_path: Path) -> None:
+    """Nothing is left behind, whenever that is."""
+    count = itertools.count(1)
+
+    def ending(*_: object) -> None:
+        if next(count) >= tick:
+            raise rm.RotationMergeError("it is time")
+
+    with listening(ending), pytest.raises(rm.RotationMergeError, match="it is time"):
+        merge_recipe(refit, str(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
+
+
+# --- the final check -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parents(tmp_path: Path) -> Pair:
+    """A base and a fine-tune of it, with everything that belongs beside weights."""
+    base = whole("llama", tmp_path / "base")
+    tuned = Path(shutil.copytree(base, tmp_path / "tuned"))
+    rewrite(tuned, {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in state(tuned).items()})
+    return base, tuned
+
+
+def checked(parents: Pair, out: Path, method: str = "rotation_merge", **keys: Any) -> str:
+    """Merges, and gives the notes of the report."""
+    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in parents]
+    recipe = {"merge_method": method, "models": models, "dtype": "float32", **keys}
+    if method == "rotation_merge":
+        recipe |= {"base_model": str(parents[0]), "parameters": {"delegate": "linear"}}
+    merge_recipe(yaml.safe_dump(recipe), str(out), tokenizer=True)
+    return "\n".join(read(out / "rotation_merge.json")["notes"]) if method == "rotation_merge" else ""
+
+
+def test_a_union_of_vocabularies_is_whole(parents: Pair, tmp_path: Path) -> None:
+    """Of unlike RoPE and context lengths; small files come along that mergekit leaves behind."""
+    base, tuned = parents
+    (base / "processor_config.json").write_text("{}")
+    vocabulary, tensors, rows = read(tuned / "tokenizer.json"), state(tuned), read(tuned / "config.json")["vocab_size"]
+    vocabulary["model"]["vocab"] |= {"<tool>": rows, "<think>": rows + 1}
+    (tuned / "tokenizer.json").write_text(json.dumps(vocabulary))
+    wider = {n: torch.cat([t, torch.ones(2, t.shape[1])]) for n, t in tensors.items() if t.shape[0] == rows}
+    rewrite(tuned, {**tensors, **wider})
+    rope = {**read(tuned / "config.json")["rope_parameters"], "rope_theta": 500000.0}
+    edit(tuned, vocab_size=rows + 2, rope_parameters=rope, max_position_embeddings=4096)
+    notes = checked(parents, out := tmp_path / "out", tokenizer={"source": "union"})
+    for words in ("'max_position_embeddings' is 4096", "rope_theta", "uses the anchor's positions", "processor_config"):
+        assert words in notes, words
+        assert words in (out / "README.md").read_text()
+    model, tokenizer = LlamaForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.max_position_embeddings == read(base / "config.json")["max_position_embeddings"]
+    row = model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("<tool>")]
+    torch.testing.assert_close(row, torch.ones_like(row))
+    assert (out / "processor_config.json").exists()
+    assert check_folder(str(out), list(map(str, parents))) == []
+
+
+def test_what_a_parent_has_wrong_is_said(parents: Pair, tmp_path: Path) -> None:
+    edit(parents[0], "generation_config.json", eos_token_id=128009)
+    notes = checked(parents, tmp_path / "out")
+    assert "special id beyond the vocabulary" in notes
+    assert "as in a parent" in notes
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_other_methods_are_checked_where_the_environment_asks(
+    asked: bool, parents: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", str(int(asked)))
+    for parent in parents:  # without base_model, mergekit takes the config of either
+        edit(parent, bos_token_id=151999)
+    with caplog.at_level(logging.INFO):
+        checked(parents, tmp_path / "out", "linear")
+    assert ("special id beyond the vocabulary" in caplog.text) == asked

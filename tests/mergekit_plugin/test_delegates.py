@@ -1,0 +1,236 @@
+"""Delegates: mergekit's methods and averages of our own on moved twins; the contract; presets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import parsed, run
+from mergekit import merge_methods
+from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods.easy_define import merge_method
+from plugin_support import (
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    relative_distances,
+    state,
+    twin,
+    write_recipe,
+    write_state,
+)
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.averaging.methods import OwnMethod, Source
+from rotation_merge.averaging.parameters import WEIGHT
+from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin.keys import BY_NAME
+
+PARAMETERS: dict[str, dict[str, float]] = {
+    "slerp": {"t": 0.3},
+    "nearswap": {"t": 0.1},
+    "sce": {"select_topk": 0.5},
+    "passthrough": {"scale": 1.0},
+    **{name: {"density": 0.5} for name in ("dare_ties", "dare_linear", "ties", "della")},
+}
+DONORS = {"model_stock": 2, "nuslerp": 2}
+METHODS = sorted(m.spec.name for m in merge_methods.registered_methods() if m.spec.name != "rotation_merge")
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
+Models = tuple[Path, Path, Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("delegates")
+    anchor = make("llama", folder / "anchor")
+    return anchor, twin(anchor, folder / "one", seed=1), twin(anchor, folder / "two", seed=2)
+
+
+@pytest.mark.parametrize("delegate", METHODS)
+def test_moved_twins_merged_with_the_anchor_give_it_back(models: Models, delegate: str, tmp_path: Path) -> None:
+    anchor, *donors = models
+    recipe = recipe_for(delegate, anchor, *donors[: DONORS.get(delegate, 1)], **PARAMETERS.get(delegate, {}))
+    if delegate == "passthrough":
+        recipe["models"] = recipe["models"][1:]
+    distances = relative_distances(merged(recipe, tmp_path / "out"), state(anchor))
+    assert max(distances.values()) <= 1e-5, sorted(distances.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize(
+    ("delegate", "settings", "keeps_base"),
+    [
+        ("nuslerp", {}, False),
+        ("karcher", {}, False),
+        ("multislerp", {}, True),
+        ("slerp", {"t": [{"filter": "mlp", "value": 0.0}, {"value": [0.0, 1.0]}]}, True),
+        ("task_arithmetic", {}, True),
+        ("ties", {"density": 0.5, "rescale": True}, True),
+    ],
+)
+def test_a_delegate_does_what_mergekit_does(
+    models: Models, delegate: str, settings: dict[str, Any], keeps_base: bool, tmp_path: Path
+) -> None:
+    """Nothing is matched here; lists and filters mean what they mean in mergekit.
+
+    A delegate that takes these models only without a base gets the anchor as one of two.
+    """
+    recipe = recipe_for(delegate, *models[:2], **settings, **STILL)
+    ours = merged(recipe, tmp_path / "ours")
+    plain = {**recipe, "merge_method": delegate, "parameters": settings}
+    if not keeps_base:
+        del plain["base_model"]
+    stock = merged(plain, tmp_path / "stock")
+    assert max(relative_distances(ours, state(models[0])).values()) > 0.1
+    assert all(torch.equal(ours[name], stock[name]) for name in stock)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_equal_models_are_merged_bit_for_bit_as_mergekit_does(dtype: str | None, tmp_path: Path) -> None:
+    pair = [make("llama", tmp_path / name, tie_word_embeddings=True) for name in ("anchor", "copy")]
+    recipe = {**recipe_for("linear", *pair), "dtype": dtype}
+    ours = merged(recipe, tmp_path / "ours")
+    stock = merged({**recipe, "merge_method": "linear", "parameters": {}}, tmp_path / "stock")
+    assert ours.keys() == stock.keys()
+    assert all(torch.equal(ours[name], stock[name]) and ours[name].dtype == stock[name].dtype for name in ours)
+
+
+def test_passthrough_gives_the_aligned_donor(models: Models, tmp_path: Path) -> None:
+    """Not the anchor: a layer that is not to be matched stays the donor's."""
+    recipe = recipe_for("passthrough", *models[:2], layers="0")
+    recipe["models"] = recipe["models"][1:]
+    distances = relative_distances(merged(recipe, tmp_path / "out"), state(models[0]))
+    assert distances["model.layers.0.mlp.up_proj.weight"] <= 1e-5
+    assert distances["model.layers.1.mlp.up_proj.weight"] > 0.3
+
+
+def test_the_contract_is_checked(models: Models, tmp_path: Path) -> None:
+    result = mergekit_yaml(recipe_for("slerp", *models, t=0.5), tmp_path / "out")
+    assert result.exit_code == 2
+    assert "exactly 2 inputs" in one_error(result.output)
+
+
+# --- averages of our own ---------------------------------------------------------------------------------------------
+
+
+class Lower(OwnMethod):
+    """The lower of the models' values: a new average is one class."""
+
+    maps_only = False
+    spec = MergeMethodSpec(name="lower", parameters=(WEIGHT,), contract=InputContract(min_inputs=2))
+
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> torch.Tensor:
+        return torch.stack([source.weight for source in sources]).amin(0)
+
+
+@merge_method(name="half", pretty_name="Half", contract=InputContract(min_inputs=2))
+def half(group: TensorGroup, share: float = 0.5) -> torch.Tensor:
+    """A method of mergekit's kind that only we have."""
+    return sum(tensor * share for tensor in group.tensors)  # type: ignore[return-value]
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(half, MergeMethod)
+    for method in (half, Lower()):
+        monkeypatch.setitem(delegates.OWN, method.spec.name, method)
+
+
+def delegated(name: str, *models: Path, **parameters: Any) -> dict[str, Any]:
+    """A recipe without weights."""
+    recipe = recipe_for("linear", *models, **parameters)
+    recipe["parameters"]["delegate"] = name
+    return {**recipe, "models": [{"model": str(path)} for path in models]}
+
+
+def test_a_recipe_of_ours_merges_with_it(models: Models, tmp_path: Path) -> None:
+    result = merged(delegated("half", *models[:2], share=0.25), tmp_path / "out")
+    for name, tensor in state(models[0]).items():
+        torch.testing.assert_close(result[name], tensor / 2, rtol=1e-4, atol=1e-4)
+    lower = delegated("lower", *models[:2], **STILL)
+    lower["parameters"]["weight"] = 1
+    result, states = merged(lower, tmp_path / "lower"), [state(path) for path in models[:2]]
+    assert all(torch.equal(x, torch.minimum(states[0][name], states[1][name])) for name, x in result.items())
+
+
+def test_a_recipe_may_name_it_alone(models: Models, tmp_path: Path) -> None:
+    """The same as the delegate of a recipe in which nothing moves."""
+    recipe = delegated("half", *models[:2], **STILL)
+    alone = {**recipe, "merge_method": "half", "parameters": {}}
+    states = [merged(content, tmp_path / str(number)) for number, content in enumerate((alone, recipe))]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_it_is_held_to_its_parameters_and_listed_by_us_alone(models: Models, tmp_path: Path) -> None:
+    result = mergekit_yaml(delegated("half", *models[:2], shrae=1), tmp_path / "out")
+    assert result.exit_code == 2
+    assert "did you mean 'share'" in one_error(result.output)
+    assert "half" not in [method.spec.name for method in merge_methods.registered_methods()]
+    listed = json.loads(run("inspect", "--methods", "--json").output)["delegates"]
+    assert [entry["own"] for entry in listed if entry["name"] == "half"] == [True]
+
+
+def test_no_parameter_of_ours_has_the_name_of_a_delegates() -> None:
+    """One value would hold for both."""
+    specs = [method.spec for method in merge_methods.registered_methods() if method.spec.name != "rotation_merge"]
+    assert not {parameter.name for spec in specs for parameter in spec.parameters} & set(BY_NAME)
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An anchor, a fine-tune of it, and a twin with its stream turned, too."""
+    folder = tmp_path_factory.mktemp("presets")
+    anchor, generator = make("llama", folder / "anchor"), torch.Generator().manual_seed(0)
+    noisy = {n: x + 0.02 * torch.randn(x.shape, generator=generator) for n, x in state(anchor).items()}
+    turned = {"heads": "permutation", "residual": "signed_permutation"}
+    tuned, far = write_state(noisy, anchor, folder / "tuned"), twin(anchor, folder / "twin", **turned)
+    return {"anchor": anchor, "near": tuned, "far": far}
+
+
+def with_preset(models: dict[str, Path], donor: str, **parameters: str) -> dict[str, Any]:
+    content = recipe_for("linear", models["anchor"], models[donor])
+    return {**content, "parameters": {"delegate": "linear", **parameters}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relation", ["near", "far"])
+def test_auto_tells_fine_tunes_from_models_in_other_coordinates(near_and_far, relation: str, tmp_path: Path) -> None:
+    document = with_preset(near_and_far, relation, preset="auto")
+    result = merged(document, tmp_path / "out")
+    for file in ("rotation_merge.json", "README.md"):
+        assert f"Preset auto: {relation}" in (tmp_path / "out" / file).read_text()
+    if relation == "far":
+        by_hand = with_preset(near_and_far, "far", heads="permutation", residual="rotation")
+        folded = merged(by_hand, tmp_path / "by-hand")
+        assert all(torch.equal(result[name], folded[name]) for name in result)
+    (seen,) = parsed("inspect", write_recipe(document, tmp_path / "r.yml"))
+    assert seen["options"]["residual"] == ("none" if relation == "near" else "largest")
+
+
+def test_what_a_recipe_says_itself_holds(near_and_far, tmp_path: Path) -> None:
+    document = with_preset(near_and_far, "far", preset="far", heads="none")
+    (seen,) = parsed("inspect", write_recipe(document, tmp_path / "r.yml"))
+    assert (seen["options"]["heads"], seen["options"]["residual"]) == ("none", "largest")
+
+
+@pytest.mark.parametrize("relation", ["near", "far"])
+def test_check_says_which_fits(near_and_far, relation: str, tmp_path: Path) -> None:
+    def output(**parameters: str) -> str:
+        return run("check", write_recipe(with_preset(near_and_far, relation, **parameters), tmp_path / "r.yml")).output
+
+    assert f"'preset: {relation}' fits" in output()
+    (facts,) = parsed("check", tmp_path / "r.yml")["presets"]
+    assert (facts["suggested"], facts["preset"], facts["cosine"] > 0.9) == (relation, None, relation == "near")
+    assert f"'preset: auto' chooses '{relation}'" in output(preset="auto")
+    other = {"near": "far", "far": "near"}[relation]
+    assert f"'preset: {relation}' fits better than '{other}'" in output(preset=other)
