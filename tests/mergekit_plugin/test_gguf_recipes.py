@@ -131,7 +131,7 @@ def test_check_reads_the_weights_of_a_file_and_takes_no_model_for_a_recipe(model
     output = lines("check", path)
     assert "was read from" in output
     assert "no weights" not in output
-    assert "is a model, not a recipe; rotation-merge inspect" in lines("check", models / "a.gguf", code=2)
+    assert "a.gguf: " in lines("check", models / "a.gguf", code=2)
 
 
 def adapter_of(models: Path, base: object, folder: Path) -> Path:

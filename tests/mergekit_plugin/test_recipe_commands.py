@@ -38,8 +38,6 @@ def loss(path: Path, data: Path) -> Any:
 def test_inspect_says_what_maps_to_what_and_what_it_costs(trio: Trio, tmp_path: Path) -> None:
     anchor, old, fine, _ = trio
     path = write_recipe(transport(anchor, (fine, old), residual="rotation"), tmp_path / "r.yml")
-    words = f"{old.path} is aligned to {anchor.path}; the maps are applied to {fine.path} minus {old.path}"
-    assert words in run("inspect", path).output
     (facts,) = parsed("inspect", path)
     assert (facts["model"], facts["origin"]) == (str(fine.path), str(old.path))
     plain = write_recipe(recipe(anchor, old, residual="rotation"), tmp_path / "plain.yml")
