@@ -107,10 +107,8 @@ def left_out(parents: Parents) -> dict[str, str]:
     reasons = {}
     if parents.relation == SHARED:
         reasons["aligned merges"] = "the models share their coordinates, so alignment changes nothing"
-    if parents.relation == FAR:
-        reasons["averages of task vectors"] = "the models are not fine-tunes of one base"
-    elif parents.base is None:
-        reasons["averages of task vectors"] = "no base is known; name it as 'base'"
+    if parents.relation == FAR or parents.base is None:
+        reasons["averages of task vectors"] = "no common base of the models is known; 'base' names it"
     elif len(parents.tuned) == 1:
         reasons[", ".join(SCALES)] = "there is only one task vector"
     return reasons

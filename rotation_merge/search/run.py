@@ -236,10 +236,11 @@ class Search:
             for trial in tried
             if trial.name in (best.name, PLAIN)
         }
+        count, sources = sum(data.examples for data in judge.sets), (Path(source).name for source in self.config.data)
         verdict = Verdict(
             judge.unit,
             judge.figure,
-            self._samples_words(),
+            f"{count} held-out samples of {', '.join(sources)}",
             [_score(name, figures) for name, figures in parents.figures.items()],
             reported[best.name],
             reported.get(PLAIN),
@@ -259,12 +260,6 @@ class Search:
             f"base's own text it loses {more:.4f} nats more than the plain average; {allowed:.4f} is allowed: a tenth "
             "of its gain over the base, and the standard error."
         )
-
-    def _samples_words(self) -> str:
-        """The reporting samples in words."""
-        count = sum(data.examples for data in self.parents.reporting.sets)
-        sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
-        return f"{count} held-out samples of {sources}"
 
     def write(self, outcome: Outcome) -> None:
         """Write the best merge, as mergekit-yaml made it, and its recipe, atomically.

@@ -37,15 +37,16 @@ def targets_of(words: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     Raises:
         RotationMergeError: a word has another form.
     """
-    targets = {}
+    targets: dict[str, str] = {}
     for word in words:
         local, _, target = word.rpartition("=")
         if not local or not TARGET.fullmatch(target):
             raise RotationMergeError(f"--as {word} is incomplete", remedy="write --as LOCAL=org/name@revision")
-        targets[local.rstrip("/") or local] = target
-    places = {os.path.realpath(local): target for local, target in targets.items() if os.path.exists(local)}
-    spelled = {name: places.get(os.path.realpath(name)) for name in names if os.path.exists(name)}
-    return {name: target for name, target in (spelled | targets).items() if target}
+        spellings = [
+            name for name in names if os.path.exists(name) and os.path.realpath(name) == os.path.realpath(local)
+        ]
+        targets |= dict.fromkeys([*spellings, local.rstrip("/") or local], target)
+    return targets
 
 
 def _on_hub(target: str) -> tuple[str, str | None]:

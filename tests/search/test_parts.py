@@ -116,11 +116,11 @@ CHEAP = ["plain", "task_arithmetic", "ties", "wudi", "tsv"]
 @pytest.mark.parametrize(
     ("relation", "base", "names", "reasons"),
     [
-        (FAR, None, ALIGNED, ["the models are not fine-tunes of one base"]),
-        (FAR, BASE, ALIGNED, ["the models are not fine-tunes of one base"]),
-        (NEAR, None, ALIGNED, ["no base is known"]),
+        (FAR, None, ALIGNED, ["no common base"]),
+        (FAR, BASE, ALIGNED, ["no common base"]),
+        (NEAR, None, ALIGNED, ["no common base"]),
         (NEAR, BASE, [*CHEAP, *ALIGNED[1:], LAST], []),
-        (SHARED, None, ["plain", "regmean", "refit, plain"], ["share their coordinates", "no base is known"]),
+        (SHARED, None, ["plain", "regmean", "refit, plain"], ["share their coordinates", "no common base"]),
         (SHARED, BASE, [*CHEAP, "regmean", "refit, plain", LAST], ["share their coordinates"]),
         (SHARED, C, [*CHEAP[:2], "regmean", "refit, plain"], ["share their coordinates", "only one task vector"]),
     ],
