@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cli_support import parsed, run
 from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 from tiny_models import ALL, save
@@ -18,10 +17,9 @@ from torch import Tensor
 from rotation_merge import View
 from rotation_merge.model.forms import named_as
 from rotation_merge.run import proof, runner
-from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
 
-FAMILIES = ("llama", "qwen2", "mistral", "bert", "roberta", "vit")
+FAMILIES = ("llama", "qwen2", "bert", "vit")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +29,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("qwen2", "bfloat16"), ("bert", "float16"), ("vit", "bfloat16")]
+)
 def test_right_work_passes(family: str, dtype: str, models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     found = parsed("align", *models[family], tmp_path / "out", "--heads", "permutation", "--dtype", dtype)["proof"]
     assert 0 < found["difference"] <= found["allowed"]
@@ -51,8 +50,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setattr(View, "blocks", spoilt)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wrong", ["gate_proj", "v_proj", "embed_tokens"])
+@pytest.mark.parametrize(
+    ("wrong", "dtype"), [("gate_proj", "float32"), ("v_proj", "bfloat16"), ("embed_tokens", "float32")]
+)
 def test_wrong_work_is_kept_aside(
     wrong: str, dtype: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,18 +169,3 @@ def test_a_merge_proves_donors_moved_by_files(
     assert done.exit_code == 2
     assert f"changes the outputs of {donor}" in one_error(done.output)
     assert not (tmp_path / "second").exists()
-
-
-@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
-def test_a_model_run_layer_by_layer_answers_to_every_batch(
-    family: str, models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, layered = (proof.ModelOutputs(str(models[family][0]), torch.float64) for _ in range(2))
-    draw = torch.Generator().manual_seed(0)
-    inputs = [random_batch(whole.model, draw) for _ in range(3)]
-    wanted = whole.on(inputs)
-    monkeypatch.setattr(proof, "LARGEST", 10)
-    for expected, computed in zip(wanted, layered.on(inputs), strict=True):
-        assert expected.keys() == computed.keys()
-        for name in expected:
-            torch.testing.assert_close(computed[name], expected[name])
