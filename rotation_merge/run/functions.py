@@ -77,7 +77,7 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
     config = read_config(directory)
     unseen = stores_codes(config) or not config.get("architectures")  # transformers alone knows what it is
     if unseen and parse_reference(path).lora is None:
-        return _evaluated(_from_pretrained(kind_at(path), path, directory, dtype, local_files_only=True))
+        return _from_pretrained(kind_at(path), path, dtype, directory, local_files_only=True)
     view = open_model(path, unsupported="merge")
     if like is not None:
         view = with_classes_of(view, replace(view, name=like, config=read_config(local_path(like))))
@@ -95,33 +95,22 @@ def in_memory(view: View, dtype: torch.dtype = torch.float32) -> Any:
         name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=copies)
         for name, tensor in stored.blocks()
     }
-    named = {"config": stored.transformers_config, "state_dict": state}
-    model = _from_pretrained(stored.model_class, view.name, None, dtype, **named)
-    if modules := view.config.get(KEY):
-        with_modules(model, modules, state, view.name)
-    return _evaluated(model)
+    values = {"config": stored.transformers_config, "state_dict": state}
+    model = _from_pretrained(stored.model_class, view.name, dtype, **values)
+    return with_modules(model, modules, state, view.name) if (modules := view.config.get(KEY)) else model
 
 
-def _from_pretrained(kind: Any, label: str, directory: str | None, dtype: torch.dtype, **named: Any) -> Any:
-    """A model of a class of transformers, all of whose weights are there."""
+def _from_pretrained(kind: Any, label: str, dtype: torch.dtype, directory: str | None = None, **values: Any) -> Any:
+    """A model of a class of transformers, all of whose weights are there; it computes in any precision."""
+    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     try:
-        model, info = kind.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager", output_loading_info=True, **named
-        )
+        model, info = kind.from_pretrained(directory, **options, **values)
     except Exception as error:
         raise CheckpointError(f"cannot be loaded ({short(error)})", where=label, remedy="download it again") from error
-    for failure in ("missing_keys", "mismatched_keys"):
-        if wrong := sorted(map(str, info.get(failure) or [])):
-            raise CheckpointError(
-                f"{failure.replace('_keys', '')} weights, the first is {wrong[0]}",
-                where=label,
-                remedy="the checkpoint is incomplete, or its config.json belongs to another model",
-            )
-    return model
-
-
-def _evaluated(model: Any) -> Any:
-    """A model in evaluation mode, which computes in any precision and gives its default outputs."""
+    for failure in ("missing", "mismatched"):
+        if wrong := sorted(map(str, info.get(f"{failure}_keys") or [])):
+            remedy = "the checkpoint is incomplete, or its config.json belongs to another model"
+            raise CheckpointError(f"{failure} weights, the first is {wrong[0]}", where=label, remedy=remedy)
     model.config._experts_implementation = "eager"  # grouped products know no double precision
     disable_extra_outputs(model.config)
     return model.eval()
@@ -254,6 +243,15 @@ def floating_outputs(model: Any, answer: Any) -> Batch:
     return tensors
 
 
+def _floating(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield name, output
+    elif name != "past_key_values" and isinstance(output, Mapping | list | tuple):
+        for key, value in output.items() if isinstance(output, Mapping) else enumerate(output):
+            yield from _floating(f"{name}.{key}" if name else str(key), value)
+
+
 def check_answers(model: Any, tensors: Iterable[Tensor], label: str | None = None) -> None:
     """Check that a model's outputs are not NaN.
 
@@ -265,39 +263,26 @@ def check_answers(model: Any, tensors: Iterable[Tensor], label: str | None = Non
         raise CheckpointError(problem, where=label, remedy=remedy)
 
 
-def has_fused_attention(model: nn.Module) -> bool:
-    """Whether all parts of a model can use torch's fused attention."""
-    supported = [part._supports_sdpa for part in model.modules() if hasattr(part, "_supports_sdpa")]
-    return hasattr(model, "set_attn_implementation") and all(supported)
-
-
 @contextmanager
 def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
     """Use torch's fused attention within the block, if it computes the same on a batch.
 
     It is much faster, but lacks some families' changes of attention (soft caps).
     """
-    before = getattr(model.config, "_attn_implementation", None)
-    if before == "eager" and has_fused_attention(model):
-        plain = outputs(model, batch)
-        model.set_attn_implementation("sdpa")
+    supported = [part._supports_sdpa for part in model.modules() if hasattr(part, "_supports_sdpa")]
+    can_change = hasattr(model, "set_attn_implementation") and all(supported)
+    if not can_change or getattr(model.config, "_attn_implementation", None) != "eager":
+        yield
+        return
+    plain = outputs(model, batch)
+    model.set_attn_implementation("sdpa")
+    try:
         fused = outputs(model, batch)
         same = fused.keys() == plain.keys() and all(
             float((fused[name] - x).abs().max()) <= SAME * float(x.abs().max()) for name, x in plain.items()
         )  # NaN is not the same
         if not same:
-            model.set_attn_implementation(before)
-    try:
+            model.set_attn_implementation("eager")
         yield
     finally:
-        if getattr(model.config, "_attn_implementation", None) != before:
-            model.set_attn_implementation(before)
-
-
-def _floating(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield name, output
-    elif name != "past_key_values" and isinstance(output, Mapping | list | tuple):
-        for key, value in output.items() if isinstance(output, Mapping) else enumerate(output):
-            yield from _floating(f"{name}.{key}" if name else str(key), value)
+        model.set_attn_implementation("eager")
