@@ -18,8 +18,6 @@ from tiny_models import ALL, inputs
 from torch import Tensor
 from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
-import rotation_merge as rm
-
 TOLERANCE, NAME = 2e-4, "statistics.safetensors"
 CLASSIFIERS = ("bert", "deberta_v2", "distilbert", "eurobert", "modernbert", "mpnet")
 """Families whose first tiny model predicts masked words, for which measuring asks a tokenizer."""
@@ -120,50 +118,26 @@ def test_twins_moved_in_the_stream_give_the_anchor(family: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_regmean_is_the_least_squares_optimum(tmp_path: Path) -> None:
-    """Without shrinking each map gives, on both models' inputs, what the two maps gave, as nearly as can be."""
-    paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    data = data_for(paths[0], tmp_path / "data.npz", rows=64)
-    for path in paths:
-        measure(path, data, "gram")
-    document = weighted("regmean", *paths, attention="none", heads="none", ffn="none", scaling=False)
-    document["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
-    result = merged(document, tmp_path / "out")
-    name, weights, grams = "model.layers.0.self_attn.k_proj.weight", [], []
-    for path in paths:
-        gram, tensors = rm.Statistics.open(path / NAME).gram(name), state(path)
-        gain = tensors["model.layers.0.input_layernorm.weight"].double()
-        assert gram is not None
-        grams.append(gain[:, None] * gram.matrix.double()[:-1, :-1] * gain)
-        weights.append(tensors[name].double())
-    best = sum(w @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
-    torch.testing.assert_close(result[name].double(), best, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_adapters_shards_and_alignment_files(tmp_path: Path) -> None:
-    """A donor that is a model and its adapter merges as what the two make, in shards; and so by a file of maps."""
+def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
+    """A donor that is a model and its adapter merges as what the two make; so does one that a file of maps moves."""
     from peft import LoraConfig, get_peft_model
 
-    base = make("llama", tmp_path / "base")
+    base, file = make("llama", tmp_path / "base"), tmp_path / "alignment.safetensors"
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     tuned = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
     tuned.save_pretrained(tmp_path / "adapter")
-    whole = save(tuned.merge_and_unload(), tmp_path / "whole")
-    sharded = save(LlamaForCausalLM.from_pretrained(whole), tmp_path / "sharded", max_shard_size="20KB")
-    adapted = f"{base}+{tmp_path / 'adapter'}"
+    whole, adapted = save(tuned.merge_and_unload(), tmp_path / "whole"), f"{base}+{tmp_path / 'adapter'}"
     for model in (base, whole, adapted):
         assert run("measure", model, "--data", "self", "--samples", 8, "--length", 12).exit_code == 0
     assert (tmp_path / "adapter" / NAME).exists()
-    expected = merged(weighted("regmean", base, whole), tmp_path / "expected")
-    assert farthest(merged(weighted("regmean", base, adapted), tmp_path / "lora"), expected) < 1e-4
-    document = weighted("regmean", base, sharded)
-    document["models"][1]["parameters"]["statistics"] = str(whole / NAME)
-    assert farthest(merged(document, tmp_path / "parts"), expected) < 1e-4
-    file = tmp_path / "alignment.safetensors"
     assert run("align", base, whole, "--alignment", file, "--heads", "permutation").exit_code == 0
-    assert farthest(merged(from_file(weighted("regmean", base, whole), file), tmp_path / "file"), expected) < 1e-4
+    expected = merged(weighted("regmean", base, whole), tmp_path / "expected")
+    for name, document in {
+        "lora": weighted("regmean", base, adapted),
+        "file": from_file(weighted("regmean", base, whole), file),
+    }.items():
+        assert farthest(merged(document, tmp_path / name), expected) < 1e-4
 
 
 @pytest.mark.slow

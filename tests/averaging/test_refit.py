@@ -16,7 +16,6 @@ from torch import Tensor
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, teacher_answers
-from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import batched_by_length
@@ -243,16 +242,6 @@ def test_a_batch_goes_through_a_layer_once_for_each_stage(tmp_path: Path, monkey
     stages_of_a_layer = 4  # queries with keys and values, outputs, both maps of the gate, down
     assert max(counts.values()) <= (stages_of_a_layer + 1) * 10 + 4
     assert min(counts.values()) <= 10 + 1  # a teacher's
-
-
-def test_least_squares_optimum() -> None:
-    """Without a ridge each map is the optimum that lstsq finds; too few samples are told."""
-    draw = torch.Generator().manual_seed(0)
-    x, r = (torch.randn(40, n, generator=draw, dtype=torch.float64) for n in (7, 5))
-    change = ridge_change(x.T @ x, x.T @ r, torch.zeros(7))
-    assert change is not None
-    assert torch.allclose(change.T, torch.linalg.lstsq(x, r).solution)
-    assert ridge_change(x[:5].T @ x[:5], x[:5].T @ r[:5], torch.zeros(7)) is None
 
 
 FIRST_MAPS = {

@@ -219,24 +219,6 @@ def of_paths(*models: object, **parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_adapters_and_shards(models: dict[str, Path], tmp_path: Path) -> None:
-    """A donor given as BASE+ADAPTER is refitted to as the same model written out, in shards."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    anchor = models["base"]
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(anchor), config)
-    model.save_pretrained(tmp_path / "adapter")
-    model.merge_and_unload().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
-    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
-    adapted = merged(of_paths(anchor, f"{anchor}+{tmp_path / 'adapter'}"), tmp_path / "one")
-    whole = merged(of_paths(anchor, tmp_path / "whole"), tmp_path / "other")
-    assert farthest(adapted, whole) <= 1e-4
-    assert not torch.equal(whole["lm_head.weight"], state(anchor)["lm_head.weight"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_encoders_with_decoders_on_records_with_labels(family: str, tmp_path: Path) -> None:
     """What a decoder reads comes from its labels; names that the model has beside its file's are no matter."""

@@ -494,17 +494,6 @@ def test_biases_and_what_has_no_place(gpt2: Home, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fine_tune_stays_a_model_without_a_rank(llama: Home, tmp_path: Path) -> None:
-    expected = tuned(llama)
-    llama.new(ROTATION)
-    assert "Alignment of" in carry(llama.where / "tuned", *llama.bases, tmp_path / "out", "--heads", "permutation")
-    assert "base_model_relation: finetune" in (tmp_path / "out" / "README.md").read_text()
-    kind = llama.case.model_class
-    found = kind.from_pretrained(tmp_path / "out", dtype=torch.float64, attn_implementation="eager")
-    torch.testing.assert_close(llama.logits(found), expected, atol=1e-2, rtol=1e-2)  # maps are stored in single
-
-
-@pytest.mark.slow
 def test_an_embedding_that_is_the_head_stays_the_new_bases(tmp_path: Path) -> None:
     """peft would change one of the two; the adapter is one that our own commands take."""
     tied = Home("llama", "llama, tied, biases", tmp_path)

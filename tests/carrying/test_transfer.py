@@ -220,15 +220,6 @@ def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("judged", [True, False])
-def test_options_of_matching_and_samples_match(judged: bool, models: dict[str, Path], tmp_path: Path) -> None:
-    data = ("--data", models["texts"], "--samples", 32, "--scale", "auto")
-    said = carry(*command(models, tmp_path / "out", *(data if judged else ("--heads", "permutation"))))
-    assert "nothing was matched" not in " ".join(said.split())
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "map_name", "along"), [("llama", "mlp.up_proj", 1), ("gpt2", "mlp.c_fc", 0)])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, apart: bool, tmp_path: Path) -> None:
@@ -249,17 +240,6 @@ def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, 
     lift = lift_of(tmp_path / "out")
     losses = {**lift["others"], lift["method"]: lift["carried"]}
     assert (losses["wudi"] == pytest.approx(losses["plain addition"], abs=1e-5)) == apart
-
-
-@pytest.mark.slow
-def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
-    """Nothing need turn between bases that share their coordinates, so no head of its own is asked for."""
-    old = make("llama", tmp_path / "old", tie_word_embeddings=True)
-    paths = {"old": old, "new": noisy(old, tmp_path / "new", 0.1), "tuned": noisy(old, tmp_path / "tuned", 0.02, 3)}
-    data = ("--data", texts(tmp_path), "--samples", 32, "--scale", "auto")
-    carry(*command(paths, tmp_path / "out", *data, work="tuned"))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
-    assert state(tmp_path / "out").keys() == state(old).keys()
 
 
 @pytest.mark.slow
