@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -25,24 +26,8 @@ Inputs = Mapping[str, Any]
 """What a method takes of one model beside its tensor, by name."""
 
 
-@dataclass
-class MergeLog:
-    """What a method notes while it merges.
-
-    Attributes:
-        facts: numbers and words of the method, by name.
-        lines: for the report, each once.
-    """
-
-    facts: dict[str, list[Any]] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-
-    def note(self, name: str, value: Any) -> None:
-        self.facts.setdefault(name, []).append(value)
-
-    def line(self, text: str) -> None:
-        if text not in self.lines:
-            self.lines.append(text)
+LINES = "lines"
+"""Name of the lines for the report among what a method notes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ class MergedModels:
         statistics: of each model, by id, moved with it; empty where the method needs none.
         storage: dtype that a tensor of the result is rounded to; None: that of the first model's tensor.
         samples: gives the batches that activations are compared on; None: weights are compared.
-        log: takes the notes for the report.
+        log: takes what a method notes while it merges, by name: numbers, words, and `LINES` for the report.
     """
 
     base: Hashable
@@ -69,7 +54,7 @@ class MergedModels:
     statistics: Mapping[Hashable, Statistics] = field(default_factory=dict)
     storage: Callable[[str], torch.dtype | None] = lambda _: None
     samples: Callable[[], Sequence[Batch]] | None = None
-    log: MergeLog = field(default_factory=MergeLog)
+    log: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
     def of(cls, views: Sequence[View], **facts: Any) -> MergedModels:
@@ -162,10 +147,10 @@ class OwnMethod(MergeMethod):
             raise RecipeError(problem, remedy="use it in a recipe with 'merge_method: rotation_merge'")
         return self.bound
 
-    @property
-    def log(self) -> MergeLog:
-        """Takes its notes; of a method without models nobody reads them."""
-        return MergeLog() if self.bound is None else self.bound.log
+    def note(self, name: str, value: Any) -> None:
+        """Note a fact, or one of `LINES`; of a method without models nobody reads it."""
+        if self.bound is not None:
+            self.bound.log[name].append(value)
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
         """The merged tensor, in any floating dtype; of a rule for linear maps alone, of all others.
@@ -283,7 +268,7 @@ class StatisticsMethod(OwnMethod):
             tied = ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
             unmapped = "embeddings, biases, norms and other tensors that are not linear maps"
             head = "" if models.tied_head is None else tied
-            models.log.line(f"Delegate {self.spec.name}: {unmapped}{head} keep the average.")
+            models.log[LINES].append(f"Delegate {self.spec.name}: {unmapped}{head} keep the average.")
         return super().on(models)
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
@@ -292,7 +277,7 @@ class StatisticsMethod(OwnMethod):
     merge_map = merge
 
     def words(self) -> list[str]:
-        kind, count = "linear maps" if self.maps_only else "tensors", len(set(self.log.facts.get("weighed", ())))
+        kind, count = "linear maps" if self.maps_only else "tensors", len(set(self.models.log["weighed"]))
         return [f"Delegate {self.spec.name} averaged {count} {kind} by statistics on samples."]
 
     def participants(
@@ -301,7 +286,7 @@ class StatisticsMethod(OwnMethod):
         models = super().participants(name, weights, parameters)
         weighed = [model for model in models if self._weighs(name, model)]
         if weighed:
-            self.log.note("weighed", name)
+            self.note("weighed", name)
         return weighed or models
 
     def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
@@ -321,7 +306,7 @@ class StatisticsMethod(OwnMethod):
         if self.maps_only:
             return names[0] not in statistics[model].uncalled
         if all(set(names) <= set(each.metadata.get("buffers", ())) for each in statistics.values()):
-            self.log.line(f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
+            self.note(LINES, f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
             return False
         return True
 

@@ -73,8 +73,9 @@ RATE = "rate"
 ROUNDING = 1e-6
 """Nats from the teachers that a model which is one of them may show, of either sign."""
 
-PAST = ("out_proj", "conv1d")
-"""Maps of a state-space mixer whose weights kernels read past a LoRA; peft refuses them in some models."""
+MIXER, PAST = ("A_log", "D"), ("out_proj", "conv1d")
+"""Parameters of a state-space mixer, and its maps whose weights kernels read past a LoRA; peft refuses them in some
+models."""
 
 
 @config_dataclass(frozen=True)
@@ -354,16 +355,12 @@ def with_lora(model: Any, rank: int, seed: int) -> Any:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and type(module).forward in plain
-        if module.weight not in tables and not _read_past(model, name)
+        if module.weight not in tables
+        if not (name.endswith(PAST) and all(hasattr(model.get_submodule(name.rpartition(".")[0]), k) for k in MIXER))
     ]
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules=maps or "all-linear")
     return get_peft_model(model, config).eval()
-
-
-def _read_past(model: Any, name: str) -> bool:
-    parent, _, leaf = name.rpartition(".")
-    return leaf in PAST and all(hasattr(model.get_submodule(parent), key) for key in ("A_log", "D"))
 
 
 def initialise_along_gradient(model: nn.Module, gradients: Callable[[], object]) -> None:

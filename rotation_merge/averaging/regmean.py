@@ -19,8 +19,6 @@ from rotation_merge.errors import StatisticsError
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.run.maps import linear_map
 
-RIDGE_REMEDY = "set 'ridge' (0.001 is a good start), or measure on more samples"
-
 
 class RegMean(StatisticsMethod):
     """Linear maps by the Grams of their inputs, everything else by the mean."""
@@ -94,13 +92,8 @@ def regmean(weights: Sequence[Tensor], grams: Sequence[Tensor], shares: Sequence
     first = weights[0].double()
     right: Tensor = sum(a * ((w.double() - first) @ g) for a, g, w in zip(shares, grams, weights, strict=True))  # type: ignore[assignment]
     total: Tensor = sum(a * g for a, g in zip(shares, grams, strict=True))  # type: ignore[assignment]
-    return first + torch.cholesky_solve(right.T, _cholesky(total)).T
-
-
-def _cholesky(total: Tensor) -> Tensor:
-    """The lower factor; a matrix without one is singular."""
-    lower, info = torch.linalg.cholesky_ex(total)
-    smallest = lower.diagonal().min() ** 2
-    if int(info) != 0 or not float(smallest) > 1e-13 * float(total.diagonal().max()):
-        raise StatisticsError("the Grams of a map are singular: too few samples, or none", remedy=RIDGE_REMEDY)
-    return lower
+    lower, failed = torch.linalg.cholesky_ex(total)
+    if int(failed) or not float(lower.diagonal().min() ** 2) > 1e-13 * float(total.diagonal().max()):
+        remedy = "set 'ridge' (0.001 is a good start), or measure on more samples"
+        raise StatisticsError("the Grams of a map are singular: too few samples, or none", remedy=remedy)
+    return first + torch.cholesky_solve(right.T, lower).T

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,6 @@ ITERATIONS = 20
 
 HISTORY = 2
 """Earlier steps that L-BFGS keeps: each is as large as the map, twice."""
-
-
-Batch = tuple[Tensor, Tensor, float]
-"""Inputs (with a one for a bias), logits of the targets, and how much each position counts."""
 
 
 def softmax_change(
@@ -44,15 +40,20 @@ def softmax_change(
     Returns:
         D, float64.
     """
-    width, biased = inputs[0].shape[-1], weight.shape[1] > inputs[0].shape[-1]
+    width, (outputs, size) = inputs[0].shape[-1], weight.shape
     weight, start = weight.to(inputs[0]), start.to(inputs[0])
     count = sum(share * len(x) for x, share in zip(inputs, shares, strict=True))
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Inputs (with a one for a bias), logits of the targets, and how much each position counts."""
         for i, (x, share) in enumerate(zip(inputs, shares, strict=True)):
-            yield torch.cat([x, x.new_ones(len(x), 1)], 1) if biased else x, targets(i).to(x), share / count
+            yield torch.cat([x, x.new_ones(len(x), size - width)], 1), targets(i).to(x), share / count
 
-    gram, variance = _moments(batches(), *weight.shape)
+    gram, variance = torch.zeros(size, size, dtype=torch.float64), torch.zeros(outputs, dtype=torch.float64)
+    for x, target, share in batches():
+        q = target.softmax(-1)
+        gram += share * (x.mT @ x).cpu()
+        variance += share * (q - q.square()).sum(0).cpu()
     penalty = torch.full_like(gram[0], ridge * float(gram.diagonal()[:width].mean()))
     penalty[width:] = BIAS
     values, vectors = torch.linalg.eigh(gram)
@@ -77,13 +78,3 @@ def softmax_change(
 
     torch.optim.LBFGS([steps], max_iter=ITERATIONS, history_size=HISTORY, line_search_fn="strong_wolfe").step(closure)
     return best.double()
-
-
-def _moments(batches: Iterable[Batch], outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """The Gram of the inputs, and the mean variance q (1 - q) of each output."""
-    gram, variance = (torch.zeros(size, dtype=torch.float64) for size in ((inputs, inputs), outputs))
-    for x, target, share in batches:
-        q = target.softmax(-1)
-        gram += share * (x.mT @ x).cpu()
-        variance += share * (q - q.square()).sum(0).cpu()
-    return gram, variance

@@ -98,8 +98,8 @@ class TaskVectorMethod(OwnMethod):
         if parameters["lengths"] == "auto":
             changes = [c if factor == 1.0 else c.scaled(factor) for c, factor in zip(changes, factors, strict=True)]
         if linear:
-            self.log.note("ratios", ratio)
-            self.log.note("lengths", parameters["lengths"])
+            self.note("ratios", ratio)
+            self.note("lengths", parameters["lengths"])
             if self.sees_rounding:
                 errors = [rounding_error(source.weight) for source in tuned_sources]
                 shares = [error / max(length, 1e-300) for error, length in zip(errors, lengths, strict=True)]
@@ -109,7 +109,7 @@ class TaskVectorMethod(OwnMethod):
                 parameters = {**parameters, "sides": "one"}
             change = self.in_slices(changes, weights, parameters)
         else:
-            self.log.note("others", parameters["others"])
+            self.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
             change = combined(changes, lambda rows: scale * mean(rows, weights))
         merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
@@ -120,21 +120,17 @@ class TaskVectorMethod(OwnMethod):
     merge_map = partialmethod(merge, linear=True)
 
     def words(self) -> list[str]:
-        ratios = self.log.facts.get("ratios", [])
-        rule = " or ".join(sorted(set(self.log.facts.get("others", [])))) or "mean"
-        tied = "" if self.models.tied_head is None else ", the embedding among them, which is the head, too"
-        how = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {self.models.name(self.models.base)}"
-        scope = f"Norms, biases, {'' if tied else 'embeddings '}and other tensors got the {rule} of their changes."
-        span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
-        lines = [f"Delegate {self.spec.name} {how}. {scope}{span}"]
-        uneven = [ratio for ratio in ratios if ratio > RATIO]
-        if uneven:
-            keep = "keep" in self.log.facts["lengths"]
-            done = "they are kept ('lengths: keep')" if keep else f"the longer ones are {SHORTENED}"
-            lines.append(
-                f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."
-            )
-        return lines
+        models, log = self.models, self.models.log
+        ratios, rule = log["ratios"], " or ".join(sorted(set(log["others"]))) or "mean"
+        tied = "" if models.tied_head is None else ", the embedding among them, which is the head, too"
+        merged = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {models.name(models.base)}"
+        line = f"Delegate {self.spec.name} {merged}; other tensors got the {rule} of their changes."
+        uneven = sum(ratio > RATIO for ratio in ratios)
+        if ratios:
+            line += f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}"
+            keep = "kept ('lengths: keep')" if "keep" in log["lengths"] else SHORTENED
+            line += f", in {uneven} maps by more than {RATIO:g}: long ones are {keep}." if uneven else "."
+        return [line]
 
 
 def change_of(base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> SlicedMatrix:

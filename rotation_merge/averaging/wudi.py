@@ -85,11 +85,6 @@ class Wudi(TaskVectorMethod):
         return combined(changes, merged)
 
 
-def _is_wide(shape: Sequence[int]) -> bool:
-    """Whether ``D D^T D`` takes less time and memory by ``D D^T`` than by ``D^T D``; shape: (outputs, inputs)."""
-    return 2 * shape[0] < shape[1]
-
-
 def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
     """What the second of two changes of one base adds to the first, where `Wudi` merges them with their sum as M.
 
@@ -123,8 +118,9 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
     """
     total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
     right = torch.zeros_like(prior)
+    wide = 2 * prior.shape[0] < prior.shape[1]  # D D^T D takes less time and memory by D D^T than by D^T D
     for change, share in zip(changes, shares, strict=True):
-        if _is_wide(prior.shape):
+        if wide:
             total.addmm_(change.mT, change, alpha=share)
             right.addmm_((change - prior) @ change.mT, change, alpha=share)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,8 +50,7 @@ def carry_adapter(
     parts = adapter_parts(adapter, delta.base.architecture, stored, config, adapter.path, adds=True)
     norms = list[tuple[float, float]]()
     base = replace(delta.base, architecture=_extended(delta.base.architecture, parts))
-    delta = replace(delta, base=base, record=lambda *squares: norms.append(squares))
-    moving = _MovingAdapter(adapter, delta, rows)
+    moving = _MovingAdapter(adapter, replace(delta, base=base, record=lambda *squares: norms.append(squares)), rows)
     moving.move([part for part in parts if part.change.a or part.change.value])
     notes = [f"{len(norms)} changed tensors were carried."]
     notes += filter(None, [change_note("The change", *map(sum, zip(*norms, strict=True)))])
@@ -124,35 +123,30 @@ class _MovingAdapter:
         low, changes = dict[str, LowRank](), dict[Change, list[_Carried]]()
         for (name, _), of_entries in together.items():
             low[name] = self._low_rank(of_entries)
-            delta = replace(self.delta, low={name: low[name]})
-            for carried in self._moved(delta, blocks[name], of_entries, saved):
+            for carried in self._moved(replace(self.delta, low={name: low[name]}), blocks[name], of_entries, saved):
                 changes.setdefault(carried.part.change, []).append(carried)
         self._write_factors(list(map(_joined, changes.values())))
         self.delta = replace(self.delta, low=low)
         for name, part in whole.items():
             self._write_whole(blocks[name], part, saved)
 
-    def _refused(self, problem: str, remedy: str = WHOLE) -> AlignmentError:
+    def _refused(self, name: str, reason: str, remedy: str = WHOLE) -> AlignmentError:
+        problem = f"the change of '{name}' cannot be carried in an adapter: {reason}"
         return AlignmentError(problem, where=self.adapter.path, remedy=remedy)
-
-    def _cannot_hold(self, name: str) -> AlignmentError:
-        return self._refused(f"the shift of a norm adds a constant to '{name}', which cannot hold it", SMALLER)
 
     def _check(self, part: AdapterPart) -> None:
         """Refuse a change that the new base has no place for."""
         info, change, old, new = part.info, part.change, self.delta.old, self.delta.base
         names = {*info.names, *info.tied}
-        problem = ""
-        if change.magnitude:
-            problem = f"'{change.module}' is a DoRA, whose magnitudes are those of its own base's rows"
-        elif change.a and part.flipped != transposed(info):
-            problem = f"swaps inputs and outputs of '{info.name}', as peft does with this base's experts"
-        elif any(name in old for name in names) and not any(name in new for name in names):
-            problem = f"changes '{info.name}', which the new base lacks"
-        elif change.value and (info.stacked or part.source is not None or part.target is not None):
-            problem = f"'{change.value}' is stored whole, but is no whole tensor of the new base"
-        if problem:
-            raise self._refused(problem)
+        reasons = {
+            "it is a DoRA": bool(change.magnitude),
+            "peft swaps inputs and outputs of this base's experts": bool(change.a) and part.flipped != transposed(info),
+            "the new base lacks it": any(name in old for name in names) and not any(name in new for name in names),
+            "it is no whole tensor of the new base": bool(change.value)
+            and (info.stacked or part.source is not None or part.target is not None),
+        }
+        if reason := next((reason for reason, is_so in reasons.items() if is_so), ""):
+            raise self._refused(change.name, reason)
 
     # --- factors
 
@@ -161,15 +155,16 @@ class _MovingAdapter:
         first, low = parts[0], self._factors(parts[0])
         info, target = first.info, first.target
         if first.expert is not None:
-            count = len(info.names) if info.stacked else info.axes[0].size or 1
             factors = {part.expert: self._factors(part) for part in parts}
             if any(of_expert.rank != low.rank for of_expert in factors.values()):
-                raise self._refused(f"the experts' ranks differ beside '{first.change.module}'")
+                raise self._refused(first.change.name, "the experts' ranks differ")
             nothing = LowRank(torch.zeros_like(low.a), torch.zeros_like(low.b))
+            count = len(info.names) if info.stacked else info.axes[0].size or 1
             experts = [factors.get(number, nothing) for number in range(count)]
             low = LowRank(torch.stack([each.a for each in experts]), torch.stack([each.b for each in experts]))
-        size = 0 if target is None else info.axes[target[0]].size or 0
-        return low if target is None else low.widened(first.outputs(target), target[1], size)
+        if target is None:
+            return low
+        return low.widened(first.outputs(target), target[1], info.axes[target[0]].size or 0)
 
     def _factors(self, part: AdapterPart) -> LowRank:
         """A and s B of one part, float64; a bias (`lora_bias`) is one more column of B and a zero row of A."""
@@ -183,9 +178,7 @@ class _MovingAdapter:
         order = (0, self.rows[part.info.name][1]) if part.info.name in self.rows else None
         return replace(low, b=in_order(low.b, order))
 
-    def _moved(
-        self, delta: Delta, block: Block, parts: Sequence[AdapterPart], saved: Container[str]
-    ) -> Iterator[_Carried]:
+    def _moved(self, delta: Delta, block: Block, parts: Sequence[AdapterPart], saved: Container[str]) -> list[_Carried]:
         """The parts of a change of some entries of a stored tensor, carried."""
         first, info = parts[0], parts[0].info
         moved, constant = delta.change(block, info), self._constant(delta, block, info, saved)
@@ -193,9 +186,8 @@ class _MovingAdapter:
         low = first.narrowed(replace(moved, b=moved.scale * moved.b), first.target)
         if constant is not None and first.target is not None and first.outputs(first.target):
             constant = constant.narrow(0, *first.target[1:])
-        for part in parts:
-            of_part = low if part.expert is None else low.of_expert(part.expert)
-            yield _Carried(part, of_part.a, of_part.b, constant)
+        of_parts = [low if part.expert is None else low.of_expert(part.expert) for part in parts]
+        return [_Carried(part, each.a, each.b, constant) for part, each in zip(parts, of_parts, strict=True)]
 
     def _constant(self, delta: Delta, block: Block, info: TensorInfo, saved: Container[str]) -> Tensor | None:
         """What the norm before a changed map adds to its bias, where that is not in the adapter; None: nothing."""
@@ -244,7 +236,7 @@ class _MovingAdapter:
         """Give a module peft's `lora_bias`, which is multiplied by the scale, and which all modules have or none."""
         part, change, constant = carried.part, carried.part.change, carried.constant
         if change.embedding or (stacks(part.info) and (part.expert is None or constant is not None)):
-            raise self._cannot_hold(change.module)
+            raise self._refused(change.name, "the shift of a norm adds a constant", SMALLER)
         b = self.tensors[change.b.replace(change.module, module, 1)]
         key = change.bias.replace(change.module, module, 1)
         bias = self.tensors.get(key, b.new_zeros(b.shape[0]))
@@ -254,22 +246,17 @@ class _MovingAdapter:
 
     def _saved(self, block: Block, part: AdapterPart) -> Tensor:
         """A tensor that the adapter stores whole."""
-        info = part.info
+        info, streams = part.info, self.delta.alignment.folded
         tensor = in_order(self.adapter.tensors[part.change.value], self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.delta.old)
         if old is not None and info.vocabulary_axis is not None:
             tensor = with_rows_of(tensor, old, info.vocabulary_axis)  # padding does not come along
-        if info.key in self._folded_keys(block) and (old is None or bool((tensor != old).any())):
-            problem = f"the change of '{info.name}' cannot be carried with a rotated stream"
-            raise self._refused(problem, "use 'residual: permutation', or merge the adapter and carry the whole model")
+        folded = {key for norm in block.norms if norm.stream in streams for key in (norm.gain, norm.shift)}
+        folded |= {scale.gain for scale in block.scales if scale.stream in streams}
+        if info.key in folded and (old is None or bool((tensor != old).any())):
+            raise self._refused(info.name, "it belongs to a rotated stream", SMALLER)
         return tensor
-
-    def _folded_keys(self, block: Block) -> set[str | None]:
-        """Gains and shifts of the block's norms of rotated streams, and its layer scales."""
-        streams = self.delta.alignment.folded
-        norms = [norm for norm in block.norms if norm.stream in streams]
-        return {key for n in norms for key in (n.gain, n.shift)} | {s.gain for s in block.scales if s.stream in streams}
 
     def _write_whole(self, block: Block, part: AdapterPart, saved: Container[str]) -> None:
         """Put a carried whole tensor back; one that the adapter adds, at scale 1."""
@@ -279,7 +266,7 @@ class _MovingAdapter:
         whole = moved if stored is None else stored.double() + moved
         self.tensors[key] = whole.to(self.adapter.tensors[key].dtype).contiguous()
         if self._constant(self.delta, block, info, saved) is not None:
-            raise self._cannot_hold(info.name)
+            raise self._refused(info.name, "the shift of a norm adds a constant", SMALLER)
 
 
 def _joined(parts: list[_Carried]) -> list[_Carried]:

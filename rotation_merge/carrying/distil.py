@@ -55,16 +55,6 @@ class TransferTarget:
         return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
 
 
-def best_target(models: Mapping[str, Any], samples: Data) -> TransferTarget:
-    """The target with the lowest loss on samples.
-
-    Args:
-        models: `new`, `old` and `tuned`.
-    """
-    targets = [TransferTarget(**models, share=share) for share in SHARES]
-    return min(targets, key=lambda target: score(target, samples).loss)
-
-
 def answered_by_target(
     models: Mapping[str, Callable[[], Any]],
     choice: Data,
@@ -84,11 +74,13 @@ def answered_by_target(
     """
     paths = [work.file(f"answers{PART}"), work.file(f"answers-of-new-base{PART}")]
     if (share := work.get("share")) is None:
-        target = best_target({name: make() for name, make in models.items()}, choice)
+        loaded = {name: give() for name, give in models.items()}
+        targets = [TransferTarget(**loaded, share=share) for share in SHARES]
+        target = min(targets, key=lambda target: score(target, choice).loss)
         write_answers(target, samples, paths[0])
         share = target.share
         work.put("share", share)
-        del target
+        del target, targets, loaded
     if base_texts and not paths[1].exists():
         write_answers(models["new"](), base_texts, paths[1])
     return share, [read_answers(path) for path in paths[: 1 + bool(base_texts)]]

@@ -98,7 +98,9 @@ def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
         for batch in range(count):
             new, old, tuned = (model.pass_on(batch, keys) for model in hooks)
             common = sorted(new.keys() & old.keys() & tuned.keys())
-            for key in (key for key in common if _is_mapped(hooks[0], key)):
+            for key in common:
+                if key in hooks[0].maps and not hooks[0].maps[key].outputs.parts:
+                    continue  # tokens and classes mean the same in both models
                 x, y = old[key].double(), new[key].double()
                 sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
                 products[key] = products[key] + sums if key in products else sums
@@ -116,12 +118,6 @@ def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
             yield answer
 
     return answers
-
-
-def _is_mapped(hooks: BlockHooks, key: str) -> bool:
-    """Tokens and classes mean the same in both models."""
-    linear = hooks.maps.get(key)
-    return linear is None or bool(linear.outputs.parts)
 
 
 def activation_map(gram: Tensor, cross: Tensor) -> Tensor | None:

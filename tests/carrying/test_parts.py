@@ -23,11 +23,12 @@ from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import delta as carry
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
-from rotation_merge.carrying.distil import best_target
+from rotation_merge.carrying.distil import answered_by_target
 from rotation_merge.carrying.judge import RecoveredLift, halves, parted
 from rotation_merge.carrying.lora import of_low_rank
 from rotation_merge.carrying.refit import of_rank, refit_change
 from rotation_merge.carrying.sampled import ChangeCandidate, best_of
+from rotation_merge.files import Store
 from rotation_merge.matching.match import match_model
 from rotation_merge.model import apply, vocabulary
 from rotation_merge.model.apply import read_tensor, transform_tensor
@@ -251,17 +252,21 @@ class TokenTable(torch.nn.Module):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_held_out_samples_choose_the_target(share: float) -> None:
+def test_held_out_samples_choose_the_target(share: float, tmp_path: Path) -> None:
     """Text that was drawn from one of the targets has its lowest loss there; a fine-tune's own text, at the half."""
     draw = torch.Generator().manual_seed(0)
     new, old, tuned = (TokenTable(torch.randn(8, 8, generator=draw)) for _ in range(3))
-    chances = (tuned.logits + (share == 1) * (new.logits - old.logits)).detach().softmax(-1)
+    with torch.no_grad():
+        logits = [tuned.logits + part * (new.logits - old.logits) for part in (share == 1, share)]
     columns = [torch.randint(8, (40,), generator=draw)]
     for _ in range(30):
-        columns.append(torch.multinomial(chances[columns[-1]], 1, generator=draw)[:, 0])
+        columns.append(torch.multinomial(logits[0].softmax(-1)[columns[-1]], 1, generator=draw)[:, 0])
     text = torch.stack(columns, 1)
-    models = {"new": new, "old": old, "tuned": tuned}
-    with torch.no_grad():
-        target = best_target(models, Data([{"input_ids": text, "labels": text}], "next token", 40))
-        expected = tuned.logits + share * (new.logits - old.logits)
-        torch.testing.assert_close(target(input_ids=torch.arange(8)[None]).logits[0], expected)
+    models = {name: lambda model=model: model for name, model in {"new": new, "old": old, "tuned": tuned}.items()}
+    choice = Data([{"input_ids": text, "labels": text}], "next token", 40)
+    with torch.no_grad(), Store(str(tmp_path / "out")) as work:
+        work.begin("key")
+        chosen, (answered,) = answered_by_target(models, choice, [{"input_ids": torch.arange(8)[None]}], [], work)
+        logs = answered[0][1]["log"][0]
+    assert chosen == share
+    torch.testing.assert_close(logs, logits[1].log_softmax(-1).sort(-1, descending=True).values)

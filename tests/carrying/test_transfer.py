@@ -91,8 +91,8 @@ def test_a_change_is_a_value(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_change_of_a_head_takes_the_class_order_of_the_new_base(tmp_path: Path) -> None:
-    """As a value, and by `transfer` in memory."""
-    new, old = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
+    """As a value, and by `transfer` in memory. A change is moved by an alignment of its own base alone."""
+    new, old, foreign = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(3))
     names = [f"class {number}" for number in range(len(new.config["id2label"]))]
     for path, order in {new.path: names, old.path: names[::-1]}.items():
         config = json.loads((path / "config.json").read_text()) | {"id2label": dict(enumerate(order))}
@@ -100,19 +100,14 @@ def test_the_change_of_a_head_takes_the_class_order_of_the_new_base(tmp_path: Pa
         (path / "config.json").write_text(json.dumps(config))
     name, start = "classifier.weight", old.state
     tuned = old.write({**start, name: start[name] + torch.randn(start[name].shape)}, tmp_path / "tuned")
-    expected = (tuned.state[name] - start[name]).flip(0)
-    alignment = rm.align(new.path, old.path, **STILL)
-    moved = rm.Delta.between(old.path, tuned.path).moved(alignment, new.path).applied()
+    delta, alignment = rm.Delta.between(old.path, tuned.path), rm.align(new.path, old.path, **STILL)
+    moved = delta.moved(alignment, new.path).applied()
     for result in (moved, rm.transfer(tuned.path, old.path, new.path, **STILL)):
-        torch.testing.assert_close(result[name] - new.state[name], expected)
-
-
-def test_a_change_is_moved_by_an_alignment_of_its_own_base_alone(tmp_path: Path) -> None:
-    new, old, other = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(3))
-    delta, alignment = rm.Delta.between(old.path, other.path), rm.align(new.path, other.path)
+        torch.testing.assert_close(result[name] - new.state[name], (tuned.state[name] - start[name]).flip(0))
+    elsewhere = rm.align(new.path, foreign.path, **STILL)
     with pytest.raises(rm.RotationMergeError, match=r"is not that of .*2, which the alignment was made for"):
-        delta.moved(alignment, new.path).applied().state_dict()
-    assert delta.moved(alignment, new.path, strict=False).applied().state_dict()
+        delta.moved(elsewhere, new.path).applied().state_dict()
+    assert delta.moved(elsewhere, new.path, strict=False).applied().state_dict()
 
 
 @pytest.mark.slow
@@ -122,11 +117,10 @@ def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) ->
     module = new.case.model_class.from_pretrained(new.path)
     adapter = rm.transfer(tuned, (old.state, old.config), module, rank=2)
     assert adapter.config["base_model_name_or_path"] == str(new.path)
-    nameless = rm.transfer(tuned, old.path, (new.state, new.config), rank=2)
-    assert nameless.config["base_model_name_or_path"] is None
-    assert adapter.report is not None
     assert adapter.report.anchor == "new"
     assert not any("rotation-merge-" in line for line in (*adapter.notes, adapter.report.text(), repr(adapter)))
+    nameless = rm.transfer(tuned, old.path, (new.state, new.config), rank=2)
+    assert nameless.config["base_model_name_or_path"] is None
     vit = next(case for case in ALL if (case.family, case.name) == ("vit", "classifier")).model_class
     images = [vit(vit.config_class(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)) for _ in range(2)]
     with pytest.raises(rm.RotationMergeError, match=r"^tuned: ViTForImageClassification writes no text"):
