@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_support import CHECKPOINTS
 from plugin_support import state
 from safetensors.torch import save_file
 from tiny_models import ALL, Case, make
 
 from rotation_merge.diagnose.doctor import diagnose, open_case
-from rotation_merge.diagnose.sources import absent_models
 
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Tensors, Case], None]
+Merges = Callable[[str], tuple[Case, Path, list[Path]]]
 
 FAMILIES = ("llama", "qwen3", "mixtral", "gemma", "cohere")
 """With queries and keys of their own and RoPE; Cohere's pairs stand side by side, the others' in halves."""
@@ -33,9 +32,8 @@ def other_rope(tensors: Tensors, case: Case) -> None:
     size = head_size(case)
     shape = (size // 2, 2) if case.family == "cohere" else (2, size // 2)
     for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]:
-        weight = tensors[name]
-        turned = weight.view(-1, *shape, weight.shape[1]).transpose(1, 2)
-        tensors[name] = turned.reshape(weight.shape).contiguous()
+        turned = tensors[name].view(-1, *shape, tensors[name].shape[1]).transpose(1, 2)
+        tensors[name] = turned.reshape(tensors[name].shape).contiguous()
 
 
 def shuffled(ending: str, axis: int) -> Damage:
@@ -50,10 +48,10 @@ def shuffled(ending: str, axis: int) -> Damage:
 
 
 def changed(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
-    """The first of all tensors whose names end so."""
+    """The first of all tensors whose names end so; with an empty ending all."""
 
     def damage(tensors: Tensors, case: Case) -> None:
-        for name in [name for name in tensors if name.endswith(ending)][: None if ending == "" else 1]:
+        for name in [name for name in tensors if name.endswith(ending)][: 1 if ending else None]:
             tensors[name] = change(tensors[name]).contiguous()
 
     return damage
@@ -70,12 +68,12 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
 
 
 @pytest.fixture(scope="module")
-def merges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Case, Path, list[Path]]]:
+def merges(tmp_path_factory: pytest.TempPathFactory) -> Merges:
     """By family: its case, a merge of two near models, and these."""
-    folder, made = tmp_path_factory.mktemp("damage"), dict[str, tuple[Case, Path, list[Path]]]()
+    folder, known = tmp_path_factory.mktemp("damage"), dict[str, tuple[Case, Path, list[Path]]]()
 
     def merge(family: str) -> tuple[Case, Path, list[Path]]:
-        if family not in made:
+        if family not in known:
             case = next(case for case in ALL if case.family == family)
             base, tuned, merged = (folder / family / name for name in ("base", "tuned", "merged"))
             make(case).float().save_pretrained(base)
@@ -83,8 +81,8 @@ def merges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ca
             after = {n: t + 0.03 * torch.randn(t.shape, generator=draw) for n, t in before.items()}
             written(after, base, tuned)
             written({name: (before[name] + after[name]) / 2 for name in before}, base, merged)
-            made[family] = case, merged, [base, tuned]
-        return made[family]
+            known[family] = case, merged, [base, tuned]
+        return known[family]
 
     return merge
 
@@ -101,53 +99,36 @@ def causes(out: Path, parents: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_called_by_its_name(damage: str, family: str, merges: Callable, tmp_path: Path) -> None:
+def test_damage_is_called_by_its_name(damage: str, family: str, merges: Merges, tmp_path: Path) -> None:
     """And by no other."""
-    case, merged, parents = merges(family)
+    (case, merged, parents), (name, change) = merges(family), DAMAGES[damage]
     tensors = state(merged)
-    name, change = DAMAGES[damage]
     torch.manual_seed(0)
     change(tensors, case)
-    out = written(tensors, merged, tmp_path / "out")
-    assert causes(out, parents) == [name]
+    assert causes(written(tensors, merged, tmp_path / "out"), parents) == [name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_computes_the_same_is_no_damage(family: str, merges: Callable, tmp_path: Path) -> None:
+def test_what_computes_the_same_is_no_damage(family: str, merges: Merges, tmp_path: Path) -> None:
     """A whole merge; and one whose neurons stand in another order together."""
     _, merged, parents = merges(family)
     assert causes(merged, parents) == []
     tensors = state(merged)
-    for name in tensors:
-        if ".layers.0.mlp." in name and name.endswith("weight") and "experts" not in name:
-            axis = 1 if "down_proj" in name else 0
-            tensors[name] = tensors[name].flip(axis) if "gate.weight" not in name else tensors[name]
+    for name in [name for name in tensors if ".layers.0.mlp." in name and name.endswith("weight")]:
+        if "experts" not in name and "gate.weight" not in name:
+            tensors[name] = tensors[name].flip(1 if "down_proj" in name else 0)
     assert causes(written(tensors, merged, tmp_path / "out"), parents) == []
 
 
-def test_a_parent_in_the_other_layout(merges: Callable, tmp_path: Path) -> None:
+def test_a_parent_in_the_other_layout(merges: Merges, tmp_path: Path) -> None:
     """Seen before anything is merged."""
     case, merged, (base, tuned) = merges("llama")
-    tensors = state(tuned)
+    tensors, recipe = state(tuned), tmp_path / "recipe.yml"
     other_rope(tensors, case)
     other = written(tensors, merged, tmp_path / "other")
-    recipe = tmp_path / "recipe.yml"
     models = "".join(f"  - {{model: {path}, parameters: {{weight: 0.5}}}}\n" for path in (base, other))
     recipe.write_text(f"merge_method: linear\nmodels:\n{models}dtype: float32\n")
     (cause, *_) = diagnose(open_case(str(recipe)))
     assert cause.name == "RoPE layout"
     assert str(other) in cause.where
-
-
-def test_a_parent_by_two_paths_is_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The recipe names it by its whole path, the user by a short one."""
-    models = [str(CHECKPOINTS / name) for name in ("llama-0", "llama-1")]
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(f"merge_method: linear\nmodels:\n- model: {models[0]}\n- model: {models[1]}\n")
-    monkeypatch.chdir(CHECKPOINTS)
-    assert open_case(str(recipe), ["llama-0"]).parents == ("llama-0", models[1])
-
-
-def test_headers_are_asked_of_the_hub_for_no_file() -> None:
-    assert absent_models("merge_method: linear\nbase_model: org/b-GGUF:b.gguf\nmodels:\n- model: org/c\n") == ["org/c"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,10 @@ from rotation_merge.diagnose.doctor import diagnose, open_case
 Models = dict[str, Path]
 
 STILL = {"attention": "none", "heads": "permutation", "residual": "signed_permutation"}
-
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "slerp": {"t": 0.4},
-    "nearswap": {"t": 0.05},
-    "dare_ties": {"density": 0.5},
-    "dare_linear": {"density": 0.5},
-    "ties": {"density": 0.5},
-    "della": {"density": 0.5},
-    "della_linear": {"density": 0.5},
-    "breadcrumbs": {"density": 0.7},
-    "breadcrumbs_ties": {"density": 0.7},
-    "sce": {"select_topk": 0.5},
-    "task_arithmetic": {"lambda": 1.2},
+    **{name: {"density": 0.5} for name in ("ties", "dare_ties", "dare_linear", "della", "della_linear")},
+    **{name: {"density": 0.7} for name in ("breadcrumbs", "breadcrumbs_ties")},
+    **{"slerp": {"t": 0.4}, "nearswap": {"t": 0.05}, "sce": {"select_topk": 0.5}, "task_arithmetic": {"lambda": 1.2}},
 }
 METHODS = sorted(m.spec.name for m in merge_methods.registered_methods() if m.spec.name != "rotation_merge")
 ALONE = ("linear", "karcher", "multislerp", "nuslerp", "passthrough")
@@ -43,20 +33,23 @@ TWO = ("slerp", "nearswap", "nuslerp", "arcee_fusion")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """A base, two fine-tunes of it, the second in other coordinates as well, and samples."""
-    folder = tmp_path_factory.mktemp("methods")
-    base, draw = make("llama", folder / "base"), torch.Generator().manual_seed(3)
+    folder, draw = tmp_path_factory.mktemp("methods"), torch.Generator().manual_seed(3)
+    base = make("llama", folder / "base")
 
     def tuned(name: str) -> Path:
         changed = {n: t + 0.02 * torch.randn(t.shape, generator=draw) for n, t in state(base).items()}
         return write_state(changed, base, folder / name)
 
-    found = {"base": base, "one": tuned("one"), "two": tuned("two")}
-    found["turned"] = twin(found["two"], folder / "turned", **EVERYTHING, residual="rotation")
-    found["far"] = twin(base, folder / "far", **EVERYTHING, residual="rotation")
-    found["permuted"] = twin(found["two"], folder / "permuted", **STILL)
+    places = {"base": base, "one": tuned("one"), "two": tuned("two"), "texts": folder / "texts.jsonl"}
+    for name, source, options in (
+        ("turned", "two", EVERYTHING),
+        ("far", "base", EVERYTHING),
+        ("permuted", "two", STILL),
+    ):
+        places[name] = twin(places[source], folder / name, **{"residual": "rotation", **options})
     records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
-    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
-    return {**found, "texts": folder / "texts.jsonl"}
+    places["texts"].write_text("\n".join(map(json.dumps, records)))
+    return places
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +61,25 @@ def measured(models: Models) -> Models:
     return models
 
 
-def found_in(out: Path, *parents: Path) -> list[str]:
-    return [str(cause) for cause in diagnose(open_case(str(out), [str(parent) for parent in parents]))]
+def causes(out: Path, *parents: Path) -> list[str]:
+    return [str(cause) for cause in diagnose(open_case(str(out), list(map(str, parents))))]
 
 
-def copy_settings(models: Models, out: Path) -> None:
-    """mergekit leaves generation_config.json behind, which `doctor` rightly says."""
+def assert_sound(recipe: dict[str, Any], models: Models, out: Path, expected: int = 0) -> None:
+    """By the recipe that lies beside the merge; mergekit leaves generation_config.json behind, which doctor says."""
+    merged(recipe, out)
     shutil.copy(models["base"] / "generation_config.json", out)
-
-
-def plain(method: str, models: Models) -> dict[str, Any]:
-    names = ["one", "two"] if method in ALONE else ["base", "one", "two"][: 2 if method in TWO else 3]
-    names = names[:1] if method == "passthrough" else names
-    weighted = "weight" in [parameter.name for parameter in merge_methods.get(method).spec.parameters]
-    own = {"parameters": {"weight": 0.5}} if weighted else {}
-    recipe = {"merge_method": method, "models": [{"model": str(models[name]), **own} for name in names]}
-    if method not in ALONE:
-        recipe["base_model"] = str(models["base"])
-    return {**recipe, "parameters": PARAMETERS.get(method, {}), "dtype": "float32"}
+    assert len(listed := causes(out)) == expected, listed
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_of_mergekit(method: str, models: Models, tmp_path: Path) -> None:
-    """By the recipe that lies beside the merge."""
-    merged(plain(method, models), tmp_path / "out")
-    copy_settings(models, tmp_path / "out")
-    assert found_in(tmp_path / "out") == []
+    names = ["one", "two"] if method in ALONE else ["base", "one", "two"][: 2 if method in TWO else 3]
+    weighted = "weight" in [parameter.name for parameter in merge_methods.get(method).spec.parameters]
+    listed = [{"model": str(models[name]), **({"parameters": {"weight": 0.5}} if weighted else {})} for name in names]
+    recipe = {"merge_method": method, "models": listed[: 1 if method == "passthrough" else None], "dtype": "float32"}
+    recipe |= {} if method in ALONE else {"base_model": str(models["base"])}
+    assert_sound({**recipe, "parameters": PARAMETERS.get(method, {})}, models, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -103,16 +89,11 @@ def test_stacks_and_slices(models: Models, tmp_path: Path) -> None:
     stacked = [{"sources": [{"model": name, "layer_range": r}]} for name, r in ((one, [0, 2]), (base, [1, 2]))]
     scaled = {"scale": [{"filter": "down_proj", "value": 0.0}, {"value": 1.0}]}
     last = [{"sources": [{"model": one, "layer_range": [1, 2], "parameters": scaled}]}]
-    merged({"merge_method": "passthrough", "slices": stacked + last, "dtype": "float32"}, tmp_path / "stacked")
-    copy_settings(models, tmp_path / "stacked")
-    (cause,) = diagnose(open_case(str(tmp_path / "stacked")))
-    assert cause.name == "stacked layers"
-    both = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 0.5}} for name in (one, base)]
-    halves = [{**source, "layer_range": r} for r in ([0, 1], [1, 2]) for source in both]
-    slices = [{"sources": halves[:2]}, {"sources": halves[2:]}]
-    merged({"merge_method": "linear", "slices": slices, "dtype": "float32"}, tmp_path / "sliced")
-    copy_settings(models, tmp_path / "sliced")
-    assert found_in(tmp_path / "sliced") == []
+    whole = {"merge_method": "passthrough", "slices": stacked + last, "dtype": "float32"}
+    assert_sound(whole, models, tmp_path / "stacked", expected=1)
+    both = [{"model": name, "parameters": {"weight": 0.5}} for name in (one, base)]
+    slices = [{"sources": [{**source, "layer_range": r} for source in both]} for r in ([0, 1], [1, 2])]
+    assert_sound({"merge_method": "linear", "slices": slices, "dtype": "float32"}, models, tmp_path / "sliced")
 
 
 OURS: dict[str, dict[str, Any]] = {
@@ -133,61 +114,42 @@ OURS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", OURS)
 def test_recipes_of_ours(how: str, measured: Models, tmp_path: Path) -> None:
     """Of models in other coordinates, but for near ones."""
-    own = dict(OURS[how])
-    own = {**own, "data": str(measured["texts"])} if "data" in own else own
-    delegate = own.pop("delegate", "linear")
-    donor = "one" if how == "near" else "turned" if "preset" in own else "permuted"
-    recipe = recipe_for("linear", measured["base"], measured[donor])
-    recipe["parameters"] = {"delegate": delegate, **own}
-    if delegate in ("slerp", "ties"):
-        for entry in recipe["models"]:
-            entry["parameters"] = {"weight": 0.5} if delegate == "ties" else {}
-    merged(recipe, tmp_path / "out")
-    assert found_in(tmp_path / "out") == []
+    parameters = {"delegate": "linear", **OURS[how]}
+    parameters |= {"data": str(measured["texts"])} if "data" in parameters else {}
+    donor = "one" if how == "near" else "turned" if "preset" in parameters else "permuted"
+    recipe = recipe_for("linear", measured["base"], measured[donor]) | {"parameters": parameters}
+    for entry in recipe["models"] if parameters["delegate"] in ("slerp", "ties") else ():
+        entry["parameters"] = {"weight": 0.5} if parameters["delegate"] == "ties" else {}
+    assert_sound(recipe, measured, tmp_path / "out")
 
 
 @pytest.mark.slow
 def test_a_carried_change(models: Models, tmp_path: Path) -> None:
     """From a base in other coordinates."""
     recipe = recipe_for("task_arithmetic", models["far"], models["one"], residual="rotation", heads="permutation")
-    recipe["models"] = recipe["models"][1:]
-    recipe["models"][0]["parameters"] = {"weight": 1.0, "finetuned_from": str(models["base"])}
-    merged(recipe, tmp_path / "out")
-    assert found_in(tmp_path / "out") == []
-
-
-COMMANDS: dict[str, Callable[[Models, Path], list[object]]] = {
-    "align": lambda m, out: ["align", m["base"], m["turned"], out, "--heads", "permutation", "--residual", "rotation"],
-    "polish": lambda m, out: ["polish", m["one"], "--teachers", m["base"], "--data", m["texts"], "--steps", 2, out],
-    "merge": lambda m, out: [
-        "merge",
-        m["base"],
-        m["one"],
-        out,
-        "--data",
-        m["texts"],
-        "--budget",
-        "1s",
-        "--anyway",
-        "--samples",
-        16,
-    ],
-}
+    parameters = {"weight": 1.0, "finetuned_from": str(models["base"])}
+    recipe["models"] = [{**recipe["models"][1], "parameters": parameters}]
+    assert_sound(recipe, models, tmp_path / "out")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands_of_ours(name: str, models: Models, tmp_path: Path) -> None:
-    parsed(*COMMANDS[name](models, tmp_path / "out"))
-    assert found_in(tmp_path / "out", models["base"], models["one"]) == []
+@pytest.mark.parametrize(
+    "line",
+    [
+        "align base turned OUT --heads permutation --residual rotation",
+        "polish one OUT --teachers base --data texts --steps 2",
+        "merge base one OUT --data texts --budget 1s --anyway --samples 16",
+    ],
+)
+def test_commands_of_ours(line: str, models: Models, tmp_path: Path) -> None:
+    parsed(*({**models, "OUT": tmp_path / "out"}.get(word, word) for word in line.split()))
+    assert causes(tmp_path / "out", models["base"], models["one"]) == []
 
 
 @pytest.mark.slow
 def test_trained_models(tmp_path: Path) -> None:
     """Two small Llamas trained from other seeds, their heads and neurons matched alone: they shrink, which is said."""
-    pair = [Path(CHECKPOINTS) / f"llama-{i}" for i in (0, 1)]
-    recipe = recipe_for("linear", *pair)
-    recipe["parameters"] = {"delegate": "linear", "preset": "near"}
-    merged(recipe, tmp_path / "out")
+    recipe = recipe_for("linear", *(Path(CHECKPOINTS) / f"llama-{i}" for i in (0, 1)))
+    merged(recipe | {"parameters": {"delegate": "linear", "preset": "near"}}, tmp_path / "out")
     names = {cause.name for cause in diagnose(open_case(str(tmp_path / "out")))}
     assert names <= {"other coordinates", "separate training", "vanished variance"}

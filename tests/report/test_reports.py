@@ -15,34 +15,44 @@ from rotation_merge.report.plots import save_distances
 
 
 def row(layer: int | None, kind: str, before: float, after: float) -> SpaceRow:
-    order = [1, 0, 2] if kind == "attention" else None
-    return SpaceRow("donor", f"layers.{layer}", layer, f"layers.{layer}.{kind}", kind, "permutation",
-                    before, after, 2.0, {"qk": 0.5}, 0.1, order, [])  # fmt: skip
+    places = ("donor", f"layers.{layer}", layer, f"layers.{layer}.{kind}", kind, "permutation")
+    return SpaceRow(*places, before, after, 2.0, {"qk": 0.5}, 0.1, None, [])
 
 
 def report(*rows: SpaceRow, notes: list[str] | None = None) -> MergeReport:
     return MergeReport("anchor", "linear", "a: <b> & c", list(rows), {}, notes or [], 1.0, {"torch": "2"})
 
 
-def test_a_report_prints_as_a_few_lines():
+def test_a_report_prints_as_a_few_lines_and_can_be_older() -> None:
     rows = [row(i, kind, 2.0, 1.0) for i in range(40) for kind in ("attention", "ffn")]
     assert str(report(*rows, notes=["a tokenizer is missing"])).splitlines() == [
         "anchor: anchor",
         "donor: relative distance 1 before, 0.5 after alignment (50% less)",
         "note: a tokenizer is missing",
     ]
-    assert str(report()).splitlines() == ["anchor: anchor", "No model was moved: this is the plain merge by `linear`"]
+    assert "this is the plain merge by `linear`" in str(report())
+    data = report(*rows).to_dict()
+    del data["fingerprints"]
+    assert MergeReport.from_dict(data).fingerprints == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [(0.5, 0.5, "next to nothing"), (2.0, 1.999, "next to nothing"), (0.5, 0.25, "50% less"), (0.1, 1.0, "increase")],
+)
+def test_gains_in_words(before: float, after: float, words: str) -> None:
+    """Learned maps serve a loss, not nearness: they may lead away."""
+    assert words in gained(before, after)
 
 
 def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = [row(layer, kind, 2.0, 1.0) for layer in (0, 1) for kind in ("attention", "ffn")]
-    for name in ("first", "again"):
-        (tmp_path / name).mkdir()
-        assert save_distances(report(*rows), str(tmp_path / name)) == DISTANCES
-    first, again = ((tmp_path / name / DISTANCES).read_bytes() for name in ("first", "again"))
-    assert first == again
-    assert first.startswith(b"\x89PNG")
+    rows, pictures = [row(layer, kind, 2.0, 1.0) for layer in (0, 1) for kind in ("attention", "ffn")], []
+    for _ in range(2):
+        assert save_distances(report(*rows), str(tmp_path)) == DISTANCES
+        pictures.append((tmp_path / DISTANCES).read_bytes())
+    assert pictures[0] == pictures[1]
+    assert pictures[0].startswith(b"\x89PNG")
     odd = [replace(line, donor="models/a$^$b") for line in rows]  # no formula
     assert save_distances(report(*odd), str(tmp_path)) == DISTANCES
     for without in (row(None, "stream", 2.0, 1.0), row(0, "ffn", 2.0, 2.0)):
@@ -51,24 +61,7 @@ def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
     assert DISTANCES not in updated_card("# x\n", report(*rows), "x", {})
 
 
-def test_reports_written_before_fingerprints_can_be_read():
-    data = report(row(0, "ffn", 2.0, 1.0)).to_dict()
-    del data["fingerprints"]
-    assert MergeReport.from_dict(data).fingerprints == {}
-
-
-def test_a_gain_of_nothing_is_called_nothing():
-    assert "next to nothing" in report(row(0, "ffn", 2.0, 1.999)).verdict("donor")
-
-
-def test_a_map_that_leads_away_is_not_called_nothing() -> None:
-    """Learned maps serve a loss, not nearness."""
-    assert "next to nothing" in gained(0.5, 0.5)
-    assert "50% less" in gained(0.5, 0.25)
-    assert gained(0.1, 1.0).startswith("the transforms increase the distance")
-
-
-def test_no_report_is_one_line(tmp_path: Path):
+def test_no_report_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "rotation_merge.json"
     with pytest.raises(RotationMergeError, match="no such file"):
         read_report(str(path))
