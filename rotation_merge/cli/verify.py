@@ -14,7 +14,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.functions import kind_at
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.proof import ModelOutputs, difference
+from rotation_merge.run.proof import blank_model, difference, outputs_of
 from rotation_merge.run.sample_kinds import SELF
 
 
@@ -37,22 +37,26 @@ def command(
     Runs both on random inputs of the right kind (token ids, pixels, audio features), and on --data if given, and
     compares everything that they return by default. The largest difference is relative to the root mean square of
     MODEL_A's output. The limit is a multiple of the effect of rounding MODEL_A's own weights, to the coarser of the two
-    storage types, or to float32. Models above 500 million weights run one layer at a time. Exit code 0: the same;
-    1: not.
+    storage types, or to float32. Models run one layer at a time. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if float64 else torch.float32
-    a, b = ModelOutputs(model_a, compute), ModelOutputs(model_b, compute, like=model_a)
     if kind_at(model_b) is not kind_at(model_a):
         problem, remedy = f"is of another class than {model_a}", "compare models of one class and size"
         raise CheckpointError(problem, where=model_b, remedy=remedy)
-    if data == SELF and a.is_large:
-        problem = "is too large to be held in memory, so it cannot write text"
-        raise CheckpointError(problem, where=model_a, remedy="give --data a file")
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [random_batch(a.model, generator) for _ in range(batches)]
+    blank, generator = blank_model(model_a), torch.Generator().manual_seed(seed)
+    inputs = [random_batch(blank, generator) for _ in range(batches)]
     if data is not None:
-        inputs += read_samples(model_a, data, limit=32, module=a.model).batches
-    worst = difference(a, a.on(inputs), b, inputs, probabilities=probabilities, tolerance=tolerance, seed=seed)
+        inputs += read_samples(model_a, data, limit=32, module=None if data == SELF else blank).batches
+    worst = difference(
+        model_a,
+        model_b,
+        inputs,
+        outputs_of(model_a, inputs, compute),
+        dtype=compute,
+        probabilities=probabilities,
+        tolerance=tolerance,
+        seed=seed,
+    )
     verdict = f"the two models {'compute the same' if worst.passes else 'differ'}"
     figures = f"{worst.absolute:.3g}, {worst.relative:.3g} of the size of {worst.output}"
     lines = verdict, f"largest difference over {len(inputs)} batches: {figures}; {worst.allowed:.3g} is allowed"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.runner import Runner
 
 LARGEST = 500_000_000
-"""Weights of the largest model that is held whole; larger ones run layer by layer."""
+"""Weights of the largest model that is held whole, if it cannot be run one layer at a time."""
 
 ROUNDINGS = 16.0
 """Allowed difference of two models, as a multiple of the effect of rounding the first one's weights."""
@@ -29,59 +28,53 @@ BATCHES = 2
 """Random batches of a proof."""
 
 
-@dataclass(frozen=True)
-class ModelOutputs:
-    """The model at a path as a function.
+def blank_model(path: str) -> Any:
+    """The model at a path without weights, or, where only transformers knows it, with them; it has a signature."""
+    try:
+        return empty_model(open_model(path, unsupported="merge").transformers_config)
+    except RotationMergeError:
+        return load(path)
 
-    Attributes:
+
+def outputs_of(
+    path: str,
+    inputs: Sequence[Batch],
+    dtype: torch.dtype = torch.float32,
+    like: str | None = None,
+    unit: float = 0.0,
+    seed: int = 0,
+) -> list[Batch]:
+    """Outputs of the model at a path for each batch; it runs one layer at a time, or as a whole where it cannot.
+
+    Args:
         dtype: of the computation.
         like: a model in whose order its classes are to stand, where they have the same names.
+        unit: each weight is off by up to half of this share, drawn with the seed.
+
+    Raises:
+        CheckpointError: it is large and cannot be run one layer at a time, or cannot be loaded.
     """
-
-    path: str
-    dtype: torch.dtype = torch.float32
-    like: str | None = None
-
-    @cached_property
-    def is_large(self) -> bool:
-        """Whether it reads its weights one layer at a time."""
-        return weights_of(self.path) > LARGEST
-
-    @cached_property
-    def model(self) -> Any:
-        """The model, without weights if it is large; its signature lists its inputs."""
-        if self.is_large:
-            return empty_model(open_model(self.path).transformers_config)
-        return load(self.path, self.dtype, self.like)
-
-    def on(self, inputs: Sequence[Batch], unit: float = 0.0, seed: int = 0) -> list[Batch]:
-        """Outputs of the model for each batch.
-
-        Args:
-            unit: each weight is off by up to half of this share, drawn with the seed; a model in memory stays so.
-
-        Raises:
-            CheckpointError: it cannot be run one layer at a time.
-        """
-        draw = torch.Generator().manual_seed(seed)
-        if self.is_large:
-            return self._by_layer(inputs, unit, draw)
+    draw = torch.Generator().manual_seed(seed)
+    inputs = [{name: _cast(x, dtype) for name, x in batch.items()} for batch in inputs]
+    try:
+        view = open_model(path)
+        view = view if like is None else with_classes_of(view, open_model(like))
+        noisy = view.tensors.map(lambda _, tensor: _noisy(_cast(tensor, dtype), unit, draw))
+        run = Runner(replace(view, tensors=noisy) if unit else view, inputs, dtype=dtype)
+    except RotationMergeError:  # transformers knows the class, or the form of its files, alone
+        if weights_of(path) > LARGEST:
+            raise
+        model = load(path, dtype, like)
         with torch.no_grad():
-            for parameter in self.model.parameters() if unit else ():
+            for parameter in model.parameters() if unit else ():
                 parameter.copy_(_noisy(parameter, unit, draw))
-        return [outputs(self.model, {name: self._cast(x) for name, x in batch.items()}) for batch in inputs]
+        return [outputs(model, batch) for batch in inputs]
+    run.run_through()
+    return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 
-    def _by_layer(self, inputs: Sequence[Batch], unit: float, draw: torch.Generator) -> list[Batch]:
-        view = open_model(self.path)
-        if self.like is not None:
-            view = with_classes_of(view, open_model(self.like))
-        noisy = view.tensors.map(lambda _, tensor: _noisy(self._cast(tensor), unit, draw))
-        run = Runner(replace(view, tensors=noisy) if unit else view, inputs, dtype=self.dtype)
-        run.run_through()
-        return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _noisy(tensor: Tensor, unit: float, draw: torch.Generator) -> Tensor:
@@ -111,19 +104,21 @@ class OutputDifference:
 
 
 def difference(
-    first: ModelOutputs,
-    expected: Sequence[Batch],
-    second: ModelOutputs,
+    first: str,
+    second: str,
     inputs: Sequence[Batch],
+    expected: Sequence[Batch],
     *,
+    dtype: torch.dtype = torch.float32,
     probabilities: bool = False,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> OutputDifference:
-    """Compare two models' outputs for inputs; the first model is let go before the second is loaded.
+    """Compare the outputs of the models at two paths; one of them is in memory at a time.
 
     Args:
-        expected: the first one's outputs.
+        expected: the first one's outputs for the inputs.
+        dtype: of the computation.
         probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all
             logits of a token does not change.
         tolerance: largest relative difference that passes; None: a multiple of the effect of rounding the first one's
@@ -132,14 +127,13 @@ def difference(
     Raises:
         CheckpointError: their outputs have other names or shapes.
     """
-    names, allowed = (first.path, second.path), tolerance
-    if allowed is None:
-        dtypes = stored_dtype(first.path), stored_dtype(second.path), torch.float32
-        unit = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-        rounded = _largest(expected, first.on(inputs, unit, seed), ("the model", "the model, rounded"), probabilities)
-        allowed = ROUNDINGS * rounded[1]
-    vars(first).pop("model", None)
-    return OutputDifference(*_largest(expected, second.on(inputs), names, probabilities), allowed)
+    if tolerance is None:
+        dtypes = stored_dtype(first), stored_dtype(second), torch.float32
+        unit = max(torch.finfo(stored).eps for stored in dtypes if stored.is_floating_point)
+        rounded = outputs_of(first, inputs, dtype, unit=unit, seed=seed)
+        tolerance = ROUNDINGS * _largest(expected, rounded, (first, first), probabilities)[1]
+    results = outputs_of(second, inputs, dtype, like=first)
+    return OutputDifference(*_largest(expected, results, (first, second), probabilities), tolerance)
 
 
 def _largest(
@@ -194,13 +188,12 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
         CheckpointError: the result cannot be loaded.
     """
     try:
-        first = ModelOutputs(donor)
-        inputs = [random_batch(first.model, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
-        expected = first.on(inputs)
+        model = blank_model(donor)
+        inputs = [random_batch(model, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
+        expected = outputs_of(donor, inputs)
     except RotationMergeError as error:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    second = ModelOutputs(result, like=donor)
-    apart = difference(first, expected, second, inputs, probabilities=probabilities)
+    apart = difference(donor, result, inputs, expected, probabilities=probabilities)
     return Proof(apart.relative, apart.allowed)

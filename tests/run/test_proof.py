@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_support import parsed, run
@@ -17,7 +16,7 @@ from torch import Tensor
 from rotation_merge import View
 from rotation_merge.model.forms import named_as
 from rotation_merge.run import proof, runner
-from rotation_merge.run.proof import Proof, prove
+from rotation_merge.run.proof import Proof
 
 FAMILIES = ("llama", "qwen2", "bert", "vit")
 
@@ -87,42 +86,7 @@ def test_an_output_that_is_no_answer_counts(tmp_path: Path) -> None:
     assert done["output"].startswith("text_model_output.")
 
 
-def run_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count every model as too large to be held whole."""
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("a large model is held whole")
-
-    monkeypatch.setattr(proof, "LARGEST", 10)
-    monkeypatch.setattr(proof, "load", never)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "bert", "vit"])
-def test_large_models_are_proven_layer_by_layer(
-    family: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None is held whole: the same difference and limit as otherwise, and wrong work is kept aside."""
-    donor = models[family][1]
-    run_by_layer(monkeypatch)
-    found = parsed("align", *models[family], tmp_path / "out")["proof"]
-    monkeypatch.undo()
-    whole = prove(str(donor), str(tmp_path / "out"))
-    assert (found["difference"], found["allowed"]) == pytest.approx((whole.difference, whole.allowed), rel=0.9)
-    assert found["difference"] < found["allowed"]
-    run_by_layer(monkeypatch)
-    assert run("verify", donor, tmp_path / "out", "--batches", 1).exit_code == 0
-    assert run("verify", *models[family], "--batches", 1).exit_code == 1
-    assert "too large to be held in memory" in one_error(run("verify", donor, donor, "--data", "self").output)
-    spoil(monkeypatch, "v_proj" if family == "qwen2" else "output.dense.weight")
-    done = run("align", *models[family], tmp_path / "second")
-    assert done.exit_code == 2, done.output
-    assert str(tmp_path / "second.rejected") in one_error(done.output)
-    assert not (tmp_path / "second").exists()
-
-
-def test_large_models_have_their_classes_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "LARGEST", 10)
+def test_models_have_their_classes_compared_by_name(tmp_path: Path) -> None:
     model = tiny(next(case for case in ALL if case.class_name == "ViTForImageClassification")).float()
     names, order = ["cat", "dog"], [1, 0]
     model.config.id2label = dict(enumerate(names))
@@ -135,18 +99,21 @@ def test_large_models_have_their_classes_compared_by_name(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_run_by_layer_runs_whole_or_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files have another form than the class, from which it cannot be joined."""
     case = next(case for case in ALL if case.family == "nomic_bert")
     for seed in (0, 1):
         save(tiny(case, seed).float(), tmp_path / str(seed))
-    assert parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]["difference"] is not None
-    monkeypatch.setattr(proof, "LARGEST", 10)
-    assert "not checked: " not in run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large").output
+    by_layer = parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]
     as_stored = lambda source, stored, named: named_as(named, source, stored)  # noqa: E731
-    monkeypatch.setattr(runner, "restructured", as_stored)  # a form that is not the file's in pieces
-    done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "strange")
+    monkeypatch.setattr(runner, "restructured", as_stored)
+    whole = parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "whole")["proof"]
+    assert (by_layer["difference"], by_layer["allowed"]) == pytest.approx(
+        (whole["difference"], whole["allowed"]), rel=0.9
+    )
+    monkeypatch.setattr(proof, "LARGEST", 10)
+    done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large")
     assert done.exit_code == 0
-    assert "not checked: " in done.output
     assert "NomicBertForMaskedLM in another form" in done.output
 
 
@@ -158,8 +125,6 @@ def test_a_merge_proves_donors_moved_by_files(
     anchor, donor = models["llama"]
     assert run("align", anchor, donor, "--alignment", tmp_path / "map", "--residual", residual).exit_code == 0
     recipe = from_file(recipe_for("linear", anchor, donor, prove=True), tmp_path / "map")
-    if residual == "rotation":  # one layer at a time
-        run_by_layer(monkeypatch)
     merged(recipe, tmp_path / "out")
     notes = " ".join(json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"])
     assert "random batches" in notes
