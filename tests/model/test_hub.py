@@ -132,9 +132,8 @@ RECIPES: dict[str, Change] = {
     "tokenizer": lambda recipe: recipe.update(tokenizer={"source": GONE}),
     "tokenizer_source": lambda recipe: recipe.update(tokenizer_source=GONE),
     "alignment": of_donor(alignment=f"{GONE}/a.safetensors@v1"),
-    "statistics": lambda recipe: (
-        recipe.update(parameters={"delegate": "regmean"}),
-        of_donor(statistics=f"{GONE}/s.safetensors@v1")(recipe),
+    "statistics": lambda recipe: recipe.update(
+        parameters={"delegate": "regmean", "statistics": f"{GONE}/s.safetensors@v1"}
     ),
     "data": lambda recipe: recipe.update(
         parameters={"delegate": "refit", "data": f"datasets/{GONE}/t.txt@v1", "samples": 8}

@@ -133,7 +133,7 @@ def test_averages_of_our_own_go_by_tokens_or_say_that_they_cannot(models: Models
     plain["parameters"] |= {**still, "ffn": "none", "delegate": "ot_fusion", "plan": "hard"}
     for name, tensor in merged(plain, tmp_path / "fused").items():
         torch.testing.assert_close(tensor, anchor.state[name].float(), rtol=1e-3, atol=1e-4)
-    refused = {"leave 'data' out": {**plain["parameters"], "data": "self"}, "regmean": still | {"delegate": "fisher"}}
+    refused = {"without 'data'": {**plain["parameters"], "data": "self"}, "regmean": still | {"delegate": "fisher"}}
     for remedy, parameters in refused.items():
         error = one_error(mergekit_yaml({**plain, "parameters": parameters}, tmp_path / "refused").output)
         assert "its tokens are not those of" in error
