@@ -183,11 +183,11 @@ class Input:
 
 
 def _in_cache(name: str, cache: str | None) -> str:
-    """The cache folder of a hub repository."""
+    """The cache folder of the hub repository that a file, a GGUF or a model is in."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     kind, repo = ("datasets", name.removeprefix("datasets/")) if name.startswith("datasets/") else ("models", name)
-    return os.path.join(cache or HF_HUB_CACHE, f"{kind}--{'--'.join(repo.split('/')[:2])}")
+    return os.path.join(cache or HF_HUB_CACHE, f"{kind}--{'--'.join(repo.partition(':')[0].split('/')[:2])}")
 
 
 FILE, FOLDER, WORK = "file", "folder", "work"
