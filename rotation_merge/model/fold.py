@@ -222,12 +222,11 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
     # coordinates, the largest of its entries sets the rounding error of all.
     gain = _gain(norm, get).to(at_least_float32(shift))
     divided = torch.where((gain == 0) & (shift == 0), torch.zeros_like(gain), at_least_float32(shift) / gain)
-    size = float(divided.double().square().mean().sqrt())
     stored = max((shift.dtype, dtype or shift.dtype), key=lambda kind: torch.finfo(kind).eps)
     rounding = torch.finfo(stored).eps
-    if size * rounding > max(ROUNDINGS * rounding, LEAST_ERROR):
-        off = f"in {str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g}"
-        problem = f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): {off}"
-        remedy = f"{UNROTATED}, or a dtype of more digits"
-        raise AlignmentError(f"{problem} of the norm's output", where=block.name, remedy=remedy)
+    error = rounding * float(divided.double().square().mean().sqrt())
+    if error > max(ROUNDINGS * rounding, LEAST_ERROR):
+        problem = f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g})"
+        words = f"in {str(stored).removeprefix('torch.')} the shift divided by it is off by {error:.2g} of the output"
+        raise AlignmentError(f"{problem}: {words}", where=block.name, remedy=f"{UNROTATED}, or a dtype of more digits")
     return divided

@@ -6,7 +6,6 @@ same answers in another order, the one that the merge's config says.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -52,20 +51,14 @@ def label_rows(anchor: View, donor: View, excluded: Callable[[str], bool] = lamb
     heads = _heads(donor, len(donor_labels))
     if heads and all(map(excluded, heads)):
         return {}
-    remedy = "name the head under 'exclude' of a recipe, or keep each model's own with 'heads_of: each'"
-    if sorted(ours) != sorted(donor_labels):
-        problem = f"'id2label' has other names than {anchor.name}"
-    elif heads and len(set(ours)) == len(ours):
+    same_names, distinct = sorted(ours) == sorted(donor_labels), len(set(ours)) == len(ours)
+    if same_names and heads and distinct:
         order = tuple(map(donor_labels.index, ours))
         return {name: (dim, order) for name, dim in heads.items() if not excluded(name)}
-    else:
-        why = "some labels occur twice" if heads else "its head is not known"
-        problem = f"'id2label' has the names of {anchor.name} in another order, and {why}"
-        remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
-    pairs = enumerate(itertools.zip_longest(donor_labels, ours))
-    row, its, anchors = next((row, *pair) for row, pair in pairs if pair[0] != pair[1])
-    problem += f": row {row} is {short(repr(its))}, against {short(repr(anchors))}"
-    raise CheckpointError(problem, where=donor.name, remedy=remedy)
+    why = "" if not same_names else ", its head is not known" if distinct else ", and some labels occur twice"
+    problem = f"'id2label' is {short(repr(donor_labels))}, that of {anchor.name} {short(repr(ours))}{why}"
+    remedy = "give both models the same labels in one order, or name the head under 'exclude' of a recipe"
+    raise CheckpointError(problem, where=donor.name, remedy=f"{remedy}, or keep each model's with 'heads_of: each'")
 
 
 def rows_note(anchor: str, donor: str, rows: LabelRows) -> list[str]:

@@ -47,15 +47,11 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
     modules = []
     for entry in entries:
         kind, path = str(entry.get("type", "")).rsplit(".", 1)[-1], str(entry.get("path", ""))
-        if kind not in KINDS:
-            raise CheckpointError(f"its module '{kind}' is not known", where=place, remedy=f"known: {', '.join(KINDS)}")
-        if os.path.isabs(path) or ".." in path.replace("\\", "/").split("/"):
-            problem = f"names a module outside of its folder, '{path}'"
-            raise CheckpointError(problem, where=folder, remedy="do not use it")
+        outside = os.path.isabs(path) or ".." in path.replace("\\", "/").split("/")
+        if kind not in KINDS or outside or (kind == "Transformer" and path):
+            problem = f"its module '{kind}' is not known, outside of the folder, or a transformer not in it ('{path}')"
+            raise CheckpointError(problem, where=place, remedy=f"known are {', '.join(KINDS)}")
         if kind == "Transformer":
-            if path:
-                transformer = os.path.join(folder, path)
-                raise CheckpointError("its transformer is in a subfolder", where=folder, remedy=f"name {transformer}")
             continue
         modules.append({"type": kind, "path": path, **_settings(folder, kind, path)})
     return modules
