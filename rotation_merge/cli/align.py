@@ -140,16 +140,16 @@ def _gain(
 def _distances(pair: Pair, alignment: Alignment, by: str, notes: Sequence[str]) -> Answer:
     """Distances and angles, space by space, before and after alignment."""
     measured = list(gaps(pair.architecture, *pair.matched, alignment))
-    summary, rows = coordinates_verdict(measured), [asdict(gap) for gap in measured]
+    summary = coordinates_verdict(measured)
     facts = {"anchor": str(pair.anchor.reference), "donor": str(pair.donor.reference), "summary": summary}
-    apart = pair.options.residual == "none" and measured[-1].angle_before >= APART
+    apart = pair.options.residual == "none" and measured[-1]["angle_before"] >= APART
     lines = (
         sentence(summary),
         "The residual stream was not aligned: '--residual largest' aligns it, too." if apart else "",
-        Table(row for row in rows if by == "space" or row["kind"] in ("block", "model")),
+        Table(row for row in measured if by == "space" or row["kind"] in ("block", "model")),
         *notes,
     )
-    return Answer({**facts, "warnings": pair.warnings, "gaps": rows}, lines)
+    return Answer({**facts, "warnings": pair.warnings, "gaps": measured}, lines)
 
 
 def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: str) -> None:

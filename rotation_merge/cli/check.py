@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, read_recipe
 from rotation_merge.cli.show import Answer
-from rotation_merge.diagnose.check import lengths_of_changes, needs_of, suggestions
+from rotation_merge.diagnose.check import advice, needs_of
 from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_text
 from rotation_merge.report.remote import remote_headers
 
@@ -39,7 +39,7 @@ def command(
         facts["licences"] = {model.name: model.licence for model in remote}
     if bad:
         return Answer(facts, [*lines, f"{len(bad)} fault{'s' if len(bad) > 1 else ''}"], 1)
-    presets, changes = suggestions(recipe), lengths_of_changes(recipe)
+    presets, changes = advice(recipe)
     facts["presets"], lines = presets, [*lines, *(preset["words"] for preset in presets)]
     if needs is not None:
         licences = (f"{name} {licence or 'none stated'}" for name, licence in facts["licences"].items())

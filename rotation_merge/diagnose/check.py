@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mergekit.common import ModelReference
 from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
 
@@ -31,33 +32,42 @@ MOVED = {"finetuned_from", "alignment"}
 KINDS = {"near": "a fine-tune of the same base", "far": "in other coordinates, or of another base"}
 
 
-def _recipe(path: str) -> Recipe | None:
-    """A recipe of ours without faults; None for any other."""
-    with suppress(RotationMergeError, ValueError):
-        return Recipe.of(last_recipe(path, "give a recipe of ours"))
-    return None
+def advice(path: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The preset that fits each local donor of a recipe of ours, and the lengths of the changes that it merges.
 
-
-def lengths_of_changes(path: str) -> dict[str, Any] | None:
-    """Lengths of the changes that a recipe merges, from a few matrices.
+    A donor that is moved by a file, or whose task vector is carried, is not in question.
 
     Returns:
-        `base`, `delegate`, `lengths` by model, `ratio` of the longest to the shortest, whether the delegate `shortened`
-        the long ones, and `words` on them. None unless the recipe merges two or more local models' changes in the
-        base's coordinates.
+        For each `donor` the `suggested` preset, the mean `cosine` of the angle between its matrices and the base's, the
+        recipe's `preset` (None: not given; `own`: the recipe sets the options themselves), and `words` on them. Of the
+        changes of two or more donors, from a few matrices: `base`, `delegate`, `lengths` by model, `ratio` of the
+        longest to the shortest, whether the delegate `shortened` the long ones, and `words`; None where the delegate
+        merges no changes.
     """
-    if (recipe := _recipe(path)) is None:
-        return None
-    method, donors = recipe.delegate, [model for model in recipe.config.models or [] if model.model != recipe.base]
-    absent = any(absent_parts(model) for model in (recipe.base, *(donor.model for donor in donors)))
-    moved = any(MOVED & set(donor.parameters or {}) for donor in donors)
-    if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or moved or absent:
-        return None
-    models = Models(MergeOptions(), recipe.value("unsupported"))
     try:
-        changes = sampled_changes(models[recipe.base], {str(donor.model): models[donor.model] for donor in donors})
-    except RotationMergeError:
-        return None
+        recipe = Recipe.of(last_recipe(path, "give a recipe of ours"))
+    except (RotationMergeError, ValueError):
+        return [], None
+    models, presets = Models(MergeOptions(), recipe.value("unsupported")), []
+    listed = [entry for entry in recipe.config.models or [] if entry.model != recipe.base]
+    donors = [entry for entry in listed if not (MOVED & set(entry.parameters or {}) or absent_parts(entry.model))]
+    for donor in () if absent_parts(recipe.base) else donors:
+        with suppress(RotationMergeError):  # such as of a model that another document of the recipe makes first
+            cosine = likeness(models[recipe.base], models[donor.model])
+            values = {*(recipe.config.parameters or {}), *(donor.parameters or {})}
+            preset = recipe.value("preset") or ("own" if values & set(OPTIONS) else None)
+            presets += [] if math.isnan(cosine) else [_suggestion(str(donor.model), cosine, preset)]
+    required = recipe.delegate.spec.contract.base is BasePolicy.REQUIRED
+    whole = len(presets) == len(listed) > 1 and required
+    return presets, _changes(recipe, models, [donor.model for donor in donors]) if whole else None
+
+
+def _changes(recipe: Recipe, models: Models, donors: Sequence[ModelReference]) -> dict[str, Any]:
+    """Lengths of the changes from the base to its fine-tunes."""
+    changes, method = (
+        sampled_changes(models[recipe.base], {str(donor): models[donor] for donor in donors}),
+        recipe.delegate,
+    )
     automatic = (recipe.config.parameters or {}).get("lengths", "auto") == "auto"
     shortened = isinstance(method, TaskVectorMethod) and automatic
     name, each = method.spec.name, ", ".join(f"{model} {length:.3g}" for model, length in changes.lengths.items())
@@ -68,32 +78,6 @@ def lengths_of_changes(path: str) -> dict[str, Any] | None:
         words += f"; the longest dominates with {name}: give it a lower 'weight'"
     facts = {"base": str(recipe.base), "delegate": name, "lengths": dict(changes.lengths), "ratio": changes.ratio}
     return {**facts, "shortened": shortened, "words": words}
-
-
-def suggestions(path: str) -> list[dict[str, Any]]:
-    """The preset that fits each local donor of a recipe; empty if the recipe does not use this method.
-
-    A donor that is moved by a file, or whose task vector is carried, is not in question.
-
-    Returns:
-        For each `donor`: the `suggested` preset, the mean `cosine` of the angle between its matrices and the base's,
-        the recipe's `preset` (None: not given; `own`: the recipe sets the options themselves), and `words` on them.
-    """
-    if (recipe := _recipe(path)) is None:
-        return []
-    config, models, results = recipe.config, Models(MergeOptions(), recipe.value("unsupported")), []
-    for donor in config.models or []:
-        values = {**(config.parameters or {}), **(donor.parameters or {})}
-        if donor.model == recipe.base or MOVED & set(values) or absent_parts(donor.model) or absent_parts(recipe.base):
-            continue
-        try:
-            cosine = likeness(models[recipe.base], models[donor.model])
-        except RotationMergeError:  # such as a model that another document of the recipe makes first
-            continue
-        if not math.isnan(cosine):
-            preset = recipe.value("preset") or ("own" if set(OPTIONS) & set(values) else None)
-            results.append(_suggestion(str(donor.model), cosine, preset))
-    return results
 
 
 def _suggestion(donor: str, cosine: float, preset: str | None) -> dict[str, Any]:

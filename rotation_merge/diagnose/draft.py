@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -137,11 +137,6 @@ class _Draft:
         usual = Counter(shape[-1] for shape in self.inner.values() if len(shape) > 1).most_common(1)
         return int(self.config.get("hidden_size") or usual[0][0])
 
-    def key(self, keys: tuple[str, ...], values: Iterable[Any] = ()) -> str:
-        """The first of some keys that the config has, with one of these values if there are any; else the first."""
-        wanted = set(values)
-        return next((k for k in keys if self.config.get(k) and (not wanted or self.config[k] in wanted)), keys[0])
-
     def doubt(self, name: str, reading: str) -> None:
         shape = self.shapes.get(name, self.inner.get(name, ()))
         self.doubts.append(f"check: '{name}' {list(shape)} is taken {reading}")
@@ -193,14 +188,14 @@ class _Draft:
 
     def by_shape(self, stem: str, shape: tuple[int, ...]) -> list[str]:
         """Axes of a map with an unknown name: a router's, of neurons, or fixed."""
-        neurons, width = self.config.get("intermediate_size"), self.width
-        axes, reading = ["fixed", "fixed"], "to keep its coordinates"
-        if shape[1] == width and shape[0] in [self.config.get(key) for key in EXPERT_COUNTS]:
-            axes, reading = ["experts.index", "residual.read"], "for the router of experts"
-        elif neurons != width and shape == (neurons, width):
-            axes, reading = ["ffn.in", "residual.read"], "for a map into neurons"
-        elif neurons != width and shape == (width, neurons):
-            axes, reading = ["residual.write", "ffn.out"], "for a map out of neurons"
+        neurons, experts = self.config.get("intermediate_size"), {self.config.get(key) for key in EXPERT_COUNTS}
+        readings = {
+            (count, self.width): (["experts.index", "residual.read"], "for the router of experts") for count in experts
+        }
+        if neurons != self.width:
+            readings[neurons, self.width] = ["ffn.in", "residual.read"], "for a map into neurons"
+            readings[self.width, neurons] = ["residual.write", "ffn.out"], "for a map out of neurons"
+        axes, reading = readings.get(shape, (["fixed", "fixed"], "to keep its coordinates"))
         self.doubt(f"{stem}.weight", reading)
         return axes
 
@@ -217,8 +212,9 @@ class _Draft:
         neurons = {"gated": True} if "ffn.gate" in text else {"activation": "hidden_act"}
         spaces = {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
         if "experts.index" in text:
-            sizes = (s[0] for n, s in self.inner.items() if re.search(r"experts\.\{e\}\..*(gate|up)_proj|\.w1", n))
-            size, count = self.key(EXPERT_SIZES, sizes), self.key(EXPERT_COUNTS)
+            sizes = {s[0] for n, s in self.inner.items() if re.search(r"experts\.\{e\}\..*(gate|up)_proj|\.w1", n)}
+            size = next((key for key in EXPERT_SIZES if config.get(key) in sizes), EXPERT_SIZES[0])
+            count = next(filter(config.get, EXPERT_COUNTS), EXPERT_COUNTS[0])
             spaces["experts"] = {"kind": "experts", "count": count, "size": size, "gated": "experts.gate" in text}
         return spaces
 

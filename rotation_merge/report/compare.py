@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,36 +16,17 @@ from rotation_merge.model.apply import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
 
-
-@dataclass(frozen=True)
-class Gap:
-    """Two sets of tensors as two vectors, before and after alignment.
-
-    Attributes:
-        block, layer, space, kind: where; space "all" is the whole block, block "model" the whole model.
-        distance_before, distance_after: |donor - anchor| / |anchor|.
-        angle_before, angle_after: degrees between the two vectors.
-        from_identity: distance of the map from the identity, by part.
-    """
-
-    block: str
-    layer: int | None
-    space: str
-    kind: str
-    distance_before: float
-    distance_after: float
-    angle_before: float
-    angle_after: float
-    from_identity: dict[str, float]
+Gap = dict[str, Any]
+"""Two sets of tensors as two vectors, before and after alignment: see `gaps`."""
 
 
-def _gap(sums: Tensor, block: str, layer: int | None, space: str, kind: str, identity: Mapping[str, float]) -> Gap:
+def _gap(sums: Tensor, identity: Mapping[str, float], **place: Any) -> Gap:
     """The gap of two sets of tensors, by their `_sums`."""
     anchor, *before_and_after = sums.tolist()
     pairs = before_and_after[:2], before_and_after[2:]
     before, after = (math.sqrt(max(anchor + s - 2 * inner, 0.0) / (anchor or 1.0)) for s, inner in pairs)
-    angles = [_angle(anchor, square, inner) for square, inner in pairs]
-    return Gap(block, layer, space, kind, before, after, angles[0], angles[1], dict(identity))
+    angles = {f"angle_{when}": _angle(anchor, *pair) for when, pair in zip(("before", "after"), pairs, strict=True)}
+    return {**place, "distance_before": before, "distance_after": after, **angles, "from_identity": dict(identity)}
 
 
 def _angle(aa: float, bb: float, ab: float) -> float:
@@ -60,6 +41,11 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     """Distances and angles of every space, every block and the whole model; one block in memory at a time.
 
     Where the alignment folds norm gains, both models are looked at folded, before and after.
+
+    Returns:
+        For each: `block`, `layer`, `space` and `kind` (space "all" is the whole block, block "model" the whole model);
+        `distance_before` and `distance_after`, |donor - anchor| / |anchor|; `angle_before` and `angle_after`, degrees
+        between the two vectors; `from_identity`, the distance of the map from the identity, by part.
     """
     if alignment.folded:
         anchor, donor = (folded_tensors(architecture, source, alignment.folded) for source in (anchor, donor))
@@ -73,19 +59,15 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
             if (transform := transforms.get(space.name)) is None and space.kind == "translation":
                 continue  # rows that nobody asked to shift
             total = sum((sums[info.key] for info in shared if space in info.spaces()), zero)
-            local = space.name.rsplit(".", 1)[-1]
-            yield _gap(total, block.name, block.index, local, space.kind, transform.distances() if transform else {})
+            local, identity = space.name.rsplit(".", 1)[-1], transform.distances() if transform else {}
+            yield _gap(total, identity, block=block.name, layer=block.index, space=local, kind=space.kind)
         total = sum(sums.values(), zero)
-        yield _gap(total, block.name, block.index, "all", "block", {})
+        yield _gap(total, {}, block=block.name, layer=block.index, space="all", kind="block")
         whole = whole + total
-    several = len(architecture.streams) > 1
-    parts = {name: transforms[name].distances() for name in architecture.streams if name in transforms}
-    streams = {
-        f"{n}: {part}" if several else part: value
-        for n, part_values in parts.items()
-        for part, value in part_values.items()
-    }
-    yield _gap(whole, "model", None, "all", "model", streams)
+    streams = [(name, transforms[name].distances()) for name in architecture.streams if name in transforms]
+    prefix = "{}: " if len(architecture.streams) > 1 else ""
+    identity = {prefix.format(name) + part: value for name, parts in streams for part, value in parts.items()}
+    yield _gap(whole, identity, block="model", layer=None, space="all", kind="model")
 
 
 def _sums(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -101,18 +83,18 @@ APART = 45.0
 def coordinates_verdict(gaps: list[Gap]) -> str:
     """One sentence on whether the two are in the same coordinates, and where they diverge."""
     whole = gaps[-1]
-    if whole.distance_before == 0:
+    if whole["distance_before"] == 0:
         return "the two models are equal in every shared tensor"
-    coordinates = "share their coordinates" if whole.angle_before < APART else "do not share their coordinates"
-    gain = 1 - whole.distance_after / whole.distance_before
+    coordinates = "share their coordinates" if whole["angle_before"] < APART else "do not share their coordinates"
+    gain = 1 - whole["distance_after"] / whole["distance_before"]
     words = f"{coordinates}: alignment brings them {gain:.0%} nearer"
     if gain > 0.999:
         words = "are one model in two coordinate systems: alignment brings them together"
     elif gain < 0.01:
-        words = f"{coordinates}, and alignment has next to nothing to do"
-    words += f" (angle {whole.angle_before:.3g} to {whole.angle_after:.3g} degrees)"
-    layers = [gap for gap in gaps if gap.kind == "block" and gap.layer is not None]
+        words = f"{coordinates}: alignment has next to nothing to do"
+    words += f" (angle {whole['angle_before']:.3g} to {whole['angle_after']:.3g} degrees)"
+    layers = [gap for gap in gaps if gap["kind"] == "block" and gap["layer"] is not None]
     if layers:
-        widest = max(layers, key=lambda gap: gap.angle_after)
-        words += f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)"
+        widest = max(layers, key=lambda gap: float(gap["angle_after"]))
+        words += f"; they differ most in {widest['block']} ({widest['angle_after']:.3g} degrees)"
     return f"the two models {words}"
