@@ -189,7 +189,7 @@ class _Draft:
     def by_shape(self, stem: str, shape: tuple[int, ...]) -> list[str]:
         """Axes of a map with an unknown name: a router's, of neurons, or fixed."""
         neurons, experts = self.config.get("intermediate_size"), {self.config.get(key) for key in EXPERT_COUNTS}
-        readings = {
+        readings: dict[tuple[Any, ...], tuple[list[str], str]] = {
             (count, self.width): (["experts.index", "residual.read"], "for the router of experts") for count in experts
         }
         if neurons != self.width:
