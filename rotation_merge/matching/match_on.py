@@ -14,7 +14,7 @@ Source: Ainsworth et al. 2023 (Git Re-Basin), section 3.1; partial whitening: Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from rotation_merge.run.batches import Batch, unlabelled, unpadded
 from rotation_merge.run.data import SAMPLES, Data, read_samples
 from rotation_merge.run.functions import load
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.maps import linear_map
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import Progress
@@ -52,11 +52,15 @@ ROWS = 4096
 AT_ONCE = 16
 
 _LEAST = 1e-6  # of the largest variance: below, no direction is enlarged any further
-_GIVES = ("write", "in", "gate", "q", "k", "v")
-_KINDS = ("stream", "attention", "ffn")
+READS, GIVES = ("read",), ("write", "in", "gate", "q", "k", "v")
+KINDS = ("stream", "attention", "ffn")
+WORDS = {ACTIVATIONS: "activations", BOTH: "weights and activations"}
 
 ActivationPair = tuple[Activations, Activations]
 """Of anchor and donor, on the same samples."""
+
+Recordings = dict[str, tuple[Tensor, Tensor]]
+"""Activations of anchor and donor by the name of a tensor that they stand as, (rows, size)."""
 
 
 @dataclass(frozen=True)
@@ -92,26 +96,29 @@ class ActivationMatcher:
         streams = residual_groups(architecture, options.residual)
         folded = architecture.folds(streams)
         plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
-        recordings = _Recordings(self.record(), plain[0])
-        whole = replace(architecture, blocks=tuple(map(recordings.added, architecture.blocks)))
-        alone = replace(
-            whole, blocks=tuple(recordings.alone(b, bool(options.at(architecture, b).scaling)) for b in whole.blocks)
-        )
-        if not (rows := max((len(x) for x, _ in recordings.tensors.values()), default=0)):
+        whole, recordings = with_recordings(architecture, self.record(), plain[0])
+        rows = max((len(x) for x, _ in recordings.values()), default=0)
+        if not rows:
             raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
         first, second = (
-            as_tensors(source).replaced({name: pair[which] for name, pair in recordings.tensors.items()})
+            as_tensors(source).replaced({name: pair[which] for name, pair in recordings.items()})
             for which, source in enumerate(plain)
         )
-        start = _start(architecture, streams, [recordings.of(block) for block in whole.blocks], first, second)
-        steps = {ACTIVATIONS: alone, BOTH: whole} if self.how == BOTH else {ACTIVATIONS: alone}
+        start = _start(whole, recordings, streams)
+        scaled = [bool(options.at(architecture, block).scaling) for block in architecture.blocks]
+        chosen = (_alone(block, recordings, scales) for block, scales in zip(whole.blocks, scaled, strict=True))
+        steps = {ACTIVATIONS: replace(whole, blocks=tuple(chosen)), **({BOTH: whole} if self.how == BOTH else {})}
         for step, compared in steps.items():
             starts = {ACTIVATIONS: start} if streams else None
             within = ledger.under(step)
             alignment = match_model(compared, first, second, options, progress, starts, fold=False, ledger=within)
             start = {name: alignment.transforms[name] for name in streams}
-        notes = _notes(architecture, streams, rows, self.how)
-        alignment = replace(alignment, folded=folded, notes=notes, samples=self.samples)
+        notes = [f"matched on {WORDS[self.how]}: {rows} rows of inputs and outputs on samples."]
+        widest = max((architecture.streams[name].sizes["size"] for name in streams), default=0)
+        if rows < widest:
+            rest = "the rest is arbitrary" if self.how == ACTIVATIONS else "weights decide the rest"
+            notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {rest}. Give more samples.")
+        alignment = replace(alignment, folded=folded, notes=tuple(notes), samples=self.samples)
         return recorded(architecture, anchor, donor, alignment)
 
 
@@ -168,108 +175,85 @@ def activation_matcher(
     return ActivationMatcher(how, lambda: (Activations.of(anchor, plain, ROWS), Activations.of(donor, plain, ROWS)))
 
 
-def _start(
-    architecture: Architecture,
-    streams: Mapping[str, str],
-    blocks: Iterable[Block],
-    anchor: TensorSource,
-    donor: TensorSource,
-) -> dict[str, Transform]:
-    """The best element of every stream for its recorded activations, all weighted equally.
+def with_recordings(
+    architecture: Architecture, activations: ActivationPair, anchor: TensorSource
+) -> tuple[Architecture, Recordings]:
+    """The architecture with the activations around its maps beside its tensors, and these by name.
+
+    Of each map its outputs, and its stream inputs once for all maps that share them.
 
     Args:
-        blocks: with the activations alone.
+        anchor: whose weights set how much a space hears of activations beside them.
     """
-    still = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
-    sums = []
-    for block in blocks:
-        of_streams = [info for info in block.tensors if any(part.space.kind == "stream" for part in info.axes[1].parts)]
-        a, b = ({info.key: source[info.name] for info in of_streams} for source in (anchor, donor))
-        recorded_block = replace(block, tensors=tuple(of_streams))
-        check_numbers(recorded_block, a, "anchor")
-        check_numbers(recorded_block, b, "donor")
-        sums.append(StreamSums.of(measured([(recorded_block, a, b)], still), still, equal=True))
-    return StreamSums.total(sums).solve(architecture, streams, still)
+    recordings: Recordings = {}
+
+    def infos(block: Block) -> Iterator[TensorInfo]:
+        read = set[str]()
+        for linear in (linear_map(block, info) for info in block.tensors):
+            if linear is None or linear.stacked:
+                continue
+            (source, x, y), (donor_source, u, v) = (of_model.around(linear) for of_model in activations)
+            sources = zip((source, donor_source), activations, strict=True)
+            normed = linear.norm is None or all(axis in of_model.split for axis, of_model in sources)
+            sides = ("reads", linear.inputs, READS, x, u), ("gives", linear.outputs, GIVES, y, v)
+            for side, axis, roles, a, b in sides:
+                if a is None or b is None or a.shape != b.shape or not _has_roles(axis, roles):
+                    continue
+                if side == "gives" or (normed and source not in read):
+                    read |= {source} if side == "reads" else set()
+                    name = f"{linear.info.name}:{side}"
+                    recordings[name] = _as_tensors(axis, a, b, read_tensor(linear.info, anchor))
+                    yield TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
+
+    blocks = (replace(block, tensors=(*block.tensors, *infos(block))) for block in architecture.blocks)
+    return replace(architecture, blocks=tuple(blocks)), recordings
 
 
-def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str) -> tuple[str, ...]:
-    by = "activations" if how == ACTIVATIONS else "weights and activations"
-    notes = [f"matched on {by}: {rows} rows of inputs and outputs on samples."]
-    widest = max((architecture.streams[name].sizes["size"] for name in moved), default=0)
-    if rows < widest:
-        consequence = "the rest is arbitrary" if how == ACTIVATIONS else "weights decide the rest"
-        notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {consequence}. Give more samples.")
-    return tuple(notes)
+def _as_tensors(axis: Axis, x: Tensor, u: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of anchor and donor as they are compared: centred, the anchor's of its weight's norm and device."""
+    whiten = any(part.space.kind == "stream" for part in axis.parts)
+    pair = [centred(rows, whiten) for rows in (x, u)]
+    weight_norm = 1.0 if weight is None else float(weight.double().norm())
+    factor = weight_norm / max(float(pair[0].norm()), 1e-30)
+    device = pair[0].device if weight is None else weight.device
+    first, second = ((factor * rows).float().to(device) for rows in pair)
+    return first, second
 
 
-class _Recordings:
-    """Activations of two models as labelled tensors.
+def _alone(block: Block, recordings: Recordings, scales: bool) -> Block:
+    """The block's activations, and those of its tensors that know of a local space what activations do not.
 
-    Attributes:
-        tensors: by name, of anchor and donor: (rows, size).
+    Args:
+        scales: whether scales are to be found, of which the output sides' weights know.
     """
+    spaces = {i.name: {space.name for space in i.spaces() if space.kind != "stream"} for i in block.tensors}
+    of_recordings = [info for info in block.tensors if info.name in recordings]
+    stems = {stem_of(info.key.rpartition(":")[0]) for info in of_recordings if spaces[info.name]}
+    known = {space for info in of_recordings for space in spaces[info.name]}
 
-    def __init__(self, activations: ActivationPair, anchor: TensorSource) -> None:
-        self.activations, self.anchor = activations, anchor
-        self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
+    def counts(info: TensorInfo) -> bool:
+        local = spaces[info.name]
+        return bool(local - known) or (bool(local) and scales and stem_of(info.key) not in stems)
 
-    def added(self, block: Block) -> Block:
-        """The block with the activations around its maps beside its tensors."""
-        maps, read = (linear_map(block, info) for info in block.tensors), set[str]()
-        infos = [info for linear in maps if linear and not linear.stacked for info in self._tensors_of(linear, read)]
-        return replace(block, tensors=(*block.tensors, *infos))
-
-    def of(self, block: Block) -> Block:
-        """The block's activations alone."""
-        return replace(block, tensors=tuple(info for info in block.tensors if info.name in self.tensors))
-
-    def alone(self, block: Block, scales: bool) -> Block:
-        """The block's activations, and those of its tensors that know of a local space what activations do not.
-
-        Args:
-            scales: whether scales are to be found, of which the output sides' weights know.
-        """
-        heard = [(stem_of(info.key.rpartition(":")[0]), _local(info)) for info in self.of(block).tensors]
-        stems, known = {stem for stem, spaces in heard if spaces}, {name for _, spaces in heard for name in spaces}
-
-        def counts(info: TensorInfo) -> bool:
-            spaces = _local(info)
-            return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
-
-        return replace(block, tensors=tuple(i for i in block.tensors if i.name in self.tensors or counts(i)))
-
-    def _tensors_of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
-        """Yield a map's outputs, and its stream inputs once for all maps that share them."""
-        (source, x, y), (donor_source, u, v) = (activations.around(linear) for activations in self.activations)
-        sources = zip((source, donor_source), self.activations, strict=True)
-        normed = linear.norm is None or all(axis in activations.split for axis, activations in sources)
-        first = normed and source not in read and _has_roles(linear.inputs, ("read",))
-        if first and x is not None and u is not None and x.shape == u.shape:
-            read.add(source)
-            yield self._add(linear, "reads", linear.inputs, x, u)
-        if y is not None and v is not None and y.shape == v.shape and _has_roles(linear.outputs, _GIVES):
-            yield self._add(linear, "gives", linear.outputs, y, v)
-
-    def _add(self, linear: LinearMap, side: str, axis: Axis, x: Tensor, u: Tensor) -> TensorInfo:
-        whiten = any(part.space.kind == "stream" for part in axis.parts)
-        pair = [centred(rows, whiten) for rows in (x, u)]
-        weight = read_tensor(linear.info, self.anchor)  # which sets how much a space hears of it beside weights
-        weight_norm = 1.0 if weight is None else float(weight.double().norm())
-        factor = weight_norm / max(float(pair[0].norm()), 1e-30)
-        name = f"{linear.info.name}:{side}"
-        device = pair[0].device if weight is None else weight.device
-        first, second = ((factor * rows).float().to(device) for rows in pair)
-        self.tensors[name] = first, second
-        return TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
+    return replace(block, tensors=tuple(i for i in block.tensors if i.name in recordings or counts(i)))
 
 
-def _local(info: TensorInfo) -> set[str]:
-    """The local spaces that a tensor has an axis in."""
-    return {space.name for space in info.spaces() if space.kind != "stream"}
+def _start(whole: Architecture, recordings: Recordings, streams: Mapping[str, str]) -> dict[str, Transform]:
+    """The best element of every stream for its recorded activations, all weighted equally."""
+    still, sums = {s: whole.stream_group(s, g).identity() for s, g in streams.items()}, list[StreamSums]()
+    for block in whole.blocks:
+        infos = (info for info in block.tensors if info.name in recordings)
+        of_streams = [info for info in infos if any(part.space.kind == "stream" for part in info.axes[1].parts)]
+        alone = replace(block, tensors=tuple(of_streams))
+        a, b = ({info.key: recordings[info.name][which] for info in of_streams} for which in (0, 1))
+        check_numbers(alone, a, "anchor")
+        check_numbers(alone, b, "donor")
+        sums.append(StreamSums.of(measured([(alone, a, b)], still), still, equal=True))
+    return StreamSums.total(sums).solve(whole, streams, still)
 
 
 def _has_roles(axis: Axis, roles: tuple[str, ...]) -> bool:
-    return bool(axis.parts) and all(part.role in roles and part.space.kind in _KINDS for part in axis.parts)
+    return bool(axis.parts) and all(part.role in roles and part.space.kind in KINDS for part in axis.parts)
 
 
 def centred(rows: Tensor, whiten: bool = True) -> Tensor:
