@@ -41,15 +41,17 @@ Objective = Literal["auto", "distill", "labels"]
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
-def _are_ranges(value: object) -> bool:
-    """Whether a value is `all` or ranges of layer numbers."""
+def _ranges(value: object) -> list[range]:
+    """Ranges of layer numbers; an empty one for what is none."""
     pieces = [_RANGE.fullmatch(piece.strip()) for piece in str(value).split(",")]
-    return str(value).strip() == "all" or all(
-        match is not None and int(match[1]) <= int(match[2] or match[1]) for match in pieces
-    )
+    return [range(int(piece[1]), int(piece[2] or piece[1]) + 1) if piece else range(0) for piece in pieces]
 
 
-Ranges = Annotated[Any, Predicate(_are_ranges), Kind("all, or ranges such as 0-5,11")]
+Ranges = Annotated[
+    Any,
+    Predicate(lambda value: str(value).strip() == "all" or all(map(len, _ranges(value)))),
+    Kind("all, or ranges such as 0-5,11"),
+]
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,7 @@ class AlignConfig(GroupOptions):
 
     def layer_ranges(self) -> tuple[range, ...] | None:
         """Layers to match, as ranges of numbers; None for all."""
-        text = str(self.layers).strip()
-        if text == "all":
-            return None
-        ends = [piece.partition("-")[::2] for piece in text.split(",")]
-        return tuple(range(int(first), int(last or first) + 1) for first, last in ends)
+        return None if str(self.layers).strip() == "all" else tuple(_ranges(self.layers))
 
     def matches_layer(self, index: int | None) -> bool:
         """Whether the block of this layer number (None: outside the layers) is to be matched."""
@@ -80,10 +78,10 @@ class AlignConfig(GroupOptions):
         known = sorted({block.index for block in architecture.blocks if block.index is not None})
         for piece in self.layer_ranges() or ():
             if not known or piece[-1] > known[-1]:
-                words = f"{piece[0]}" if len(piece) == 1 else f"{piece[0]}-{piece[-1]}"
-                lacking = "no layers" if not known else f"no layer {max(piece[0], known[-1] + 1)}"
+                lacking = max(piece[0], known[-1] + 1 if known else 0)
+                problem = f"'layers' is '{self.layers}', but the model has no layer {lacking}"
                 remedy = f"name layers from {known[0]} to {known[-1]}" if known else "leave it out"
-                raise RecipeError(f"'layers' names '{words}', but the model has {lacking}", remedy=remedy)
+                raise RecipeError(problem, remedy=remedy)
 
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         """The options of one block."""

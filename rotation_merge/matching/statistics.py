@@ -10,7 +10,7 @@ those of the moved donor, ones and zeros where they are folded. So nothing is di
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
@@ -48,17 +48,24 @@ def moved_statistics(
         StatisticsError: they hold a tensor that the architecture does not know. When they are read: a transform does
             not allow it; names the model.
     """
-    maps, infos = linear_maps(architecture), _known_tensors(statistics, architecture)
+    maps, infos = linear_maps(architecture), architecture.named()
+    names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
+    if unknown := sorted(names - infos.keys()):
+        problem = f"hold '{unknown[0]}', which the alignment does not know"
+        remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
+        raise StatisticsError(problem, where=statistics.path, remedy=remedy)
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
     stored = statistics.tensors.dtypes
     dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.items()}
 
     @lru_cache(1)  # several maps read one input, and the experts of a tensor are read in turn
     def gram(axis: str) -> Tensor:
-        linear = readers[axis]
-        if axis not in statistics.split:
-            _check_gain(linear, folded)
-        return moved_gram(linear, statistics[f"{axis}.gram"], transforms)
+        norm = readers[axis].norm
+        if axis not in statistics.split and norm is not None and norm.stream in folded:
+            problem = f"the Gram of '{readers[axis].info.name}' was measured after a norm gain that this merge folds"
+            remedy = "leave out 'residual: rotation', or measure the donor that 'align' wrote"
+            raise StatisticsError(problem, remedy=remedy)
+        return moved_gram(readers[axis], statistics[f"{axis}.gram"], transforms)
 
     @lru_cache(1)
     def fisher(names: tuple[str, ...]) -> Tensor:
@@ -80,25 +87,6 @@ def moved_statistics(
             raise StatisticsError(error.what, where=where, remedy=error.remedy) from error
 
     return replace(statistics, tensors=Tensors(statistics.tensors.shapes, dtypes, by_name(read)))
-
-
-def _known_tensors(statistics: Statistics, architecture: Architecture) -> Mapping[str, TensorInfo]:
-    """The architecture's tensors by name, those of the statistics among them."""
-    infos = architecture.named()
-    names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
-    if unknown := sorted(names - infos.keys()):
-        problem = f"hold '{unknown[0]}', which the alignment does not know"
-        remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
-        raise StatisticsError(problem, where=statistics.path, remedy=remedy)
-    return infos
-
-
-def _check_gain(linear: LinearMap, folded: Collection[str]) -> None:
-    """Refuse inputs that were measured after a norm's gain, if that is folded."""
-    if linear.norm is not None and linear.norm.stream in folded:
-        problem = f"the Gram of '{linear.info.name}' was measured after a norm gain that this merge folds"
-        remedy = "leave out 'residual: rotation', or measure the donor that 'align' wrote"
-        raise StatisticsError(problem, remedy=remedy)
 
 
 def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms) -> Tensor:

@@ -249,24 +249,16 @@ def _turns(space: Space, options: GroupOptions, scaled: bool = True) -> Group:
 Choose = Callable[[Space, GroupOptions], Group]
 
 
-def _gained(space: Space, options: GroupOptions) -> Group:
-    return Monomials(signed=True, ties=_ties(space))
-
-
-def _fixed(space: Space, options: GroupOptions) -> Group:
-    return Monomials()
-
+SIGNED = ("rms_head", "rms_all", "rms_turned", "rms_clipped")
+"""Norms between which and the product of queries and keys a sign for each RoPE pair is free."""
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
-    "rms_head": _gained,
-    "rms_all": _gained,
-    "rms_turned": _gained,
-    "rms_clipped": _gained,
+    **dict.fromkeys(SIGNED, lambda space, options: Monomials(signed=True, ties=_ties(space))),
     "l2_head": lambda space, options: _turns(space, options, scaled=False),
     "layer_head": lambda space, options: Monomials(signed=True, ties=(0,) * space.sizes["head_dim"]),
-    "affine_head": _fixed,
-    "shared": _fixed,
+    "affine_head": lambda space, options: Monomials(),
+    "shared": lambda space, options: Monomials(),
 }
 """The group of query and key coordinates, by the norm between their projection and their product."""
 
@@ -291,19 +283,9 @@ VALUES: dict[str, Choose] = {
     "free": _maps,
     "normed": lambda space, options: Rotations(),
     "gated": lambda space, options: Monomials(0, signed=bool(options.scaling), scaled=bool(options.scaling)),
-    "fixed": _fixed,
+    "fixed": lambda space, options: Monomials(),
 }
 """The group of value and output coordinates, by the architecture file's entry."""
-
-
-def _orders(group: Group) -> Group:
-    """The permutations in a group: none where rotary embedding or a norm ties coordinates to their places.
-
-    Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
-    """
-    if isinstance(group, Planar):
-        return Monomials(2 * len(group.pairs[0]) if group.unturned else None)
-    return Monomials(0 if isinstance(group, Rotations) or group.permutes else None)
 
 
 def _heads(space: Space, options: GroupOptions) -> SpaceGroup:
@@ -314,7 +296,7 @@ def _heads(space: Space, options: GroupOptions) -> SpaceGroup:
     if options.attention == "none":
         sides = dict.fromkeys(sides, Monomials())
     elif options.attention == "permutation" or options.heads == "spectral":
-        sides = {name: _orders(group) for name, group in sides.items()}
+        sides = {name: group.orders for name, group in sides.items()}
     groups, head_dim, value_dim = (space.sizes[name] for name in ("groups", "head_dim", "value_dim"))
     sizes = {"qk": (groups, head_dim), "vo": (groups, value_dim)}
     sizes["gains"] = (groups if space.norm == "rms_all" else 1, head_dim)

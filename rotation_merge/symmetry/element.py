@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,10 +117,6 @@ class Monomial:
         """The maps, or their inverse transposes, as matrices, (G, d, d), float64."""
         return self.act(torch.eye(self.shape[1], dtype=torch.float64).repeat(self.shape[0], 1, 1), 0, 1, dual)
 
-    def select(self, index: Tensor) -> Monomial:
-        """The elements at `index` (int64, (G',)) of the batch, in that order."""
-        return replace(self, index=self.index[index], factor=self.factor[index])
-
     def inverse(self) -> Monomial:
         back = self.index.argsort(1)
         return replace(self, index=back, factor=1 / self.factor.gather(1, back))
@@ -188,9 +185,6 @@ class Linear:
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
         return x if self._still else act_by_matrices(self.matrices(dual), x, batch_dim, dim)
 
-    def select(self, index: Tensor) -> Linear:
-        return Linear(self.matrix[index])
-
     def inverse(self) -> Linear:
         return Linear(self.matrices(dual=True).mT.contiguous())
 
@@ -215,6 +209,14 @@ class Linear:
 
 
 Element = Monomial | Linear
+
+
+def in_batch_order(element: Any, index: Tensor) -> Any:
+    """A batch of elements in another order, int64 (G,); one for all groups stays as it is."""
+    if element.shape[0] != len(index):
+        return element
+    tensors = {f.name: x[index] for f in fields(element) if isinstance(x := getattr(element, f.name), Tensor)}
+    return replace(element, **tensors)
 
 
 def tensors_of(element: Element) -> dict[str, Tensor]:

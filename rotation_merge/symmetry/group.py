@@ -150,6 +150,14 @@ class Monomials:
         """Whether they are permutations."""
         return self.first is not None
 
+    @property
+    def orders(self) -> Monomials:
+        """The permutations in the group: none where rotary embedding or a norm ties coordinates to their places.
+
+        Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
+        """
+        return Monomials(0 if self.permutes else None)
+
     def identity(self, batch: int, size: int) -> Monomial:
         """Identities, in the form that `solve` gives."""
         return Monomial.identity(batch, size, self.degree)
@@ -230,6 +238,10 @@ class Rotations:
     @property
     def words(self) -> str:
         return "orthogonal maps"
+
+    @property
+    def orders(self) -> Monomials:
+        return Monomials(0)
 
     def identity(self, batch: int, size: int) -> Linear:
         return Linear.identity(batch, size)
@@ -315,6 +327,10 @@ class Planar(Rotations):
     @property
     def words(self) -> str:
         return "a rotation for each RoPE pair" + (f", {self.unturned.words} on the rest" if self.unturned else "")
+
+    @property
+    def orders(self) -> Monomials:
+        return Monomials(self._rest.start if self.unturned else None)
 
     @property
     def _rest(self) -> slice:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import AlignmentError
 from rotation_merge.symmetry.element import (
     Element,
     Linear,
     element_of,
     gather,
+    in_batch_order,
     in_order,
     moved_share,
     tensors_of,
@@ -118,7 +118,7 @@ class Transform:
         if not self.orders:
             return replace(self, elements={name: element.inverse() for name, element in self.elements.items()})
         back = self.orders[0].argsort()
-        elements = {name: _selected(element.inverse(), back) for name, element in self.elements.items()}
+        elements = {name: in_batch_order(element.inverse(), back) for name, element in self.elements.items()}
         inside = (order.argsort(dim=1)[back] for order in self.orders[1:])
         return Transform(self.kind, elements, (back, *inside))
 
@@ -129,7 +129,7 @@ class Transform:
         orders, before = self.orders, first.elements
         if orders:
             inside = (order[orders[0]].gather(1, self.orders[1]) for order in first.orders[1:])
-            before = {name: _selected(element, orders[0]) for name, element in before.items()}
+            before = {name: in_batch_order(element, orders[0]) for name, element in before.items()}
             orders = (first.orders[0][orders[0]], *inside)
         elements = {name: element.compose(before[name]) for name, element in self.elements.items()}  # type: ignore[arg-type]
         return Transform(self.kind, elements, orders)
@@ -185,19 +185,13 @@ class Transform:
         Raises:
             AlignmentError: no transform has these tensors.
         """
-        orders, parts, shift = dict[str, Tensor](), dict[str, dict[str, Tensor]](), None
+        parts: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            name, dot, part = key.partition(".")
-            if dot:
-                parts.setdefault(name, {})[part] = tensor
-            elif key in ("order0", "order1"):
-                orders[key] = tensor.long()
-            elif key == "shift":
-                shift = tensor.double()
-            else:
-                raise AlignmentError(f"no group element has the tensor '{key}'", remedy="write the file again")
-        elements = {name: element_of(part) for name, part in parts.items()}
-        return cls(kind, elements, tuple(orders[name] for name in sorted(orders)), shift)
+            name, _, part = key.partition(".")
+            parts.setdefault(name, {})[part] = tensor
+        orders = [parts.pop(name)[""].long() for name in ("order0", "order1") if "" in parts.get(name, ())]
+        shift = parts.pop("shift")[""].double() if "" in parts.get("shift", ()) else None
+        return cls(kind, {name: element_of(part) for name, part in parts.items()}, tuple(orders), shift)
 
     def to(self, device: torch.device) -> Transform:
         """The same transform, its tensors on a device."""
@@ -223,8 +217,3 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
     if spaces.keys() != kinds.keys():
         raise ValueError("its header lists other spaces than it holds")
     return {space: Transform.from_tensors(kind, spaces[space]) for space, kind in kinds.items()}
-
-
-def _selected(element: Any, index: Tensor) -> Any:
-    """An element in another order of its groups; one for all groups has none."""
-    return element if element.shape[0] != len(index) else element.select(index)

@@ -30,7 +30,7 @@ from rotation_merge.run.batches import unlabelled
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.symmetry import Stats, Transform
-from rotation_merge.symmetry.element import element_of, tensors_of
+from rotation_merge.symmetry.element import element_of, in_batch_order, tensors_of
 from rotation_merge.symmetry.group import Group
 
 torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def test_elements_and_statistics(group: Group) -> None:
     with second_device() as device:
         near, x = group.random(N, D, gen(1)), Far(torch.randn(N, D, 3, generator=gen(2)))
         far = element_of({name: tensor.to(device) for name, tensor in tensors_of(near).items()})
-        for element in (far.inverse(), far.compose(far), far.select(torch.tensor([1, 0, 2])), near):
+        for element in (far.inverse(), far.compose(far), in_batch_order(far, torch.tensor([1, 0, 2])), near):
             assert isinstance(element.act(x, 0, 1, dual=True), Far)
         assert far.is_identity() == near.is_identity()
         stats = Pair.random().stats

@@ -34,24 +34,21 @@ def wrapper(family: str) -> Case:
     return next((c for c in fits if c.config["text_config"].get("model_type", kind).startswith(kind)), fits[0])
 
 
-def text_of(anchor: Path, case: Case, where: Path) -> Path:
-    """The anchor's language half as a text-only checkpoint of its own, its weights in other coordinates."""
-    kind = getattr(transformers, TEXT[case.family])
-    whole = load(case, anchor).float()
+def twins(case: Case, folder: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """A wrapper and its language half as a text-only checkpoint in other coordinates; and the wrapper's tensors."""
+    model = make(case).float()
+    _, before = save(model, folder / "anchor")
+    kind, whole = getattr(transformers, TEXT[case.family]), load(case, folder / "anchor").float()
     words = {k: v for k, v in whole.config.text_config.to_dict().items() if k not in ("model_type", "architectures")}
-    model = kind(kind.config_class(**{**words, "tie_word_embeddings": whole.config.tie_word_embeddings}))
+    text = kind(kind.config_class(**{**words, "tie_word_embeddings": whole.config.tie_word_embeddings}))
     half = whole.language_model if hasattr(whole, "language_model") else whole  # Llama 4's has a head of its own
     body = half.model if half is not whole else whole.model.language_model
     own = {"model." + name: x for name, x in body.state_dict().items()}
-    known = model.state_dict()
-    missing, odd = model.load_state_dict({**own, "lm_head.weight": half.lm_head.weight}, strict=False)
-    assert not missing
-    assert not odd
-    assert known.keys() == model.state_dict().keys()
-    model.save_pretrained(where / "plain")
-    twin = rotation_merge.Alignment.random(where / "plain", heads="permutation", seed=3)
-    twin.apply(where / "plain").save_pretrained(where / "text")
-    return where / "text"
+    text.load_state_dict({**own, "lm_head.weight": half.lm_head.weight})
+    text.save_pretrained(folder / "plain")
+    twin = rotation_merge.Alignment.random(folder / "plain", heads="permutation", seed=3)
+    twin.apply(folder / "plain").save_pretrained(folder / "text")
+    return folder / "anchor", folder / "text", before
 
 
 @pytest.mark.slow
@@ -59,24 +56,18 @@ def text_of(anchor: Path, case: Case, where: Path) -> Path:
 def test_a_text_only_twin_is_recovered(family: str, tmp_path: Path) -> None:
     """Merged with its wrapper it gives the wrapper back, every tensor of the other half bit for bit; with a note."""
     case = wrapper(family)
-    model = make(case).float()
-    _, before = save(model, tmp_path / "anchor")
-    donor = text_of(tmp_path / "anchor", case, tmp_path)
-    result = merged(recipe_for("linear", tmp_path / "anchor", donor), tmp_path / "out")
+    anchor, donor, before = twins(case, tmp_path)
+    result = merged(recipe_for("linear", anchor, donor), tmp_path / "out")
     assert set(result) == set(before)
-    told = json.loads(run("doctor", tmp_path / "out", tmp_path / "anchor", donor, "--json").stdout)
-    assert not [cause for cause in told["causes"] if str(cause["where"]).startswith(str(tmp_path / "out"))]
-    blocks = rotation_merge.average([tmp_path / "anchor"]).architecture.blocks
+    blocks = rotation_merge.average([anchor]).architecture.blocks
     words = {name for block in blocks if block.module == "text" for info in block.tensors for name in info.names}
     assert any(not torch.equal(result[name], before[name]) for name in words)
     for name, tensor in before.items():
-        if name in words:
-            assert (result[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
-        else:
-            assert torch.equal(result[name], tensor), name
-    given = inputs(case, model)
-    expected = outputs(load(case, tmp_path / "anchor"), given)
-    assert difference(outputs(load(case, tmp_path / "out"), given), expected) <= 1e-3
+        same = torch.equal(result[name], tensor)
+        assert (result[name] - tensor).norm() <= 1e-5 * tensor.norm() if name in words else same, name
+    models = [load(case, path) for path in (anchor, tmp_path / "out")]
+    given = inputs(case, models[0])
+    assert difference(*(outputs(model, given) for model in models)) <= 1e-3
     assert "is text only" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -84,36 +75,32 @@ def test_a_text_only_twin_is_recovered(family: str, tmp_path: Path) -> None:
 def test_commands_and_the_library_take_it_too(tmp_path: Path) -> None:
     """`align` writes a whole model that answers to text as the donor does; `rotation_merge.align` gives the half."""
     case = wrapper("qwen3_vl")
-    save(make(case).float(), tmp_path / "anchor")
-    donor = text_of(tmp_path / "anchor", case, tmp_path)
-    done = parsed("align", tmp_path / "anchor", donor, tmp_path / "out", "--heads", "permutation")
+    anchor, donor, _ = twins(case, tmp_path)
+    done = parsed("align", anchor, donor, tmp_path / "out", "--heads", "permutation")
     assert done["proof"]["difference"] <= done["proof"]["allowed"]
     assert done["after"] <= 1e-3 < done["before"]
-    assert state(tmp_path / "out").keys() == state(tmp_path / "anchor").keys()
-    model = transformers.Qwen3ForCausalLM.from_pretrained(donor)
-    whole = load(case, tmp_path / "anchor").float()
+    assert state(tmp_path / "out").keys() == state(anchor).keys()
+    told = json.loads(run("doctor", tmp_path / "out", anchor, donor, "--json").stdout)
+    assert not [cause for cause in told["causes"] if str(cause["where"]).startswith(str(tmp_path / "out"))]
+    model, whole = transformers.Qwen3ForCausalLM.from_pretrained(donor), load(case, anchor).float()
     alignment = rotation_merge.align(whole, model, heads="permutation")
-    aligned = alignment.apply(model).state_dict()
+    aligned, own = alignment.apply(model).state_dict(), whole.model.language_model.state_dict()
     assert aligned.keys() <= model.state_dict().keys()
-    own = whole.model.language_model.state_dict()
     assert all((aligned["model." + name] - x).norm() <= 1e-5 * x.norm() for name, x in own.items())
     assert any("text only" in note for note in alignment.report.notes)
 
 
 def test_another_family_is_none(tmp_path: Path) -> None:
     """Layers of another kind are refused as before, and other sizes by what differs."""
-    case = wrapper("gemma3_vlm")
-    save(make(case).float(), tmp_path / "anchor")
-    other = run("align", tmp_path / "anchor", plain("llama", tmp_path / "llama"), tmp_path / "out")
-    assert "architecture is llama, that of" in one_error(other.output)
-    other = run("align", tmp_path / "anchor", plain("gemma", tmp_path / "gemma"), tmp_path / "out")
-    assert other.exit_code == 2
-    assert not (tmp_path / "out").exists()
-
-
-def plain(kind: str, where: Path) -> Path:
+    save(make(wrapper("gemma3_vlm")).float(), tmp_path / "anchor")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"num_hidden_layers": 2, "vocab_size": 60, "pad_token_id": 0, "head_dim": 8}
-    found = {"llama": transformers.LlamaForCausalLM, "gemma": transformers.Gemma3ForCausalLM}[kind]
-    found(found.config_class(**sizes)).save_pretrained(where)
-    return where
+    for kind, words in (
+        (transformers.LlamaForCausalLM, "architecture is llama, that of"),
+        (transformers.Gemma3ForCausalLM, ""),
+    ):
+        kind(kind.config_class(**sizes)).save_pretrained(tmp_path / kind.__name__)
+        done = run("align", tmp_path / "anchor", tmp_path / kind.__name__, tmp_path / "out")
+        assert done.exit_code == 2
+        assert words in one_error(done.output)
+        assert not (tmp_path / "out").exists()

@@ -92,7 +92,7 @@ def test_moved_models_lie_around_their_mean_as_the_report_says(kind: Kind, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [*KINDS, ("gemma2", "tied", "signed_permutation"), ("bert", "classifier", "none")], ids="-".join
+    "kind", [KINDS[1], ("gemma2", "tied", "signed_permutation"), ("bert", "classifier", "none")], ids="-".join
 )
 def test_planted_twins_through_mergekit(kind: Kind, tmp_path: Path) -> None:
     models = family(tmp_path, kind, noise=0.0, names="bc")
