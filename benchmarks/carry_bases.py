@@ -45,7 +45,7 @@ from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.generated_samples import self_written
+from rotation_merge.run.sources import self_written
 
 WHOLE = rm.AlignConfig(heads="permutation", residual="rotation")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}

@@ -44,7 +44,7 @@ from transformers import (
 )
 
 import rotation_merge as rm
-from rotation_merge.run.generated_samples import self_written
+from rotation_merge.run.sources import self_written
 
 CONTEXT = 128
 DIGITS = "0123456789"

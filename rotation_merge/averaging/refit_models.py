@@ -31,10 +31,10 @@ from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_
 from rotation_merge.run.data import Data, Samples, for_each, read_samples, split_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import empty_model
-from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
+from rotation_merge.run.sources import writes_text
 from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress, listener
 

@@ -15,8 +15,8 @@ from rotation_merge.model.view import View
 from rotation_merge.run.batches import examples_in
 from rotation_merge.run.data import UNLABELLED, Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.sample_kinds import SELF
+from rotation_merge.run.sources import writes_text
 
 AT_ONCE = 16
 HELD_OUT = 0.25

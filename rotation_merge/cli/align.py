@@ -35,7 +35,7 @@ from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.writing import parse_size
 from rotation_merge.report.compare import APART, coordinates_verdict, gaps
-from rotation_merge.run.checks import check_labels
+from rotation_merge.run.batches import check_labels
 from rotation_merge.run.data import described, read_samples
 from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
 from rotation_merge.run.ledger import kept_beside

@@ -11,7 +11,7 @@ from rotation_merge.cli.command import Device, Model, cli_command, usable_device
 from rotation_merge.cli.paths import SAMPLES, STATISTICS, held
 from rotation_merge.cli.show import Answer, Progress
 from rotation_merge.model.open import open_model
-from rotation_merge.run.checks import check_labels
+from rotation_merge.run.batches import check_labels
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.measure import MeasureConfig, default_statistics_path, measured, model_for
 from rotation_merge.run.sample_kinds import KINDS, SOURCES

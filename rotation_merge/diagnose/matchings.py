@@ -21,9 +21,9 @@ from rotation_merge.run.curves import Barrier, Curve
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, path
 from rotation_merge.run.functions import architecture_of, in_memory, load
-from rotation_merge.run.generated_samples import writes_text
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.sample_kinds import SELF
+from rotation_merge.run.sources import writes_text
 from rotation_merge.workers import Progress
 
 COMPARE = "--compare"

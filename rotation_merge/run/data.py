@@ -12,14 +12,22 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
-from rotation_merge.run.batches import Batch, by_rows, data_hash, examples_in, holds_pairs, joined, unlabelled
-from rotation_merge.run.checks import check_batches, check_inputs
+from rotation_merge.run.batches import (
+    Batch,
+    by_rows,
+    check_batches,
+    check_inputs,
+    data_hash,
+    examples_in,
+    holds_pairs,
+    joined,
+    unlabelled,
+)
 from rotation_merge.run.functions import empty_model, load, local_path, module_of, predicts_next
-from rotation_merge.run.generated_samples import self_written
 from rotation_merge.run.pictures import synthetic_images, word_mask
 from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SELF, SYNTHETIC
 from rotation_merge.run.sentence import is_sentence_model
-from rotation_merge.run.sources import read_examples, tokenizer_of
+from rotation_merge.run.sources import read_examples, self_written, tokenizer_of
 
 Samples = Any
 """Batches of forward's inputs (a list, a `DataLoader`), or the name of a source: a file, `self`, `synthetic`,

@@ -22,8 +22,7 @@ from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.open import open_model
 from rotation_merge.record import versions
-from rotation_merge.run.batches import Batch, inputs_for
-from rotation_merge.run.checks import check_labels
+from rotation_merge.run.batches import Batch, check_labels, inputs_for
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.ledger import NOWHERE, Ledger

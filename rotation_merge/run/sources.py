@@ -1,4 +1,4 @@
-"""Readers of sources: text, rows of named columns, arrays, images, demo data; each gives examples, batches of one."""
+"""Sources of samples: files of text, rows, arrays or images, demo data, text that a language model writes itself."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
 from rotation_merge.model.vocabulary import tokenizer_in
 from rotation_merge.run import demo
-from rotation_merge.run.batches import Batch, joined
-from rotation_merge.run.checks import check_inputs
-from rotation_merge.run.functions import local_path, predicts_next
+from rotation_merge.run.batches import Batch, check_inputs, device_of, joined
+from rotation_merge.run.functions import check_answers, fused_attention, local_path, outputs, predicts_next
 from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays
 from rotation_merge.run.sample_kinds import KINDS, columns
 from rotation_merge.run.sentence import is_sentence_model
+from rotation_merge.workers import listener
 
 
 def tokenizer_of(model_path: str) -> Any:
@@ -256,3 +256,64 @@ def _label(label: Any, model: Any) -> Tensor:
             raise ValueError(f"the model has no class '{label}'; {nearest(label.lower(), classes)}") from error
     value = torch.tensor(label)
     return value.float() if value.is_floating_point() or is_sentence_model(model) else value.long()
+
+
+# --- text that a model writes -----------------------------------------------------------------------------------------
+
+AT_ONCE = 64
+"""Sequences that are written together."""
+
+
+def writes_text(model: Any) -> bool:
+    """Whether a model predicts the next token."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+@torch.no_grad()
+def self_written(model: Any, model_path: str, count: int, length: int = 128, seed: int = 0) -> Tensor:
+    """Token ids sampled from a causal language model itself, int64, (count, length).
+
+    Every sequence begins with the tokenizer's BOS; with a token drawn uniformly only where there is none.
+
+    Raises:
+        DataError: the model does not write text.
+    """
+    if not writes_text(model):
+        remedy = "give a file, or 'synthetic' for image models"
+        raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
+    text = model.config.get_text_config()
+    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    draw, first = torch.Generator().manual_seed(seed), _first_token(model_path)
+    if first is None or first >= text.vocab_size:
+        begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
+    else:
+        begins = torch.full((count, 1), first)
+    prompt = {"input_ids": torch.arange(min(length, 32))[None] % text.vocab_size}
+    check_answers(model, outputs(model, prompt).values(), model_path)
+    parts, written = begins.split(AT_ONCE), list[Tensor]()
+    with fused_attention(model, prompt):
+        for part in parts:
+            written.append(_continued(model, part, length, draw, len(written) * length, len(parts) * length))
+    return torch.cat(written)
+
+
+def _first_token(model_path: str) -> int | None:
+    """The tokenizer's BOS; None where there is none."""
+    try:
+        token: int | None = tokenizer_of(model_path).bos_token_id
+    except DataError:
+        return None
+    return token
+
+
+def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, done: int, total: int) -> Tensor:
+    """Sequences (count, length) that begin with these ids; `done` of `total` tokens a sequence have been written."""
+    step, past, progress = ids, None, listener()
+    while ids.shape[1] < length:
+        result = model(input_ids=step.to(device_of(model)), past_key_values=past, use_cache=True)
+        past = getattr(result, "past_key_values", None)
+        token = torch.multinomial(result.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
+        ids = torch.cat([ids, token], 1)
+        progress("writing samples, tokens", done + ids.shape[1], total)
+        step = ids if past is None else token
+    return ids

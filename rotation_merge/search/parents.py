@@ -23,8 +23,8 @@ from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.batches import by_rows, joined
 from rotation_merge.run.data import UNLABELLED, Data, read_samples, split_batches
-from rotation_merge.run.generated_samples import self_written, writes_text
 from rotation_merge.run.sample_kinds import SOURCES
+from rotation_merge.run.sources import self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.config import SearchConfig
 from rotation_merge.search.judge import Ensemble, Judge

@@ -22,9 +22,8 @@ from rotation_merge.run.batches import batched_by_length, unpadded
 from rotation_merge.run.data import Data, described, read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import fused_attention, load
-from rotation_merge.run.generated_samples import self_written
 from rotation_merge.run.sample_kinds import columns
-from rotation_merge.run.sources import tokenizer_of
+from rotation_merge.run.sources import self_written, tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 image = pytest.importorskip("PIL.Image")
