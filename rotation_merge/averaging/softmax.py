@@ -24,7 +24,7 @@ def softmax_change(
     shares: Sequence[float],
     ridge: float,
 ) -> Tensor:
-    r"""The change D of a linear map W whose softmax is nearest to given probabilities.
+    r"""The change D (float64) of a linear map W whose softmax is nearest to given probabilities.
 
     Minimises the mean over positions of KL(softmax(t) || softmax((W + D) x)), plus ridge/2 mean(x^2) |D|^2: convex.
     By L-BFGS in coordinates in which the Gram of the inputs, times the mean variance q (1 - q) of each output, is the
@@ -36,9 +36,6 @@ def softmax_change(
         inputs: of each batch, (positions, in).
         targets: t of a batch by its number, (positions, out); read once in every pass.
         shares: how much each position of a batch counts.
-
-    Returns:
-        D, float64.
     """
     width, (outputs, size) = inputs[0].shape[-1], weight.shape
     weight, start = weight.to(inputs[0]), start.to(inputs[0])
@@ -59,8 +56,7 @@ def softmax_change(
     values, vectors = torch.linalg.eigh(gram)
     scales = (variance[:, None] * values.clamp_min(0.0) + penalty.mean()).rsqrt().to(start)
     vectors, penalty = vectors.to(start), penalty.to(start)
-    steps = torch.zeros_like(start)
-    best, least = start, torch.inf
+    steps, best, least = torch.zeros_like(start), start, torch.inf
 
     def closure() -> float:
         nonlocal best, least

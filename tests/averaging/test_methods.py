@@ -1,9 +1,8 @@
 """Merge methods of our own, and parts of them alone: groups of tensors, formulas, plans, heads fitted to probabilities,
-divergences, answers on disk, and how adapters that are trained begin."""
+divergences, and how adapters that are trained begin."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport, initialise
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.averaging.softmax import softmax_change
-from rotation_merge.matching.objective import answer, divergence, read_answers, write_answers
+from rotation_merge.matching.objective import answer, divergence
 from rotation_merge.model.open import open_model
 from rotation_merge.run.fisher import LabelScores
 
@@ -276,13 +275,3 @@ def test_a_lora_leaves_out_what_is_more_than_a_product() -> None:
     model, ids = family_model("llama4"), torch.tensor([[3, 9, 4]])
     before = model(input_ids=ids).logits
     assert_equal_up_to_rounding(with_lora(model, 2, 0)(input_ids=ids).logits, before)
-
-
-def test_answers_come_back_with_their_samples(tmp_path: Path) -> None:
-    teacher = build("llama").eval()
-    ids = torch.randint(40, (24, 8), generator=torch.Generator().manual_seed(0))
-    write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.pt")
-    answered = read_answers(tmp_path / "a.pt")
-    assert torch.equal(torch.cat([batch["input_ids"] for batch, _ in answered]), ids)
-    for batch, known in answered:
-        assert all(torch.equal(known[name], x) for name, x in answer(teacher(**batch)).items())
