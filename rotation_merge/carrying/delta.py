@@ -183,14 +183,9 @@ class Delta:
         Raises:
             AlignmentError: a model lacks the tensor, or a gain cannot be divided by.
         """
-        change = self._moved(block, info)
-        return replace(change, scale=self.scale * change.scale) if isinstance(change, LowRank) else self.scale * change
-
-    def _moved(self, block: Block, info: TensorInfo) -> Change:
-        """The change at scale 1."""
         old, factors = reader(block, self.old), self.low.get(info.name)
         if factors is None:
-            return self._stored(block, info, self._difference(block, info))
+            return self.scale * self._stored(block, info, self._difference(block, info))
         if self.record is not None:
             before, change = old(info.key), dense(factors, info)
             self.record(_squares(change), 0.0 if before is None else _squares(before.double()))
@@ -200,7 +195,7 @@ class Delta:
             return self._stored(block, part, folded)
 
         a, b = map(moved, factor_infos(info), (factors.a, factors.b))
-        return LowRank(a, b, factors.scale)
+        return LowRank(a, b, self.scale * factors.scale)
 
     @property
     def fold(self) -> Fold:
@@ -260,7 +255,7 @@ class Delta:
         shifted = any(norm.shift in inputs for norm in block.norms)
         if weight is None or not is_bias(info.key) or not shifted or weight.key not in inputs:
             return None
-        return dense(replace(self, record=None)._moved(block, weight), weight)
+        return dense(replace(self, scale=1.0, record=None).change(block, weight), weight)
 
 
 def is_bias(key: str) -> bool:
