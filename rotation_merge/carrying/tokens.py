@@ -68,10 +68,10 @@ def _check(base: View, name: str, tokens: Tokens, size: int | None, remedy: str)
         return
     before = {token for token, number in known.items() if number < length}
     after = {token for token, number in tokens.items() if number < size}
-    for word, other in (("has", after - before), ("lacks", before - after)):
-        if other:
-            names = ", ".join(f"`{token}`" for token in sorted(other)[:NAMED])
-            problem = f"{word} {len(other)} tokens that differ from {base.reference} ({names})"
+    for word, different in (("has", after - before), ("lacks", before - after)):
+        if different:
+            names = ", ".join(f"`{token}`" for token in sorted(different)[:NAMED])
+            problem = f"{word} {len(different)} tokens that differ from {base.reference} ({names})"
             raise CheckpointError(problem, where=name, remedy=remedy)
 
 

@@ -27,7 +27,7 @@ KINDS = ("llama", "bert", "gpt2", "t5", "phi3", "gemma2", "whisper")
 CASES = [*((family, "classifier" if family in CLASSIFIERS else "") for family in FAMILIES)]
 
 
-def data_for(model: Path | Checkpoint, where: Path, rows: int = 24) -> str:
+def data_for(model: Path | Checkpoint, file: Path, rows: int = 24) -> str:
     """A file of random inputs of a tiny checkpoint's kind; of a path's, which takes words, random words."""
     batches = [{"input_ids": torch.randint(3, 40, (rows, 12), generator=torch.Generator().manual_seed(0))}]
     if isinstance(model, Checkpoint):
@@ -36,17 +36,17 @@ def data_for(model: Path | Checkpoint, where: Path, rows: int = 24) -> str:
         batches = [inputs(model.case, module, seed) for seed in range(rows // 2)]
         batches = [{name: tensor for name, tensor in batch.items() if name in takes} for batch in batches]
     arrays = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}  # as processors give
-    np.savez(where, **{name: (x.float() if x.is_floating_point() else x).numpy() for name, x in arrays.items()})
-    return str(where)
+    np.savez(file, **{name: (x.float() if x.is_floating_point() else x).numpy() for name, x in arrays.items()})
+    return str(file)
 
 
 def measure(path: Path, data: str, kinds: str = "gram,fisher") -> dict[str, Any]:
     return parsed("measure", path, "--data", data, "--kinds", kinds)
 
 
-def state(where: Path) -> dict[str, Tensor]:
+def state(folder: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint, and not the statistics beside them."""
-    return load_file(where / "model.safetensors")
+    return load_file(folder / "model.safetensors")
 
 
 def farthest(result: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -61,10 +61,12 @@ def weighted(delegate: str, anchor: Path | str, *donors: Path | str, **parameter
     return document
 
 
-def first_of(family: str, where: Path) -> Checkpoint:
-    model = checkpoint(family, next(c.name for c in ALL if c.family == family), where)
-    tied = any(t.tied and t.name not in model.state for t in Checkpoint(model.case, where, True).architecture.tensors())
-    return Checkpoint(model.case, where, tied)
+def first_of(family: str, folder: Path) -> Checkpoint:
+    model = checkpoint(family, next(c.name for c in ALL if c.family == family), folder)
+    tied = any(
+        t.tied and t.name not in model.state for t in Checkpoint(model.case, folder, True).architecture.tensors()
+    )
+    return Checkpoint(model.case, folder, tied)
 
 
 # --- twins ------------------------------------------------------------------------------------------------------------
@@ -175,10 +177,10 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
 # --- what is refused: one line each, nothing half written -------------------------------------------------------------
 
 
-def refused(document: dict[str, Any], where: Path) -> str:
-    done = mergekit_yaml(document, where / "out")
+def refused(document: dict[str, Any], folder: Path) -> str:
+    done = mergekit_yaml(document, folder / "out")
     assert done.exit_code == 2, done.output
-    assert not (where / "out").exists()
+    assert not (folder / "out").exists()
     return one_error(done.output)
 
 
@@ -240,13 +242,13 @@ def test_parameters_of_a_donor(fault: str, pair: tuple[Path, Path], tmp_path: Pa
 
 def test_models_without_statistics_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Each one; a model without weight needs none. With too few samples their sums are singular."""
-    bare, other = (save(build("llama", seed), tmp_path / str(seed)) for seed in (5, 6))
+    bare, bare_too = (save(build("llama", seed), tmp_path / str(seed)) for seed in (5, 6))
     assert "--kinds fisher" in refused(weighted("fisher", pair[0], bare, attention="none"), tmp_path)
-    line = refused(weighted("regmean", bare, other), tmp_path)
-    assert all(f"rotation-merge measure {model} --data DATA" in line for model in (bare, other))
-    for path in (bare, other):
+    line = refused(weighted("regmean", bare, bare_too), tmp_path)
+    assert all(f"rotation-merge measure {model} --data DATA" in line for model in (bare, bare_too))
+    for path in (bare, bare_too):
         assert "singular" in run("measure", path, "--data", "self", "--samples", 1, "--length", 4).output
-    document = weighted("regmean", bare, other)
+    document = weighted("regmean", bare, bare_too)
     document["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
     assert "set 'ridge'" in refused(document, tmp_path)
     document = weighted("regmean", save(build("llama", 7), tmp_path / "third"), pair[0])

@@ -187,8 +187,8 @@ def loss(weight: Tensor, change: Tensor, inputs: Batches, targets: Batches, ridg
 def test_a_map_fitted_to_probabilities(biased: bool) -> None:
     """The gradient vanishes; planted probabilities are found; a batch that counts twice is the batch two times."""
     shapes = (5, 7 + biased), (60, 7), (30, 7), (60, 5), (30, 5)
-    weight, *rest = (drawn(*shape, seed=i) for i, shape in enumerate(shapes))
-    inputs, targets = rest[:2], rest[2:]
+    weight, *batches = (drawn(*shape, seed=i) for i, shape in enumerate(shapes))
+    inputs, targets = batches[:2], batches[2:]
     gradients = []
     for start in (torch.zeros_like(weight), fitted(weight, inputs, targets)):
         change = start.clone().requires_grad_(True)

@@ -66,14 +66,17 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
 def test_any_number_of_steps(steps: int, models: list[Path]) -> None:
     """Of a stored model or one in memory, which stays as it is."""
     before, ids = state(models[2]), torch.randint(40, (8, 8), generator=torch.Generator().manual_seed(0))
-    own, config = {name: x.clone() for name, x in before.items()}, json.loads((models[2] / "config.json").read_text())
-    for model in (str(models[2]), (own, config)):
+    tensors, config = (
+        {name: x.clone() for name, x in before.items()},
+        json.loads((models[2] / "config.json").read_text()),
+    )
+    for model in (str(models[2]), (tensors, config)):
         samples = [{"input_ids": part} for part in ids.split(4)]
         view = rm.polish(model, [str(models[0])], samples, rm.PolishConfig(steps=steps, learning_rate=2e-3))
         gains = "gains nothing" not in view.notes[-1]
         assert gains or steps == 1
         assert any(not torch.equal(view[name], tensor) for name, tensor in before.items()) == gains
-    assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.slow

@@ -183,11 +183,11 @@ def test_samples_held_out_are_the_next_of_the_file(models: dict[str, Path], tmp_
     """The losses that the report names are those of the merges on them."""
     merged(of_tuned(models), tmp_path / "refit")
     merged(of_tuned(models, "linear"), tmp_path / "linear")
-    said = (tmp_path / "refit" / "rotation_merge.json").read_text()
+    notes = (tmp_path / "refit" / "rotation_merge.json").read_text()
     before, after = (loss_of(tmp_path / name, models["texts"], slice(24, 32)) for name in ("linear", "refit"))
-    assert f"was {before:.4f} before the refit and" in said
-    if f"and {after:.4f} after" not in said:
-        assert "was written" in said
+    assert f"was {before:.4f} before the refit and" in notes
+    if f"and {after:.4f} after" not in notes:
+        assert "was written" in notes
         assert before == pytest.approx(after, abs=1e-6)
 
 

@@ -217,10 +217,10 @@ def test_precision_does_not_matter(name: str, rank: int | None) -> None:
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def tuned(base: Checkpoint, where: Path, seed: int, noise: float = 0.01) -> Checkpoint:
+def tuned(base: Checkpoint, folder: Path, seed: int, noise: float = 0.01) -> Checkpoint:
     generator = torch.Generator().manual_seed(seed)
     moved = {name: x + noise * torch.randn(x.shape, generator=generator) for name, x in base.state.items()}
-    return base.write(moved, where)
+    return base.write(moved, folder)
 
 
 def of(models: list[Checkpoint], delegate: str, **parameters: Any) -> dict[str, Any]:

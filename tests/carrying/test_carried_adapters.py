@@ -208,8 +208,8 @@ def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest
     home = request.getfixturevalue(family)
     expected = home.adapter(**config)
     assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
-    result, found = home.carried("adapter", options)
-    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    result, logits = home.carried("adapter", options)
+    torch.testing.assert_close(logits, expected, atol=1e-8, rtol=1e-8)
     assert {x.dtype for x in result.tensors.values()} == {torch.float64}
 
 
@@ -468,8 +468,8 @@ def share_kept(home: Home, out: Path, rank: int, residual: str) -> float:
 def test_at_full_rank_an_adapter_says_it_all(llama: Home, options: AlignConfig, tmp_path: Path) -> None:
     """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
     expected = tuned(llama)
-    _, found = llama.carried("tuned", options, rank=64)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    _, logits = llama.carried("tuned", options, rank=64)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert share_kept(llama, tmp_path, 64, options.residual) == 100.0
     assert 10 < share_kept(llama, tmp_path, 4, options.residual) < 90
 

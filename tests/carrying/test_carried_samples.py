@@ -42,11 +42,11 @@ def texts(folder: Path, rows: list[list[int]] | None = None, count: int = 32) ->
     return folder / "texts.jsonl"
 
 
-def noisy(model: Path, where: Path, size: float, seed: int = 2) -> Path:
+def noisy(model: Path, folder: Path, size: float, seed: int = 2) -> Path:
     """A model with all of its weights changed."""
     draw = torch.Generator().manual_seed(seed)
     changed = {n: t + size * torch.randn(t.shape, generator=draw) for n, t in state(model).items()}
-    return write_state(changed, model, where)
+    return write_state(changed, model, folder)
 
 
 def lift_of(out: Path) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def test_carrying_equals_measuring_after_alignment(case: Case) -> None:
     carried = moved_statistics(before, architecture, gauge, fold.streams if fold else ())
     compared = 0
     for linear, tensors in maps_of(architecture, before, other.state_dict()):
-        found, expected = (gram_of(statistics, linear, tensors) for statistics in (carried, after))
-        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7 * float(expected.abs().max()))
+        moved, expected = (gram_of(statistics, linear, tensors) for statistics in (carried, after))
+        torch.testing.assert_close(moved, expected, rtol=1e-7, atol=1e-7 * float(expected.abs().max()))
         compared += 1
     assert compared >= 4
 
@@ -149,8 +149,8 @@ def test_what_norms_do_is_put_back_by_multiplication(case: Case, monkeypatch: py
         monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
         raw = measured(model, case, architecture, "gram")
     for linear, tensors in maps_of(architecture, normalised, model.state_dict()):
-        found, expected = gram_of(normalised, linear, tensors), gram_of(raw, linear, {})
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
+        moved, expected = gram_of(normalised, linear, tensors), gram_of(raw, linear, {})
+        torch.testing.assert_close(moved, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
 
 
 def test_expectations_over_labels_are_exact() -> None:

@@ -21,14 +21,14 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.fold import folded_tensors
 
 
-def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
+def tuned(base: Checkpoint, folder: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
     """A fine-tune of a base: every matrix changed."""
     generator = torch.Generator().manual_seed(seed)
     changed = {
         name: x + size * x.std() * torch.randn(x.shape, generator=generator) if x.ndim > 1 else x
         for name, x in base.state.items()
     }
-    return base.write(changed, where)
+    return base.write(changed, folder)
 
 
 CASES = [
@@ -115,31 +115,31 @@ def test_far_changes_are_called_far_and_excluded_tensors_are_the_anchors(trio: A
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def tokenizer(words: list[str], where: Path) -> None:
+def tokenizer(words: list[str], folder: Path) -> None:
     """A tokenizer that knows these words."""
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(where)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(folder)
 
 
-def other_vocabulary(model: Checkpoint, where: Path, rows: list[int], extra: int) -> Checkpoint:
+def other_vocabulary(model: Checkpoint, folder: Path, rows: list[int], extra: int) -> Checkpoint:
     """The model with its tokens in another order, and new rows after them."""
     state, generator = model.state, torch.Generator().manual_seed(1)
     for name in VOCABULARY:
         new = torch.randn(extra, state[name].shape[1], generator=generator)
         state[name] = torch.cat([state[name][rows], new])
-    result = model.write(state, where)
-    config = json.loads((where / "config.json").read_text())
-    (where / "config.json").write_text(json.dumps({**config, "vocab_size": len(rows) + extra}))
+    result = model.write(state, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(rows) + extra}))
     return result
 
 
-def copied(model: Checkpoint, where: Path, words: list[str] | None = None) -> Checkpoint:
+def copied(model: Checkpoint, folder: Path, words: list[str] | None = None) -> Checkpoint:
     """The model in another folder, with its config, and a tokenizer of its own or none."""
-    copy = model.write(model.state, where)
-    (where / "config.json").write_text((model.path / "config.json").read_text())
+    copy = model.write(model.state, folder)
+    (folder / "config.json").write_text((model.path / "config.json").read_text())
     if words is not None:
-        tokenizer(words, where)
+        tokenizer(words, folder)
     return copy
 
 
