@@ -13,7 +13,7 @@ import torch
 from cli_support import run
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
-from plugin_support import make, one_error
+from plugin_support import files_of, make, one_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,8 +23,10 @@ from rotation_merge import RotationMergeError, merge_adapters
 
 MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}
 BASE, WEIGHTS = "org/base", "adapter_model.safetensors"
-FORMS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"), ("lora_down", "lora_up"))
+KOHYA, DIFFUSERS = ("lora_down.weight", "lora_up.weight"), ("lora_A.weight", "lora_B.weight")
+FORMS = (DIFFUSERS, ("lora_embedding_A", "lora_embedding_B"), KOHYA)
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+Tensors = dict[str, Tensor]
 
 
 def write_peft(
@@ -35,7 +37,7 @@ def write_peft(
     maps: tuple[str, ...] = tuple(MAPS),
     more: Mapping[str, Tensor] | None = None,
     **settings: Any,
-) -> Path:
+) -> str:
     """An adapter's folder; `more`: tensors beside those of its maps, or in their place."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name in maps:
@@ -47,26 +49,22 @@ def write_peft(
     save_file({**tensors, **(more or {})}, folder / WEIGHTS)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": BASE, **settings}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return str(folder)
 
 
-def factors(module: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """A change of rank one in peft's names."""
-    key = f"base_model.model.{module}.lora_"
-    return {f"{key}A.weight": torch.ones(1, inputs), f"{key}B.weight": torch.ones(outputs, 1)}
+def pair(module: str, outputs: int, inputs: int, form: tuple[str, str] = DIFFUSERS, rank: int = 1) -> Tensors:
+    """A change of ones."""
+    return {f"{module}.{form[0]}": torch.ones(rank, inputs), f"{module}.{form[1]}": torch.ones(outputs, rank)}
 
 
-def of(path: Path | str) -> dict[str, Tensor]:
+def of(path: Path | str) -> Tensors:
     """The changes of an adapter by its modules, each as a matrix: scale B A."""
     folder, changes = Path(path).is_dir(), {}
     tensors = load_file(Path(path) / WEIGHTS if folder else path)
     config = json.loads((Path(path) / "adapter_config.json").read_text()) if folder else {}
-    for key in tensors:
-        form = next((pair for pair in FORMS if f".{pair[0]}" in key), None)
-        if form is None:
-            continue
-        module = key.partition(f".{form[0]}")[0]
-        a, b = tensors[key].double(), tensors[key.replace(form[0], form[1])].double()
+    for key, (first, second) in ((key, form) for key in tensors for form in FORMS if key.endswith(f".{form[0]}")):
+        module = key.removesuffix(f".{first}")
+        a, b = tensors[key].double(), tensors[f"{module}.{second}"].double()
         alpha = float(tensors.get(f"{module}.alpha", torch.tensor(config.get("lora_alpha", len(a)))))
         patterns = config.get("alpha_pattern", {}).items()
         alpha = next((value for part, value in patterns if re.fullmatch(rf"(.*\.)?{part}", module)), alpha)
@@ -76,19 +74,10 @@ def of(path: Path | str) -> dict[str, Tensor]:
     return changes
 
 
-def changes(merged: Any, folder: Path) -> dict[str, Tensor]:
+def changes(merged: Any, place: Path) -> Tensors:
     """The changes of a merge of adapters, as it is written."""
-    merged.save(str(folder))
-    return of(folder)
-
-
-def by_mergekit(name: str, settings: dict[str, Any], full: list[Tensor]) -> Tensor:
-    """What a method of mergekit's makes of whole changes."""
-    method, group = registry.get(name), TensorGroup.from_tensors([torch.zeros_like(full[0]), *full], base_index=0)
-    defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
-    values, ids = {**defaults, **settings}, [entry.id for entry in group.non_base]
-    each = {k: dict.fromkeys(ids, values[k]) for k in ("density", "gamma", "epsilon") if k in values}
-    return method.merge_group(group, **{**values, **each, "weight": dict.fromkeys(ids, 1.0)})
+    merged.save(str(place))
+    return of(place)
 
 
 @pytest.fixture
@@ -96,25 +85,23 @@ def three(tmp_path: Path) -> list[str]:
     """Adapters of mixed ranks and scalings, one of which leaves a map as it is."""
     patterns = {"rank_pattern": {"q_proj": 1}, "alpha_pattern": {"up_proj": 5}}
     return [
-        str(write_peft(tmp_path / "one", 0)),
-        str(write_peft(tmp_path / "two", 1, 3, use_rslora=True, **patterns)),
-        str(write_peft(tmp_path / "three", 2, 2, maps=("q_proj", "down_proj"))),
+        write_peft(tmp_path / "one", 0),
+        write_peft(tmp_path / "two", 1, 3, use_rslora=True, **patterns),
+        write_peft(tmp_path / "three", 2, 2, maps=("q_proj", "down_proj")),
     ]
 
 
-# --- what is merged ------------------------------------------------------------------------------------------------
+# --- what is merged --------------------------------------------------------------------------------------------------
 
 
-def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
-    """With the ranks together: base + OUT is base + the weighted mean of the changes."""
+def test_linear_loses_nothing_and_iso_levels_what_is_spanned(three: list[str], tmp_path: Path) -> None:
     parts, weights = [of(path) for path in three], (1, 2, 1)
     for module, merged in changes(merge_adapters(three, weights=weights), tmp_path / "out").items():
         terms = (w / 4 * part.get(module, torch.zeros(())) for w, part in zip(weights, parts, strict=True))
         torch.testing.assert_close(merged, sum(terms), atol=1e-6, rtol=1e-6)
     for merged in changes(merge_adapters(three, "iso"), tmp_path / "iso").values():
         values = torch.linalg.svdvals(merged)
-        values = values[values > 1e-5]  # of all directions that the adapters span
-        torch.testing.assert_close(values, values.mean().expand_as(values), **CLOSE)
+        torch.testing.assert_close(values[values > 1e-5], values[:1].expand(int((values > 1e-5).sum())), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -137,40 +124,48 @@ def test_it_is_the_merge_of_the_models(name: str, settings: dict[str, Any], thre
         torch.testing.assert_close(merged, expected, atol=1e-5 * float(expected.norm()), rtol=1e-4)
 
 
+def by_mergekit(name: str, settings: dict[str, Any], full: list[Tensor]) -> Tensor:
+    """What a method of mergekit's makes of whole changes."""
+    method, group = registry.get(name), TensorGroup.from_tensors([torch.zeros_like(full[0]), *full], base_index=0)
+    defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
+    values, ids = {**defaults, **settings}, [entry.id for entry in group.non_base]
+    each = {k: dict.fromkeys(ids, values[k]) for k in ("density", "gamma", "epsilon") if k in values}
+    return method.merge_group(group, **{**values, **each, "weight": dict.fromkeys(ids, 1.0)})
+
+
+@pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("ties", {"density": 0.5}), ("task_arithmetic", {"lambda": 0.7}), ("dare_ties", {"density": 0.6}), ("della", {})],
 )
-def test_mergekits_methods_as_for_full_models(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """At a rank that holds any matrix of the size."""
-    paths = [str(write_peft(tmp_path / str(seed), seed, rank=6)) for seed in range(2)]
-    merged = changes(merge_adapters(paths, name, parameters=settings, seed=3), tmp_path / "out")
-    parts = [of(path) for path in paths]
-    torch.manual_seed(3)
-    for module in sorted(merged):
-        expected = by_mergekit(name, settings, [part[module] for part in parts])
-        torch.testing.assert_close(merged[module], expected, **CLOSE)
-
-
-@pytest.mark.parametrize(("name", "settings"), [("ties", {"density": 0.5}), ("task_arithmetic", {}), ("wudi", {})])
-def test_changes_of_embeddings(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Single entries are those of the whole change; a method for linear maps takes the mean, long ones shortened."""
-    paths = [write_peft(tmp_path / str(seed), seed, 6, 1 + 3 * seed, ("q_proj",)) for seed in range(2)]
-    for path in paths:
-        stored = load_file(path / WEIGHTS).items()
-        renamed = {key.replace(".lora_", ".lora_embedding_").removesuffix(".weight"): x for key, x in stored}
-        save_file(renamed, path / WEIGHTS)
-    (merged,) = changes(merge_adapters(paths, name, parameters=settings), tmp_path / "out").values()
+def test_mergekits_methods_as_for_full_models(
+    name: str, settings: dict[str, Any], embedding: bool, tmp_path: Path
+) -> None:
+    """At a rank that holds any matrix of the size; of an embedding single entries are those of the whole change."""
+    paths = [write_peft(tmp_path / str(seed), seed, rank=6, maps=("q_proj",)) for seed in range(2)]
+    for path in (Path(path) / WEIGHTS for path in paths if embedding):
+        stored = load_file(path).items()
+        save_file({key.replace(".lora_", ".lora_embedding_").removesuffix(".weight"): x for key, x in stored}, path)
+    (merged,) = changes(merge_adapters(paths, name, parameters=settings, seed=3), tmp_path / "out").values()
     full = [next(iter(of(path).values())) for path in paths]
-    expected = (full[0] + full[1] / 2) / 2 if name == "wudi" else by_mergekit(name, settings, full)
-    torch.testing.assert_close(merged, expected, **CLOSE)
+    torch.manual_seed(3)
+    torch.testing.assert_close(merged, by_mergekit(name, settings, full), **CLOSE)
+
+
+def test_a_method_for_linear_maps_takes_the_mean_of_embeddings_long_ones_shortened(tmp_path: Path) -> None:
+    names = {f"base_model.model.embed_tokens.lora_embedding_{x}": s for x, s in (("A", (6, 10)), ("B", (12, 6)))}
+    parts = [{name: (1 + 3 * n) * torch.randn(shape) for name, shape in names.items()} for n in range(2)]
+    paths = [write_peft(tmp_path / str(number), rank=6, maps=(), more=part) for number, part in enumerate(parts)]
+    (merged,) = changes(merge_adapters(paths, "wudi"), tmp_path / "out").values()
+    full = [next(iter(of(path).values())) for path in paths]
+    torch.testing.assert_close(merged, (full[0] + full[1] / 2) / 2, **CLOSE)
 
 
 def test_what_survives_is_told(tmp_path: Path) -> None:
     """Of changes that share no direction all in their sum, half in their mean, the longer at half the rank."""
     paths = []
     for index in range(2):
-        change = {key: torch.zeros_like(x) for key, x in factors("m", 5, 6).items()}
+        change = {key: torch.zeros_like(x) for key, x in pair("base_model.model.m", 5, 6).items()}
         for key, value in zip(change, (1.0 + index, 1.0), strict=True):
             change[key].view(-1)[index] = value
         paths.append(write_peft(tmp_path / str(index), maps=(), more=change, r=1, lora_alpha=1))
@@ -209,41 +204,38 @@ def test_peft_reads_it_and_its_own_merges_agree(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
 
 
-# --- formats of single files ---------------------------------------------------------------------------------------
+# --- formats of single files -----------------------------------------------------------------------------------------
 
-KOHYA = {"a": "lora_down.weight", "b": "lora_up.weight"}
-DIFFUSERS = {"a": "lora_A.weight", "b": "lora_B.weight"}
 SHAPES = {"attn_to_q": ((8,), (6,), ()), "conv": ((4, 3, 3), (5,), (1, 1))}
 
 
-def write_kohya(path: Path, seed: int, rank: int, alpha: float | None, form: Mapping[str, str]) -> Path:
+def write_kohya(path: Path, seed: int, rank: int, alpha: float | None, form: tuple[str, str]) -> str:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, (inputs, outputs, kernel) in SHAPES.items():
-        tensors[f"lora_unet_{name}.{form['a']}"] = torch.randn(rank, *inputs, generator=generator)
-        tensors[f"lora_unet_{name}.{form['b']}"] = torch.randn(*outputs, rank, *kernel, generator=generator)
+        for leaf, shape in zip(form, ((rank, *inputs), (*outputs, rank, *kernel)), strict=True):
+            tensors[f"lora_unet_{name}.{leaf}"] = torch.randn(shape, generator=generator)
         tensors |= {} if alpha is None else {f"lora_unet_{name}.alpha": torch.tensor(alpha)}
     save_file(tensors, path)
-    return path
+    return str(path)
 
 
 @pytest.mark.parametrize(("form", "alpha"), [(KOHYA, 3.0), (KOHYA, None), (DIFFUSERS, None)])
-def test_single_files_keep_their_names(form: dict[str, str], alpha: float | None, tmp_path: Path) -> None:
-    paths = [str(write_kohya(tmp_path / f"{seed}.safetensors", seed, 2 + seed, alpha, form)) for seed in range(2)]
+def test_single_files_keep_their_names(form: tuple[str, str], alpha: float | None, tmp_path: Path) -> None:
+    paths = [write_kohya(tmp_path / f"{seed}.safetensors", seed, 2 + seed, alpha, form) for seed in range(2)]
     out = tmp_path / "out.safetensors"
-    done = run("lora", *paths, out)
-    assert done.exit_code == 0, done.output
-    stored, parts, merged = load_file(out), [of(path) for path in paths], of(out)
-    assert {key.removesuffix(".alpha") for key in stored} >= {f"lora_unet_conv.{leaf}" for leaf in form.values()}
-    assert stored[f"lora_unet_conv.{form['a']}"].shape == (5, 4, 3, 3)
-    for module in merged:
-        torch.testing.assert_close(merged[module], (parts[0][module] + parts[1][module]) / 2, **CLOSE)
+    assert run("lora", *paths, out).exit_code == 0
+    stored, parts = load_file(out), [of(path) for path in paths]
+    assert {key.removesuffix(".alpha") for key in stored} >= {f"lora_unet_conv.{leaf}" for leaf in form}
+    assert stored[f"lora_unet_conv.{form[0]}"].shape == (5, 4, 3, 3)
+    for module, merged in of(out).items():
+        torch.testing.assert_close(merged, (parts[0][module] + parts[1][module]) / 2, **CLOSE)
 
 
 def test_a_large_rank_is_its_alpha_in_bfloat16_too(tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"{rank}.safetensors") for rank in (128, 129)]
+    paths = [tmp_path / f"{rank}.safetensors" for rank in (128, 129)]
     for path, rank in zip(paths, (128, 129), strict=True):
-        a, b = (torch.randn(shape).bfloat16() for shape in ((rank, 260), (260, rank)))
-        save_file({"m.lora_down.weight": a, "m.lora_up.weight": b, "m.alpha": torch.tensor(float(rank))}, path)
+        factors = {name: torch.randn_like(x).bfloat16() for name, x in pair("m", 260, 260, KOHYA, rank).items()}
+        save_file({**factors, "m.alpha": torch.tensor(float(rank))}, path)
     merge_adapters(paths).save(str(tmp_path / "out.safetensors"))
     stored = load_file(tmp_path / "out.safetensors")
     assert float(stored["m.alpha"]) == len(stored["m.lora_down.weight"]) == 257
@@ -265,15 +257,13 @@ def test_scales_in_the_header_of_a_file_of_diffusers_count(tmp_path: Path) -> No
     config = {"r": 2, "lora_alpha": 8, "alpha_pattern": {"attn.to_k": 3}, "use_rslora": False}
     header = json.dumps({f"transformer.{key}": value for key, value in config.items()})
     modules = {"transformer.0.attn.to_q": 4.0, "transformer.0.attn.to_k": 1.5, "text_encoder.0.q_proj": 1.0}
-    paths = [str(tmp_path / f"{seed}.safetensors") for seed in range(2)]
+    tensors = {name: x for module in modules for name, x in pair(module, 5, 6, rank=2).items()}
+    paths = [tmp_path / f"{number}.safetensors" for number in range(2)]
     for path in paths:
-        tensors = {f"{module}.lora_A.weight": torch.randn(2, 6) for module in modules}
-        tensors |= {f"{module}.lora_B.weight": torch.randn(5, 2) for module in modules}
         save_file(tensors, path, {"format": "pt", "lora_adapter_metadata": header})
-    merged, parts = changes(merge_adapters(paths, "task_arithmetic"), tmp_path / "out.safetensors"), map(of, paths)
-    sums = [dict(part) for part in parts]
+    merged = changes(merge_adapters(paths, "task_arithmetic"), tmp_path / "out.safetensors")
     for module, scale in modules.items():
-        torch.testing.assert_close(merged[module], scale * sum(part[module] for part in sums), **CLOSE)
+        torch.testing.assert_close(merged[module], 2 * scale * of(paths[0])[module], **CLOSE)
 
 
 def test_the_base_weight_that_peft_stores_beside_factors_of_an_embedding(tmp_path: Path) -> None:
@@ -292,23 +282,45 @@ def test_the_base_weight_that_peft_stores_beside_factors_of_an_embedding(tmp_pat
         merge_adapters(paths)
 
 
-# --- the call and the command --------------------------------------------------------------------------------------
+# --- the call and the command ----------------------------------------------------------------------------------------
 
 
 def test_the_command(three: list[str], tmp_path: Path) -> None:
     done = run("lora", *three, tmp_path / "out", "--method", "ties", "-p", "density=0.4", "--rank", "3", "--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.output)
-    assert list(told["shares"]) == three
-    assert {fact["rank"] for fact in told["maps"].values()} == {3}
-    assert all(0 < fact["energy"] < 1 for fact in told["maps"].values())
+    facts = json.loads(done.output)
+    assert list(facts["shares"]) == three
+    assert all(fact["rank"] == 3 and 0 < fact["energy"] < 1 for fact in facts["maps"].values())
     again = one_error(run("lora", *three, tmp_path / "out").output)
     assert "is already there" in again or "--force" in again
     done = run("lora", *three, tmp_path / "out", "--force", "--rank", "auto", "--weights", "1,1,2")
     assert done.exit_code == 0, done.output
-    assert "How much of each adapter the merge keeps" in done.output
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["lora_alpha"]) == (BASE, config["r"])
+
+
+def test_one_folder_by_two_names_is_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = (f"{tmp_path}/base", f"{tmp_path}/base/", "./base", None)
+    paths = [write_peft(tmp_path / str(i), i, base_model_name_or_path=name) for i, name in enumerate(names)]
+    assert len(merge_adapters(paths[:3]).maps) == len(MAPS)
+    with pytest.raises(RotationMergeError, match="is an adapter of an unnamed base"):
+        merge_adapters(paths)
+
+
+def test_paths_are_taken_and_nothing_else_is_written_over(three: list[str], tmp_path: Path) -> None:
+    """A folder that holds a model would count as an adapter afterwards, and be of no use as either."""
+    merged = merge_adapters(map(Path, three))
+    merged.save(tmp_path / "out")
+    merged.save(tmp_path / "out", force=True)
+    assert of(tmp_path / "out").keys() == changes(merge_adapters(three), tmp_path / "again").keys()
+    model = make("llama", tmp_path / "model")
+    for place, words in ((model, "model/: already exists"), (Path(three[0]), "is one of the inputs")):
+        before = files_of(place)
+        with pytest.raises(RotationMergeError, match=words):
+            merged.save(f"{place}/")
+        assert files_of(place) == before
 
 
 @pytest.mark.parametrize(
@@ -316,18 +328,13 @@ def test_the_command(three: list[str], tmp_path: Path) -> None:
     [
         ({"weights": ["much", 1, 1]}, "'weights' are .*one number for each adapter"),
         ({"weights": 1}, "'weights' are 1"),
-        ({"weights": "ab"}, "'weights' are 'ab'; give one number for each adapter"),
         ({"method": None}, "not merged by 'None'"),
-        ({"energy": 0.5}, "'energy' has no effect"),
         ({"rank": 2, "energy": 0.5}, "'energy' has no effect"),
         ({"method": "dare_ties", "parameters": {"density": -1}}, "'density' is -1.* from 0 to 1"),
-        ({"method": "ties", "parameters": {"density": 2}}, "'density' is 2.* from 0 to 1"),
         ({"method": "ties", "parameters": {"lambda": float("inf")}}, "finite"),
         ({"method": "task_arithmetic", "parameters": {"lambda": 1e300}}, "exceeds the range of float32"),
-        ({"adapters": "folder"}, "one str stands where adapters belong"),
-        ({"adapters": Path("folder")}, "one PosixPath stands where"),
+        ({"adapters": Path("folder")}, "one PosixPath stands where adapters belong"),
         ({"adapters": ["folder", None]}, "of type NoneType"),
-        ({"adapters": ["folder", 3]}, "one adapter is of type int"),
     ],
 )
 def test_values_that_mean_nothing_are_one_line(arguments: dict[str, Any], words: str, three: list[str]) -> None:
@@ -336,57 +343,47 @@ def test_values_that_mean_nothing_are_one_line(arguments: dict[str, Any], words:
     assert "\n" not in str(error.value)
 
 
-def test_one_folder_by_two_names_is_one_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "base").mkdir()
-    monkeypatch.chdir(tmp_path)
-    names = (f"{tmp_path}/base", f"{tmp_path}/base/", "./base", None)
-    paths = [str(write_peft(tmp_path / str(i), i, base_model_name_or_path=name)) for i, name in enumerate(names)]
-    assert len(merge_adapters(paths[:3]).maps) == len(MAPS)
-    with pytest.raises(RotationMergeError, match="is an adapter of an unnamed base"):
-        merge_adapters(paths)
-
-
-MAGNITUDE = {"base_model.model.layers.0.up_proj.lora_magnitude_vector.weight": torch.ones(16)}
-PAIR = {"m.lora_down.weight": torch.ones(2, 4), "m.lora_up.weight": torch.ones(5, 2)}
+MODULE = "base_model.model.layers.0"
+MAGNITUDE = {f"{MODULE}.up_proj.lora_magnitude_vector.weight": torch.ones(16)}
 CONV = {"m.lora_down.weight": torch.ones(2, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 2, 1, 1)}
 FOLDERS: dict[str, dict[str, Any]] = {
     "foreign": {"base_model_name_or_path": "org/other"},
     "dora": {"use_dora": True, "more": MAGNITUDE},
-    "no magnitudes": {"use_dora": True},
+    "no_magnitudes": {"use_dora": True},
     "nan": {"scale": float("nan")},
     "infinite": {"lora_alpha": float("inf")},
-    "wide": {"maps": (), "more": factors("layers.0.up_proj", 8, 10)},
-    "shape": {"maps": (), "more": factors("layers.0.q_proj", 4, 4)},
+    "wide": {"maps": (), "more": pair(f"{MODULE}.up_proj", 8, 10)},
+    "shape": {"maps": (), "more": pair(f"{MODULE}.q_proj", 4, 4)},
     "short": {"maps": ("q_proj",)},
 }
-FILES: dict[str, dict[str, Tensor]] = {
+FILES: dict[str, Tensors] = {
     "loha": {"m.hada_w1_a": torch.ones(2, 2)},
     "kernel": {**CONV, "m.lora_up.weight": torch.ones(5, 2, 3, 3)},
     "vector": {**CONV, "m.alpha": torch.ones(2)},
     "alpha": {**CONV, "m.alpha": torch.tensor(float("nan"))},
     "empty": {"m.lora_down.weight": torch.ones(0, 4, 3, 3), "m.lora_up.weight": torch.ones(5, 0, 1, 1)},
-    "header": {"m.lora_A.weight": torch.ones(1, 2), "m.lora_B.weight": torch.ones(2, 1)},
-    "pair": PAIR,
-    "half": {**PAIR, "n.lora_up.weight": torch.ones(5, 2)},
+    "header": pair("m", 2, 2),
+    "pair": pair("m", 5, 4, KOHYA),
+    "half": {**pair("m", 5, 4, KOHYA), "n.lora_up.weight": torch.ones(5, 2)},
 }
 BAD: list[tuple[str, str]] = [
     ("one", "two adapters"),
     ("one foreign", "is an adapter of org/other"),
     ("one dora", "DoRA"),
+    ("one no_magnitudes", "DoRA"),
     ("one nan", "NaN"),
+    ("one infinite", "lora_alpha of 'layers.0"),
     ("one shape", "of shape"),
+    ("short one wide", "'layers.0.up_proj' of shape [8, 10]"),
+    ("one nothing", "no LoRA adapter"),
     ("one kohya.safetensors", "format of kohya"),
     ("one loha.safetensors", "hada_w1_a"),
-    ("one nothing", "no LoRA adapter"),
     ("one kernel.safetensors", "factors of 'm' are [2, 4, 3, 3] and [5, 2, 3, 3]"),
     ("one vector.safetensors", "gives no number for 'm'"),
     ("one empty.safetensors", "factors of 'm' are [0, 4, 3, 3]"),
     ("one alpha.safetensors", "'m.alpha' holds NaN"),
     ("one header.safetensors", "'lora_adapter_metadata' in its header"),
-    ("one infinite", "lora_alpha of 'layers.0"),
-    ("one no_magnitudes", "DoRA"),
     ("pair.safetensors half.safetensors", "'n' has one factor"),
-    ("short one wide", "'layers.0.up_proj' of shape [8, 10]"),
     ("one two three --rank 99", "'rank' is 99"),
     ("one two three --rank -1", "'--rank' is -1"),
     ("one two three --rank all", "'--rank' is 'all'"),
@@ -411,7 +408,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("one", "two", "three")):
         write_peft(folder / name, seed)
     for name, settings in FOLDERS.items():
-        write_peft(folder / name.replace(" ", "_"), 5, **settings)
+        write_peft(folder / name, 5, **settings)
     for name, tensors in FILES.items():
         save_file(tensors, folder / f"{name}.safetensors", {"lora_adapter_metadata": "["} if name == "header" else None)
     write_kohya(folder / "kohya.safetensors", 0, 2, None, KOHYA)
@@ -427,22 +424,5 @@ def test_bad_input_gets_one_line(line: str, words: str, shelf: Path) -> None:
     assert done.exit_code == 2, done.output
     assert words in one_error(done.output)
     assert not out.exists()
-
-
-def test_an_adapter_of_another_base_is_merged_by_force(shelf: Path, tmp_path: Path) -> None:
-    assert run("lora", shelf / "one", shelf / "foreign", tmp_path / "out", "--force").exit_code == 0
-
-
-def test_paths_are_taken_and_nothing_else_is_written_over(three: list[str], tmp_path: Path) -> None:
-    """A folder that holds a model would count as an adapter afterwards, and be of no use as either."""
-    merged = merge_adapters(map(Path, three))
-    merged.save(tmp_path / "out")
-    merged.save(tmp_path / "out", force=True)
-    assert of(tmp_path / "out").keys() == changes(merge_adapters(three), tmp_path / "again").keys()
-    assert len(repr(merged)) < 1000
-    model = make("llama", tmp_path / "model")
-    for place, words in ((model, "model/: already exists"), (Path(three[0]), "is one of the inputs")):
-        before = {path.name: path.read_bytes() for path in place.iterdir()}
-        with pytest.raises(RotationMergeError, match=words):
-            merged.save(f"{place}/")
-        assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    if names == "one foreign":
+        assert run("lora", *adapters, shelf / "forced", "--force").exit_code == 0
