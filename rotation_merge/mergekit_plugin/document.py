@@ -27,9 +27,6 @@ MOST_VALUES, DEEPEST = 100_000, 100
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
 
-MISSPELT = "did you mean"
-"""Stands in the remedy of a fault that is a misspelt word."""
-
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """A value and everything in it, with paths: of a document, or of mergekit's form of one."""
@@ -117,9 +114,8 @@ class Document:
 
     @property
     def first(self) -> Fault | None:
-        """The fault to report: a misspelt word before what it causes; else the first one."""
-        errors = [fault for fault in self.faults if fault.error]
-        return min(errors, key=lambda fault: MISSPELT not in fault.remedy, default=None)
+        """The fault to report: rules look for misspelt words before what these may cause."""
+        return next((fault for fault in self.faults if fault.error), None)
 
     def raise_first(self) -> None:
         """Raise the fault to mend first, if there is any."""

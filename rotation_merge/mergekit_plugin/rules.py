@@ -32,7 +32,7 @@ from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD, delegates, keys
-from rotation_merge.mergekit_plugin.document import MISSPELT, MULTI_KEYS, Document, Finding, Path, is_ours, walk
+from rotation_merge.mergekit_plugin.document import MULTI_KEYS, Document, Finding, Path, is_ours, walk
 
 MODELS = (InputModelDefinition, InputSliceDefinition)
 
@@ -131,10 +131,10 @@ def check(document: Document) -> MergeMethod | None:
         document.fault(
             ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
         )
+    document.collect(_parameters(config, delegate))
     for rule in (_entries, _moved_by_files, _slices, _conflicts):
         document.collect(rule(config))
-    document.collect(_parameters(config, delegate))
-    if delegate is not None and not any(MISSPELT in fault.remedy for fault in document.faults):
+    if delegate is not None and not any("did you mean" in fault.remedy for fault in document.faults):
         document.collect(_contract(config, delegate))
     return delegate
 

@@ -39,7 +39,7 @@ from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import with_moved_head, write_heads
-from rotation_merge.model.markdown import code, plain
+from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
@@ -143,7 +143,7 @@ def _written(
         if recipe.value("heads_of") == "each":
             _write_heads(views, staging, report)
         if options.write_model_card:
-            _write_card(recipe.config, staging, source, report)
+            _write_card(staging, source, report)
     return report, defects
 
 
@@ -213,14 +213,6 @@ CARD = """# {name}
 
 This is a merge of pre-trained models created using [mergekit](https://github.com/arcee-ai/mergekit).
 
-## Merge Details
-
-This model was merged by {method}{base}.
-
-### Models Merged
-
-{models}
-
 ### Configuration
 
 {fence}yaml
@@ -229,13 +221,10 @@ This model was merged by {method}{base}.
 """
 
 
-def _write_card(config: MergeConfiguration, folder: str, source: str, report: MergeReport) -> None:
+def _write_card(folder: str, source: str, report: MergeReport) -> None:
     """Write a card with the recipe as the user wrote it and a section on the merge, and the recipe itself."""
     name, fence = os.path.basename(folder), max(["``", *re.findall("`+", source)], key=len) + "`"
-    models = "\n".join(f"* {plain(model)}" for model in sorted(map(str, config.referenced_models())))
-    method = " and ".join(map(code, dict.fromkeys([config.merge_method, report.delegate])))
-    base = f" using {plain(config.base_model)} as a base" if config.base_model else ""
-    text = CARD.format(name=plain(name), method=method, base=base, models=models, fence=fence, source=source)
+    text = CARD.format(name=plain(name), fence=fence, source=source)
     picture = None
     try:
         picture = save_distances(report, folder)

@@ -210,6 +210,6 @@ def test_a_card_names_no_path_of_this_machine(
     merged(recipe | (sliced if form == "slices" else {"models": entries}), tmp_path / "out")
     text = card(tmp_path / "out")
     assert "private" not in text
-    for words in (f" using {shown[0]} as a base.", f"* {shown[1]}\n", f"model: {shown[1]}\n", f"| {shown[1]} | "):
+    for words in (f"line up with `{shown[0]}`", f"model: {shown[1]}\n", f"| {shown[1]} | "):
         assert words in text
     assert names[1] in (tmp_path / "out" / "mergekit_config.yml").read_text()
