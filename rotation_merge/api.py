@@ -159,7 +159,11 @@ def average(
         measured = _checked_statistics(views, opened, kind.statistics, statistics)
     elif kind.statistics:
         config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
-        measured = [measure(*each, config) for each in zip(opened, _each(samples, opened, method), strict=True)]
+        if samples is None:
+            remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
+            raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
+        sources = for_each(samples, len(opened))
+        measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
     elif samples is not None:
         batches = _pool(opened, method, samples, limit, seed)
     with python_places():
@@ -193,18 +197,6 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[dict[str, float
     if abs(sum(shares)) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
     return [{"weight": share} for share in shares]
-
-
-def _each(samples: Samples, models: Sequence[View], method: str) -> list[Samples]:
-    """The samples that each model is measured on.
-
-    Raises:
-        RecipeError: there are none.
-    """
-    if samples is None:
-        problem = f"{method} needs samples or statistics of the models"
-        raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
-    return for_each(samples, len(models))
 
 
 def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, seed: int) -> list[Batch]:
@@ -306,11 +298,13 @@ def refit(
     samples: Samples = SELF,
     config: RefitConfig | None = None,
     weights: Sequence[float] | None = None,
+    exclude: Sequence[str] = (),
 ) -> View:
     """Average models by solving the merge's linear maps, layer by layer, from its own inputs; the anchor comes first.
 
     Args:
         models, weights, samples: as of `average`.
+        exclude: parts of names of tensors that stay the first model's.
 
     Returns:
         A lazy view: all maps are solved when the first tensor is asked for.
@@ -318,21 +312,7 @@ def refit(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    return _refitted(_opened(models), samples, RefitConfig.of(config), weights)
-
-
-def _refitted(
-    views: Sequence[View],
-    samples: Samples,
-    config: RefitConfig,
-    weights: Sequence[float] | None,
-    exclude: Sequence[str] = (),
-) -> View:
-    """`refit` of opened models.
-
-    Args:
-        exclude: parts of names of tensors that stay the first model's.
-    """
+    views, config = _opened(models), RefitConfig.of(config)
 
     def excluded(name: str) -> bool:
         return any(part in name for part in exclude)
@@ -359,7 +339,7 @@ def _average_by_refit(
         raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
     parts = (checked("exclude", values.pop("exclude")) if "exclude" in values else "").split(",")
     exclude = [part.strip() for part in parts if part.strip()]
-    return _refitted(views, samples, RefitConfig.from_values(values), weights, exclude)
+    return refit(views, samples, RefitConfig.from_values(values), weights, exclude)
 
 
 def polish(
