@@ -111,13 +111,13 @@ def _candidates(models: Mapping[str, View]) -> list[str]:
     names = list(models) if len(models) > 2 else []
     parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.exists(name)}
     folders = [place for parent in sorted(parents) for place in sorted(Path(parent).iterdir())]
-    here = {os.path.realpath(name) for name in models}
+    model_places = {os.path.realpath(name) for name in models}
     beside = [
         str(place)
         for place in folders
         if (place / "config.json").is_file()
         and not any((place / file).exists() for file in MERGED)
-        and os.path.realpath(place) not in here
+        and os.path.realpath(place) not in model_places
     ]
     began = [(read_json(os.path.join(m.folder, "config.json")).get("_name_or_path"), m.folder) for m in models.values()]
     stated = [place for name, folder in began for place in _places(name, folder)]

@@ -159,15 +159,15 @@ def test_samples_are_drawn_from_the_whole_file(tmp_path: Path) -> None:
 def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path) -> None:
     batches = [{"input_ids": torch.arange(6).reshape(2, 3) + 10 * i} for i in range(16)]
     parts = [part for (part,) in split([Data(batches, "next token", 32)], seed=1)]
-    seen = [set(batch["input_ids"].flatten().tolist()) for part in parts for batch in part.batches]
-    assert sum(map(len, seen)) == len(set().union(*seen)) == 96
+    values = [set(batch["input_ids"].flatten().tolist()) for part in parts for batch in part.batches]
+    assert sum(map(len, values)) == len(set().union(*values)) == 96
     assert [len(part.batches) for part in parts] == [8, 4, 4]
     few = split([Data(batches[:3], "next token", 6)], seed=1)  # batches are divided
     assert [part.examples for (part,) in few] == [2, 2, 2]
     with pytest.raises(DataError, match="too few"):
         split([Data(batches[:1], "next token", 2)], seed=1)
-    ones = [torch.ones(1, length, dtype=torch.int64) for length in (2, 4)]
-    uneven = Data([{"input_ids": row, "attention_mask": row} for row in ones], "next token", 2)
+    rows = [torch.ones(1, length, dtype=torch.int64) for length in (2, 4)]
+    uneven = Data([{"input_ids": row, "attention_mask": row} for row in rows], "next token", 2)
     tensors = load_file(write_data(uneven, tmp_path / "d" / "x.safetensors"))
     assert tensors["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 
@@ -195,7 +195,7 @@ def test_files_of_another_search_are_neither_used_nor_lost(tmp_path: Path) -> No
 
 
 def test_judges_count_as_evaluate_does_and_a_parent_does_not_diverge_from_itself() -> None:
-    model, other = load(BASE), load(OTHER)
+    model, stranger = load(BASE), load(OTHER)
     data = read_samples(BASE, "demo:python", 8, 4, 32, module=model)
     judge, scores = Judge([data], labelled=True), score(model, data)
     assert judge.measure(model) == Figures(pytest.approx(scores.loss), pytest.approx(scores.main))
@@ -203,7 +203,7 @@ def test_judges_count_as_evaluate_does_and_a_parent_does_not_diverge_from_itself
     judge = Judge([read_samples(BASE, "self", 4, 4, 16, module=model)], labelled=False)
     judge.prepare({"a": model})
     assert judge.measure(model).score == pytest.approx(0.0, abs=1e-6)
-    assert judge.measure(other).score > 0.01
+    assert judge.measure(stranger).score > 0.01
 
 
 def test_a_lower_loss_with_fewer_right_answers_is_said() -> None:
@@ -255,24 +255,24 @@ class Tied(torch.nn.Module):
 
 def line(goal: float, limit: float = 9.0) -> tuple[float, list[float]]:
     """The scale where a model with its values nearest to `goal` is best, and above `limit` forgets; values tried."""
-    seen, merged, base = [], Tied(2.0), Tied(1.0)
+    values, merged, base = [], Tied(2.0), Tied(1.0)
 
     def measure(model: torch.nn.Module) -> Figures:
         (value,) = {round(float(x), 4) for tensor in model.state_dict().values() for x in tensor.flatten()}
-        seen.append(value)
+        values.append(value)
         return figures(abs(value - goal), max(value - limit, 0.0))
 
     scale, best = best_scale(merged, base, 1.0, measure, lambda measured: (measured.on_base or 0.0, measured.score))
     assert all(bool((tensor == 1).all()) for tensor in base.state_dict().values())
     assert best.score == pytest.approx(abs(1 + scale - goal), abs=1e-3)
-    return scale, seen
+    return scale, values
 
 
 @pytest.mark.parametrize("goal", [1.6, 2.0, 2.9])
 def test_the_best_scale_lies_on_the_line_from_the_base(goal: float) -> None:
     """Every tensor of the merge moves along it once."""
-    scale, seen = line(goal)
-    assert abs(1 + scale - goal) <= min(abs(value - goal) for value in seen) + 1e-3
+    scale, values = line(goal)
+    assert abs(1 + scale - goal) <= min(abs(value - goal) for value in values) + 1e-3
     assert (goal - 1) / STEP**0.5 < scale < (goal - 1) * STEP**0.5
-    assert len(seen) == len(set(seen)) <= 8
+    assert len(values) == len(set(values)) <= 8
     assert 0.6 < line(goal=2.9, limit=1.7)[0] <= 0.7  # one that forgets comes after every other

@@ -91,8 +91,8 @@ def test_a_card_is_written_anew_in_place(models: tuple[Path, Path, Path]) -> Non
     text, report = (models[2] / "README.md").read_text(), read_report(str(models[2] / "rotation_merge.json"))
     picture = DISTANCES if (models[2] / DISTANCES).exists() else None
     assert updated_card(text, report, "out", LLAMA, picture=picture) == text
-    mine = text.replace("# out\n", "# out\n\nWords of mine.\n") + "\nAnd more.\n"
-    card = updated_card(mine, replace(report, anchor="ELSE"), "org/name", LLAMA)
+    edited = text.replace("# out\n", "# out\n\nWords of mine.\n") + "\nAnd more.\n"
+    card = updated_card(edited, replace(report, anchor="ELSE"), "org/name", LLAMA)
     for words in ("Words of mine.", "`ELSE`", "hf download org/name --local-dir name", "\nAnd more.\n"):
         assert words in card
     assert card.count(BEGIN) == 1

@@ -101,12 +101,12 @@ def test_somebody_else_makes_the_same_bytes(local: Local, home: Hub, tmp_path: P
     assert not [name for name, content in files.items() if str(anchor.parent).encode() in content]
     large = [content for name, content in files.items() if name.endswith(".safetensors")]
     assert {f"PUT blobs/{hashlib.sha256(content).hexdigest()}" for content in large} <= set(home.asked)
-    theirs = Path(snapshot_download(REPO, revision=revision, local_dir=tmp_path / "theirs"))
-    merged((theirs / "recipe.yml").read_text(), tmp_path / "again")
-    folders = (out, theirs, tmp_path / "again")
+    downloaded = Path(snapshot_download(REPO, revision=revision, local_dir=tmp_path / "theirs"))
+    merged((downloaded / "recipe.yml").read_text(), tmp_path / "again")
+    folders = (out, downloaded, tmp_path / "again")
     weights = [{path.name: path.read_bytes() for path in folder.glob("model*.safetensors")} for folder in folders]
     assert weights[0] == weights[1] == weights[2] != {}
-    assert state(theirs).keys() == state(out).keys()
+    assert state(downloaded).keys() == state(out).keys()
 
 
 def test_a_dry_run_shows_a_summary_and_sends_nothing(local: Local, home: Hub, caplog: pytest.LogCaptureFixture) -> None:
