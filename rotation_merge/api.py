@@ -154,18 +154,8 @@ def average(
     for name, source in (("statistics", statistics), ("samples", samples)):
         if source is not None and not takes[name]:
             raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
-    measured, batches = list[Statistics](), list[Batch]()
-    if kind.statistics and statistics is not None:
-        measured = _checked_statistics(views, opened, kind.statistics, statistics)
-    elif kind.statistics:
-        config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
-        if samples is None:
-            remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
-            raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
-        sources = for_each(samples, len(opened))
-        measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
-    elif samples is not None:
-        batches = _pool(opened, method, samples, limit, seed)
+    measured = _statistics(views, opened, method, kind.statistics, statistics, samples, limit, seed)
+    batches = [] if kind.statistics or samples is None else _pool(opened, method, samples, limit, seed)
     with python_places():
         result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
     result = replace(result, name=views[0].name)
@@ -234,16 +224,35 @@ def _check_folded(models: Sequence[View]) -> None:
             raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
-def _checked_statistics(views: Sequence[View], models: Sequence[View], kind: str, statistics: Any) -> list[Statistics]:
-    """Statistics of each model, from values or files.
+def _statistics(
+    views: Sequence[View],
+    models: Sequence[View],
+    method: str,
+    kind: str,
+    statistics: Any,
+    samples: Samples,
+    limit: int,
+    seed: int,
+) -> list[Statistics]:
+    """The statistics of each model that a method averages by: from values or files, or measured on samples.
 
     Args:
         models: the views with distinct names.
+        kind: of statistics; empty: the method needs none.
 
     Raises:
-        RecipeError: they are too few, or too many.
+        RecipeError: there are none, too few, or too many.
         StatisticsError: they belong to other weights, or lack an entry that the method needs.
     """
+    if not kind:
+        return []
+    if statistics is None and samples is None:
+        remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
+        raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
+    if statistics is None:
+        config = MeasureConfig.from_values({"kinds": (kind,), "samples": limit, "seed": seed})
+        sources = for_each(samples, len(models))
+        return [measure(*each, config) for each in zip(models, sources, strict=True)]
     parts = several(statistics, "statistics", (Statistics,))
     if len(parts) != len(models):
         problem = f"{len(parts)} statistics for {len(models)} models"

@@ -16,8 +16,8 @@ from rotation_merge.cli.command import (
     ShardSize,
     Storage,
     cli_command,
-    given,
-    refuse_given,
+    flags_used,
+    refuse_idle,
     usable_device,
 )
 from rotation_merge.cli.paths import NEW_ALIGNMENT, NEW_MODEL
@@ -43,7 +43,13 @@ from rotation_merge.run.proof import Proof, prove
 from rotation_merge.run.sample_kinds import ReadingConfig
 from rotation_merge.workers import on_backend
 
-THREADS: Literal["threads"] = "threads"
+THREADS = "threads"
+Backend = Annotated[
+    Literal["threads", "ray", "dask"],
+    "who computes the blocks: threads of this process, or workers of the Ray or Dask cluster that RAY_ADDRESS or "
+    "DASK_SCHEDULER_ADDRESS names (otherwise one on this machine). All must see the models under the same path; needs "
+    "rotation-merge[ray] or [dask]",
+]
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,7 @@ def command(
     shard_size: ShardSize = "5B",
     dtype: Storage = None,
     device: Device = "cpu",
-    backend: Annotated[
-        Literal["threads", "ray", "dask"],
-        "who computes the blocks: threads of this process, or workers of the Ray or Dask cluster that RAY_ADDRESS or "
-        "DASK_SCHEDULER_ADDRESS names (otherwise one on this machine). All must see the models under the same path; "
-        "needs rotation-merge[ray] or [dask]",
-    ] = THREADS,
+    backend: Backend = "threads",
     verify: Annotated[bool, "--verify/--no-verify", "compare OUT's outputs with the donor's"] = True,
     by: Annotated[Literal["space", "layer"], "rows of the table"] = "space",
     progress: Progress,
@@ -112,9 +113,10 @@ def command(
         return not proofs[0].failed, proofs[0].words
 
     with working as result:  # what is unfinished stays until all is written
+        notes += result.notes
         if out is not None:
             view = write_aligned(pair, result, out, dtype, size, progress, check if verify else None)
-            notes += [*result.notes, *view.notes, f"Written to {out}."]
+            notes += [*view.notes, f"Written to {out}."]
         if alignment is not None:
             result.write(alignment, half)
             notes.append(f"Transforms written to {alignment}.")
@@ -154,10 +156,10 @@ def _distances(pair: Pair, alignment: Alignment, by: str, notes: Sequence[str]) 
 
 def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: str) -> None:
     """Refuse options that would do nothing."""
-    if learn and (not (out or alignment) or not given("data")):
+    if learn and (not (out or alignment) or not flags_used("data")):
         raise RotationMergeError("--learn needs --data, and OUT or --alignment", remedy="name them")
     fitted = FitConfig.options() | LearningSamplesConfig.options()
-    refuse_given(
+    refuse_idle(
         (not learn, [name for name, field in fitted.items() if field.command], "{} needs --learn", "add it"),
         (learn, ["samples"], "{} is for matching on activations", "give --limit for learning"),
         (out is None, ["dtype", "shard_size", "verify"], "{} needs OUT", "name it, or leave the option out"),

@@ -17,7 +17,7 @@ from rotation_merge.cli.paths import (
     NAMED_ALIGNMENTS,
     SAMPLES,
     Writes,
-    held,
+    checked_outputs,
     is_document,
 )
 from rotation_merge.cli.show import Answer, Progress, Table, sentence
@@ -87,7 +87,7 @@ def command(
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
         paths = Paths(models[0], donors, data, config, progress, ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
-        click.get_current_context().with_resource(held([Output(picture) for picture in pictures[1:]]))
+        click.get_current_context().with_resource(checked_outputs([Output(picture) for picture in pictures[1:]]))
         barriers = paths.barriers(chosen)
     facts = [barrier.to_dict() for barrier in barriers]
     if save is not None:

@@ -13,8 +13,8 @@ from rotation_merge.cli.command import (
     ShardSize,
     Storage,
     cli_command,
-    given,
-    refuse_given,
+    flags_used,
+    refuse_idle,
     usable_device,
 )
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL
@@ -54,12 +54,12 @@ def command(
     """
     size, device = parse_size(shard_size), usable_device(device)
     config = replace(config, alignment=alignment, match=match, untie=opening.untie)
-    if given("steps") and not given("method"):
+    if flags_used("steps") and not flags_used("method"):
         config = replace(config, method="distil")
     config.check_use()
     by_weights, without = config.matched_on == WEIGHTS, not config.needs_samples
     matching = (*AlignConfig.options(), "match_on")
-    refuse_given(
+    refuse_idle(
         (without and by_weights, ("data", "samples"), "{} has no effect with --carry weights", "add --scale auto"),
         (alignment is not None, matching, "{} has no effect beside --alignment", "leave it out"),
     )

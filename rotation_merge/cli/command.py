@@ -23,7 +23,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from rotation_merge.cli.paths import MODEL, SAMPLES, Writes, held
+from rotation_merge.cli.paths import MODEL, SAMPLES, Writes, checked_outputs
 from rotation_merge.cli.show import Answer, Progress, note, silence_libraries, verbosity
 from rotation_merge.config import Config, Dtype, Option
 from rotation_merge.errors import INTERRUPTED, RecipeError, RotationMergeError
@@ -121,14 +121,14 @@ def _option(
     return click.Option(names, type=kind, default=start, show_default=default is not None, help=help, **more)
 
 
-def given(*names: str) -> list[str]:
+def flags_used(*names: str) -> list[str]:
     """Flags of those parameters of the running command that the user gave."""
     context = click.get_current_context()
     flags = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     return [flags[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
-def refuse_given(*rules: tuple[bool, Iterable[str], str, str]) -> None:
+def refuse_idle(*rules: tuple[bool, Iterable[str], str, str]) -> None:
     """Refuse options that would do nothing.
 
     Args:
@@ -138,7 +138,7 @@ def refuse_given(*rules: tuple[bool, Iterable[str], str, str]) -> None:
         RotationMergeError: names the first that was given.
     """
     for holds, names, problem, remedy in rules:
-        if holds and (flags := given(*names)):
+        if holds and (flags := flags_used(*names)):
             raise RotationMergeError(problem.format(flags[0]), remedy=remedy)
 
 
@@ -189,7 +189,7 @@ def cli_command(
 
 def _answer(function: Callable[..., Answer], fills: Mapping[str, Fill], values: Mapping[str, Any]) -> Answer:
     """Call a command's function, its outputs checked and locked, with a progress bar."""
-    with held(), Progress() as progress:
+    with checked_outputs(), Progress() as progress:
         known = {"force": False, "progress": progress, **values}
         return function(**{name: fill(known) for name, fill in fills.items()})
 

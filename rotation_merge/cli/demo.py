@@ -97,18 +97,11 @@ def command(
             results.append(_merged(STAGES[name], Path(keep or scratch, name)))
     seconds = time.perf_counter() - began
     lines = (
-        Table(map(row, results)),
+        Table(results),
         f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.",
         f"Recipes and merged models: {keep}" if keep else "",
     )
     return Answer({"seconds": seconds, "results": results}, lines)
-
-
-def row(result: dict[str, Any]) -> dict[str, Any]:
-    """One row of the table, with a column for each way to merge."""
-    merges = {way: result["merges"].get(way) for way in WAYS}
-    first = {name: result[name] for name in ("title", "measure", "parents")}
-    return {**first, **merges, "distance": result["before"], "aligned": result["after"]}
 
 
 def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:

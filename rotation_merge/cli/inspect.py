@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from rich.filesize import decimal
 
 from rotation_merge.architecture import families
-from rotation_merge.cli.command import cli_command, given, refuse_given
+from rotation_merge.cli.command import cli_command, flags_used, refuse_idle
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import Answer, Table, note, sentence
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of
@@ -61,15 +61,15 @@ def command(
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
     """
-    if len(questions := given(*ABOUT, *ALONE)) > 1:
+    if len(questions := flags_used(*ABOUT, *ALONE)) > 1:
         raise RotationMergeError(f"{questions[0]} and {questions[1]} cannot be combined", remedy="use one at a time")
-    alone, document = bool(given(*ALONE)), target is not None and is_document(target)
+    alone, document = bool(flags_used(*ALONE)), target is not None and is_document(target)
     if alone == (target is not None):
         problem = f"{questions[0]} takes no model" if alone else "no model, recipe or file is given"
         remedy = "leave it out" if alone else "name a model, a recipe or a file, or see --help"
         raise RotationMergeError(problem, where=target, remedy=remedy)
     aligning = (*AlignConfig.options(), "untie")
-    refuse_given(
+    refuse_idle(
         (prove is None, ["config"], "{} needs --prove", "leave it out, or add --prove FILE"),
         (bool(questions) or document, aligning, "{} is an option of aligning a model", "leave it out"),
     )
@@ -132,9 +132,9 @@ def _lines(facts: dict[str, Any]) -> list[str | Table]:
 def _file(path: str) -> Answer:
     """The content of one of our files."""
     contents = described(path)
-    made = dict(contents["made"])
-    verdicts = {"learned": (made.pop("learned", None) or {}).get("verdict"), "figures": contents.get("verdict")}
-    facts = {**contents["fingerprints"], **contents["holds"], **made, **verdicts}
+    metadata = dict(contents["made"])
+    verdicts = {"learned": (metadata.pop("learned", None) or {}).get("verdict"), "figures": contents.get("verdict")}
+    facts = {**contents["fingerprints"], **contents["holds"], **metadata, **verdicts}
     rows = [{"": name, " ": value} for name, value in facts.items() if value is not None]
     return Answer(contents, [f"{contents['is']} ({contents['format']})", Table(rows)])
 
@@ -187,11 +187,10 @@ def options() -> list[dict[str, Any]]:
     """Every parameter of rotation_merge itself; `text` is Markdown."""
     entries = []
     for name, spec in BY_NAME.items():
-        option = spec.option
+        option, default = spec.option, str(spec.default).lower()
         readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
-        where, default = PLACES[option.scope], str(spec.default).lower()
-        text = f"{sentence(option.help)}{readers}"
-        entries.append({"name": name, "where": where, "values": option.values, "default": default, "text": text})
+        entry = {"name": name, "where": PLACES[option.scope], "values": option.values, "default": default}
+        entries.append({**entry, "text": f"{sentence(option.help)}{readers}"})
     return entries
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import click
 
 from rotation_merge.cli.command import Device, Model, cli_command, usable_device
-from rotation_merge.cli.paths import SAMPLES, STATISTICS, held
+from rotation_merge.cli.paths import SAMPLES, STATISTICS, checked_outputs
 from rotation_merge.cli.show import Answer, Progress
 from rotation_merge.model.open import open_model
 from rotation_merge.run.batches import check_labels
@@ -47,7 +47,7 @@ def command(
     view = open_model(model)
     place = Path(out) if out is not None else default_statistics_path(view.reference)
     if out is None:
-        click.get_current_context().with_resource(held(STATISTICS.outputs(str(place))))
+        click.get_current_context().with_resource(checked_outputs(STATISTICS.outputs(str(place))))
     device = usable_device(device)
     module = model_for(view, config, data, device, by_layer)
     limit = config.samples or (COUNT if data in SOURCES else None)

@@ -111,7 +111,7 @@ def read_recipe(path: str) -> str:
 
 
 @contextmanager
-def held(outputs: Sequence[Output] | None = None) -> Iterator[None]:
+def checked_outputs(outputs: Sequence[Output] | None = None) -> Iterator[None]:
     """Check and lock outputs of the running command; None: those that its parameters name.
 
     Raises:

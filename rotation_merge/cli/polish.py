@@ -29,15 +29,15 @@ class ValuesCommand(click.Command):
     """Repeated options may be followed by several values: `--teachers A B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        repeated = {name for p in self.params if isinstance(p, click.Option) and p.multiple for name in p.opts}
-        result, last = list[str](), ""
+        repeated = {flag for p in self.params if isinstance(p, click.Option) and p.multiple for flag in p.opts}
+        words, flag = list[str](), ""
         for arg in args:
-            if not arg.startswith("-") and last and result[-1] != last:
-                result.append(last)
-            elif arg.startswith("-"):
-                last = arg if arg in repeated else ""
-            result.append(arg)
-        return super().parse_args(ctx, result)
+            if arg.startswith("-"):
+                flag = arg if arg in repeated else ""
+            elif flag and words[-1] != flag:
+                words.append(flag)
+            words.append(arg)
+        return super().parse_args(ctx, words)
 
 
 @cli_command(
