@@ -6,7 +6,7 @@ import json
 import pickle
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,227 +56,197 @@ from torch import Tensor
 import rotation_merge as rm
 
 ALIGN_AND_VERIFY = ("align anchor donor out", "verify anchor donor")
+NO_END = f"'num_hidden_layers' is {ENDLESS}"
+OF_RECIPES: dict[str, Any] = {"commands": (), "python": None}
+"""A recipe is told of it, `align` and Python are not."""
+
+
+def rows(table: Mapping[str, tuple[Any, ...]], **more: Any) -> list[Row]:
+    """Checkpoints that every way refuses: by name what spoils the donor, and words."""
+    return [in_donor(name, spoil, *words, **more) for name, (spoil, *words) in table.items()]
+
+
+def weights(change: Callable[[bytes], bytes]) -> Callable[[Bench], None]:
+    return bytes_of(f"donor/{WEIGHTS}", change)
+
+
+def shards(*spoil: Callable[[Bench], object]) -> Callable[[Bench], None]:
+    """The donor in two shards, in which something is wrong."""
+    return both(sharded, *spoil)
+
+
+def index_to(place: str) -> Callable[[Bench], None]:
+    """An index that leads to a file outside of the folder."""
+
+    def spoil(bench: Bench) -> None:
+        shutil.copy(f"donor/{WEIGHTS}", "secret.safetensors")
+        index(dict.fromkeys(load_file(f"donor/{WEIGHTS}"), place))
+        gone(f"donor/{WEIGHTS}")(bench)
+
+    return spoil
+
+
+HEADER = struct.pack("<Q", 20) + b'{"a": {"dtype": 3}} ' + bytes(80)
+OLD_PICKLE = both(gone(f"donor/{WEIGHTS}"), put("donor/pytorch_model.bin", pickle.dumps(Evil())))
+SHORT_PICKLE = both(pickled({"a": torch.ones(999)}), bytes_of("donor/pytorch_model.bin", lambda x: x[:-500]))
+OTHER_INDEX = bytes_of(f"donor/{INDEX}", lambda x: x.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
+BETTER = both(
+    lambda bench: shutil.copy(f"donor/{WEIGHTS}", "donor/better.safetensors"),
+    config(transformers_weights="better.safetensors"),
+)
+OUTSIDE = "outside of its directory"
 FILES = [
-    in_donor("no folder", gone("donor"), "donor", "no such directory"),
-    in_donor("no config", gone("donor/config.json"), "config.json is missing", "donor", commands=ALIGN_AND_VERIFY),
-    in_donor("config that is not JSON", put("donor/config.json", "{"), "config.json", "cannot be read"),
-    in_donor("config that is a list", put("donor/config.json", "[]"), "config.json", "JSON object"),
-    in_donor("config that is a folder", folder_for("donor/config.json"), "config.json", "directory"),
-    in_donor("config of no known type", config(model_type="nothing"), "donor", "config"),
-    in_donor("class that nobody knows", config(architectures=["NoSuchModel"], model_type="none"), "donor"),
-    in_donor("no weights", gone(f"donor/{WEIGHTS}"), "no weights", "donor"),
-    in_donor("weights that are a folder", folder_for(f"donor/{WEIGHTS}"), WEIGHTS, "directory"),
-    in_donor("truncated weights", bytes_of(f"donor/{WEIGHTS}", lambda x: x[:-100]), WEIGHTS, "ownload"),
-    in_donor("empty weights", put(f"donor/{WEIGHTS}"), "donor", "ownload"),
-    in_donor(
-        "noise for weights", put(f"donor/{WEIGHTS}", b"\xff" * 4096), "donor", "ownload", commands=ALIGN_AND_VERIFY
+    *rows(
+        {
+            "no folder": (gone("donor"), "donor", "no such directory"),
+            "config that is not JSON": (put("donor/config.json", "{"), "config.json", "cannot be read"),
+            "config that is a list": (put("donor/config.json", "[]"), "config.json", "JSON object"),
+            "config that is a folder": (folder_for("donor/config.json"), "config.json", "directory"),
+            "config of no known type": (config(model_type="nothing"), "donor", "config"),
+            "class that nobody knows": (config(architectures=["NoSuchModel"], model_type="none"), "donor"),
+            "no weights": (gone(f"donor/{WEIGHTS}"), "no weights", "donor"),
+            "weights that are a folder": (folder_for(f"donor/{WEIGHTS}"), WEIGHTS, "directory"),
+            "truncated weights": (weights(lambda x: x[:-100]), WEIGHTS, "ownload"),
+            "empty weights": (put(f"donor/{WEIGHTS}"), "donor", "ownload"),
+            "damaged header": (put(f"donor/{WEIGHTS}", HEADER), "ownload"),
+            "page of the web for weights": (put(f"donor/{WEIGHTS}", "<html>Not found</html>"), "donor", "ownload"),
+            "lost shard": (shards(gone(f"donor/{SHARDS[1]}")), "shard", "00002"),
+            "truncated shard": (shards(bytes_of(f"donor/{SHARDS[1]}", lambda x: x[:-8])), SHARDS[1], "truncated"),
+            "index that is not JSON": (shards(put(f"donor/{INDEX}", "{")), "index.json", "cannot be read"),
+            "index without a map": (shards(put(f"donor/{INDEX}", "{}")), "index.json", "weight_map"),
+            "index of another model": (shards(OTHER_INDEX), "mlp.up_proj"),
+            "index that leads above": (index_to("../secret.safetensors"), OUTSIDE),
+            "index that leads to the root": (index_to("/etc/secret.safetensors"), OUTSIDE),
+            "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),
+            "tensor in two shards": (tensor_in_two_shards, f"{SHARDS[0]} and in {SHARDS[1]}"),
+            "tensor in two pickles": (tensor_in_two_pickles, "pytorch_model-00001-of-00002.bin and in"),
+            "adapter beside weights": (adapter("donor"), "model.safetensors and adapter_config.json"),
+            "config that names another file": (BETTER, "better.safetensors"),
+            "pickle of a list": (pickled([1, 2, 3]), "pytorch_model.bin", "no tensors"),
+            "pickle of numbers": (pickled({"a": 1}), "pytorch_model.bin", "no tensors"),
+            "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors"),
+            "old pickle that runs code": (OLD_PICKLE, "pytorch_model.bin", "tensors"),
+            "truncated pickle": (SHORT_PICKLE, "pytorch_model.bin", "damaged"),
+        }
     ),
-    in_donor(
-        "damaged header",
-        put(f"donor/{WEIGHTS}", struct.pack("<Q", 20) + b'{"a": {"dtype": 3}} ' + bytes(80)),
-        "ownload",
+    *rows(
+        {
+            "no config": (gone("donor/config.json"), "config.json is missing", "donor"),
+            "noise for weights": (put(f"donor/{WEIGHTS}", b"\xff" * 4096), "donor", "ownload"),
+        },
+        commands=ALIGN_AND_VERIFY,
     ),
-    in_donor("page of the web for weights", put(f"donor/{WEIGHTS}", "<html>Not found</html>"), "donor", "ownload"),
-    in_donor("lost shard", both(sharded, gone(f"donor/{SHARDS[1]}")), "shard", "00002"),
-    in_donor(
-        "truncated shard", both(sharded, bytes_of(f"donor/{SHARDS[1]}", lambda x: x[:-8])), SHARDS[1], "truncated"
-    ),
-    in_donor("index that is not JSON", both(sharded, put(f"donor/{INDEX}", "{")), "index.json", "cannot be read"),
-    in_donor("index without a map", both(sharded, put(f"donor/{INDEX}", "{}")), "index.json", "weight_map"),
-    in_donor(
-        "index of another model",
-        both(
-            sharded, bytes_of(f"donor/{INDEX}", lambda x: x.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
-        ),
-        "mlp.up_proj",
-    ),
-    *(
-        in_donor(
-            f"index that leads to {place}",
-            both(
-                lambda bench: shutil.copy(f"donor/{WEIGHTS}", "secret.safetensors"),
-                lambda bench, place=place: index(dict.fromkeys(load_file(f"donor/{WEIGHTS}"), place)),
-                gone(f"donor/{WEIGHTS}"),
-            ),
-            "outside of its directory",
-        )
-        for place in ("../secret.safetensors", "/etc/secret.safetensors")
-    ),
-    in_donor("two checkpoints in a folder", two_files, "model.safetensors and model.safetensors.index.json"),
-    in_donor("tensor in two shards", tensor_in_two_shards, f"{SHARDS[0]} and in {SHARDS[1]}"),
-    in_donor("tensor in two pickles", tensor_in_two_pickles, "pytorch_model-00001-of-00002.bin and in"),
-    in_donor("adapter beside weights", adapter("donor"), "model.safetensors and adapter_config.json"),
-    in_donor(
-        "config that names another file",
-        both(
-            lambda bench: shutil.copy(f"donor/{WEIGHTS}", "donor/better.safetensors"),
-            config(transformers_weights="better.safetensors"),
-        ),
-        "better.safetensors",
-    ),
-    in_donor("pickle of a list", pickled([1, 2, 3]), "pytorch_model.bin", "no tensors"),
-    in_donor("pickle of numbers", pickled({"a": 1}), "pytorch_model.bin", "no tensors"),
-    in_donor("pickle that runs code", pickled({"a": Evil()}), "pytorch_model.bin", "tensors"),
-    in_donor(
-        "old pickle that runs code",
-        both(gone(f"donor/{WEIGHTS}"), put("donor/pytorch_model.bin", pickle.dumps(Evil()))),
-        "pytorch_model.bin",
-        "tensors",
-    ),
-    in_donor(
-        "pickle that runs code, read lazily",
-        pickled({"a": Evil()}),
-        "pytorch_model.bin",
-        "tensors",
+    *rows(
+        {"pickle that runs code, read lazily": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors")},
         flags=("--lazy-unpickle",),
-    ),
-    in_donor(
-        "truncated pickle",
-        both(pickled({"a": torch.ones(999)}), bytes_of("donor/pytorch_model.bin", lambda x: x[:-500])),
-        "pytorch_model.bin",
-        "damaged",
     ),
     Row("adapter on nothing", ("adapter",), both(adapter("lora"), edit(("model: donor", "model: lora"))), BOTH),
 ]
 
+LLAMA, QUERY = "LlamaForCausalLM", "model.layers.1.self_attn.q_proj.weight"
 FALCON = {"multi_query": False, "parallel_attn": False, "bias": True}
 ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+HALF_ROTARY = {**ROTARY, "partial_rotary_factor": 0.25}
+SMOL = {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0}
+KINDS = ["sliding_attention", "full_attention"]
+COHERE = {"num_key_value_heads": 2, "layer_types": KINDS, "sliding_window": 4, "pad_token_id": 0}
+NEOX = "GPTNeoXForCausalLM"
+BLOOM = '{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}'
+BACK = "'quantization_config' back"
 FITTING = [
-    in_donor("another architecture", another("BertForMaskedLM"), "bert", "llama", "one architecture"),
-    in_donor("other KV heads", another("LlamaForCausalLM", num_key_value_heads=4), "groups 4", "2"),
-    in_donor("other width", another("LlamaForCausalLM", hidden_size=48), "48", "32"),
-    in_donor("other FFN", another("LlamaForCausalLM", intermediate_size=64), "64", "48"),
-    in_donor("other depth", another("LlamaForCausalLM", num_hidden_layers=3), "3", "2"),
-    in_donor(
-        "other vocabulary",
-        another("LlamaForCausalLM", vocab_size=41),
-        "41",
-        "tokenizer",
-        commands=(),
-        python=None,
-        faults=2,
+    *rows(
+        {
+            "another architecture": (another("BertForMaskedLM"), "bert", "llama", "one architecture"),
+            "other KV heads": (another(LLAMA, num_key_value_heads=4), "groups 4", "2"),
+            "other width": (another(LLAMA, hidden_size=48), "48", "32"),
+            "other FFN": (another(LLAMA, intermediate_size=64), "64", "48"),
+            "other depth": (another(LLAMA, num_hidden_layers=3), "3", "2"),
+            "config of other heads": (config(num_attention_heads=8), "config"),
+            "heads that do not divide": (config(num_attention_heads=5), "donor", "5"),
+            "config of another FFN": (config(intermediate_size=40), "donor", "40"),
+            "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
+            "transposed tensor": (
+                tensors(lambda stored: stored.update({FLOATS: stored[FLOATS].T.contiguous()})),
+                *("up_proj.weight", "[32, 48]", "48 x 32"),
+            ),
+            "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first", BACK),
+            "codes without a sign": (quantised(torch.uint8), "quantised (uint8, the first", BACK),
+            "floats of eight bits": (
+                quantised(torch.float8_e4m3fn),
+                "quantised (F8_E4M3, the first",
+                "dtype='bfloat16'",
+            ),
+            "config of quantised weights": (
+                config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
+                *("its weights are quantised (bitsandbytes)", "dequantize"),
+            ),
+            "rotary in other layers": (
+                configured("SmolLM3ForCausalLM", SMOL, no_rope_layers=[1, 1]),
+                *("against", "no_rope_layers"),
+            ),
+            "rotary by another kind of layer": (
+                configured("Cohere2ForCausalLM", COHERE, layer_types=["full_attention"] * 2),
+                *("against", "has rotary"),
+            ),
+            "ALiBi and rotary": (configured("FalconForCausalLM", FALCON, alibi=True), "against", "alibi"),
+            "another share of rotary": (
+                configured(NEOX, {"rope_parameters": ROTARY}, rope_parameters=HALF_ROTARY),
+                *("against", "has rotary"),
+            ),
+            "another place of norms": (
+                configured(NEOX, {}, use_parallel_residual=False),
+                *("against", "use_parallel_residual"),
+            ),
+            "another activation": (
+                configured("BertForMaskedLM", {}, hidden_act="relu2"),
+                *("against", "degree"),
+            ),
+        }
     ),
-    in_donor("config of other heads", config(num_attention_heads=8), "config"),
-    in_donor("heads that do not divide", config(num_attention_heads=5), "donor", "5"),
-    in_donor("config of another FFN", config(intermediate_size=40), "donor", "40"),
-    in_donor(
-        "layers without end", config(num_hidden_layers=ENDLESS, layer_types=None), f"'num_hidden_layers' is {ENDLESS}"
-    ),
-    in_donor(
-        "transposed tensor",
-        tensors(lambda stored: stored.update({FLOATS: stored[FLOATS].T.contiguous()})),
-        "up_proj.weight",
-        "[32, 48]",
-        "48 x 32",
-    ),
-    in_donor(
-        "missing tensor",
-        tensors(lambda stored: stored.pop("model.layers.1.self_attn.q_proj.weight")),
-        "layers.1.self_attn.q_proj.weight",
-        "missing",
+    *rows({"other vocabulary": (another(LLAMA, vocab_size=41), "41", "tokenizer")}, faults=2, **OF_RECIPES),
+    *rows(
+        {"missing tensor": (tensors(lambda stored: stored.pop(QUERY)), QUERY, "missing")},
         commands=ALIGN_AND_VERIFY,
     ),
-    in_donor(
-        "tensor too many",
-        tensors(lambda stored: stored.update({"model.layers.0.extra.weight": torch.ones(3)})),
-        "extra.weight",
-        "not part",
-        commands=(),
-        python=None,
+    *rows(
+        {
+            "tensor too many": (
+                tensors(lambda stored: stored.update({"model.layers.0.extra.weight": torch.ones(3)})),
+                *("extra.weight", "not part"),
+            )
+        },
+        **OF_RECIPES,
     ),
-    in_donor(
-        "NaN in a matched tensor",
-        tensors(lambda stored: stored[FLOATS].fill_(torch.nan)),
-        "up_proj.weight",
-        "NaN",
-        "donor",
+    *rows(
+        {
+            "NaN in a matched tensor": (
+                tensors(lambda stored: stored[FLOATS].fill_(torch.nan)),
+                *("up_proj.weight", "NaN", "donor"),
+            )
+        },
         recipe=("merge",),
     ),
-    in_donor(
-        "infinity in an embedding",
-        tensors(lambda stored: stored["model.embed_tokens.weight"][3].fill_(torch.inf)),
-        "embed_tokens.weight",
-        "infinity",
-        "donor",
+    *rows(
+        {
+            "infinity in an embedding": (
+                tensors(lambda stored: stored["model.embed_tokens.weight"][3].fill_(torch.inf)),
+                *("embed_tokens.weight", "infinity", "donor"),
+            )
+        },
         recipe=("merge",),
-        commands=(),
-        python=None,
-    ),
-    in_donor("codes of eight bits", quantised(torch.int8), "quantised (int8, the first", "'quantization_config' back"),
-    in_donor(
-        "codes without a sign", quantised(torch.uint8), "quantised (uint8, the first", "'quantization_config' back"
-    ),
-    in_donor(
-        "floats of eight bits", quantised(torch.float8_e4m3fn), "quantised (F8_E4M3, the first", "dtype='bfloat16'"
-    ),
-    in_donor(
-        "config of quantised weights",
-        config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        "its weights are quantised (bitsandbytes)",
-        "dequantize",
-    ),
-    in_donor(
-        "rotary in other layers",
-        configured(
-            "SmolLM3ForCausalLM",
-            {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0},
-            no_rope_layers=[1, 1],
-        ),
-        "against",
-        "no_rope_layers",
-    ),
-    in_donor(
-        "rotary by another kind of layer",
-        configured(
-            "Cohere2ForCausalLM",
-            {
-                "num_key_value_heads": 2,
-                "layer_types": ["sliding_attention", "full_attention"],
-                "sliding_window": 4,
-                "pad_token_id": 0,
-            },
-            layer_types=["full_attention"] * 2,
-        ),
-        "against",
-        "rotary",
-    ),
-    in_donor("ALiBi and rotary", configured("FalconForCausalLM", FALCON, alibi=True), "against", "alibi"),
-    in_donor(
-        "another share of rotary",
-        configured(
-            "GPTNeoXForCausalLM", {"rope_parameters": ROTARY}, rope_parameters={**ROTARY, "partial_rotary_factor": 0.25}
-        ),
-        "against",
-        "rotary",
-    ),
-    in_donor(
-        "another place of norms",
-        configured("GPTNeoXForCausalLM", {}, use_parallel_residual=False),
-        "against",
-        "use_parallel_residual",
-    ),
-    in_donor(
-        "another activation",
-        configured("BertForMaskedLM", {}, hidden_act="relu2"),
-        "against",
-        "degree",
+        **OF_RECIPES,
     ),
     Row(
         "architecture that is not supported",
         ("BloomForCausalLM", "unsupported: merge"),
-        both(
-            *(
-                put(f"{name}/config.json", '{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}')
-                for name in ("anchor", "donor")
-            )
-        ),
+        both(*(put(f"{name}/config.json", BLOOM) for name in ("anchor", "donor"))),
         ("merge",),
     ),
     Row(
         "rotation of a tied stream",
         ("tied", "untie"),
         both(
-            *(another("LlamaForCausalLM", name, tie_word_embeddings=True) for name in ("anchor", "donor")),
+            *(another(LLAMA, name, tie_word_embeddings=True) for name in ("anchor", "donor")),
             edit(("delegate: linear", "delegate: linear\n  residual: rotation")),
         ),
         BOTH,
@@ -306,7 +276,7 @@ NO_READERS = {"demo", "lora", "push"}
 
 EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
     "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),
-    "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), f"'num_hidden_layers' is {ENDLESS}"),
+    "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
     "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first"),
 }
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
@@ -314,56 +284,43 @@ EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
 NO_ORDER = "space 'layers.0.ffn' does not belong to the group: permutation"
 NO_MAP = "space 'residual' does not belong to the group: orthogonal maps"
 
-ALIGNMENTS: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
-    "permutation of zeros": (
-        lambda x, _: x["layers.0.ffn|neurons.index"].zero_(),
-        NO_ORDER,
-    ),
-    "index beyond the neurons": (lambda x, _: x["layers.0.ffn|neurons.index"].add_(99999), NO_ORDER),
-    "index of another shape": (
-        lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][None]}),
-        NO_ORDER,
-    ),
-    "shorter index": (
-        lambda x, _: x.update({"layers.0.ffn|neurons.index": x["layers.0.ffn|neurons.index"][:, :-1]}),
-        NO_ORDER,
-    ),
-    "factor of zero": (lambda x, _: x["layers.0.ffn|neurons.factor"].zero_(), NO_ORDER),
-    "factor that is no number": (
-        lambda x, _: x["layers.0.ffn|neurons.factor"].fill_(torch.nan),
-        "not belong to the group",
-    ),
-    "map of ones": (lambda x, _: x["residual|map.matrix"].fill_(1), NO_MAP),
-    "map of no numbers": (
-        lambda x, _: x["residual|map.matrix"].fill_(torch.nan),
-        NO_MAP,
-    ),
-    "smaller map": (
-        lambda x, _: x.update({"residual|map.matrix": torch.eye(31)[None]}),
-        NO_MAP,
-    ),
-    "nothing folded": (lambda _, header: header["head"].update(folded=[]), "folded"),
+INDEX_OF_FFN, FACTOR, MAP = "layers.0.ffn|neurons.index", "layers.0.ffn|neurons.factor", "residual|map.matrix"
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+def in_head(**entries: Any) -> Change:
+    return lambda _, header: header["head"].update(entries)
+
+
+def without_ffn(stored: dict[str, Tensor], header: dict[str, Any]) -> None:
+    for name in [name for name in stored if name.startswith("layers.0.ffn|")]:
+        del stored[name]
+    del header["head"]["kinds"]["layers.0.ffn"]
+
+
+ALIGNMENTS: dict[str, tuple[Change, str]] = {
+    "permutation of zeros": (lambda x, _: x[INDEX_OF_FFN].zero_(), NO_ORDER),
+    "index beyond the neurons": (lambda x, _: x[INDEX_OF_FFN].add_(99999), NO_ORDER),
+    "index of another shape": (lambda x, _: x.update({INDEX_OF_FFN: x[INDEX_OF_FFN][None]}), NO_ORDER),
+    "shorter index": (lambda x, _: x.update({INDEX_OF_FFN: x[INDEX_OF_FFN][:, :-1]}), NO_ORDER),
+    "factor of zero": (lambda x, _: x[FACTOR].zero_(), NO_ORDER),
+    "factor that is no number": (lambda x, _: x[FACTOR].fill_(torch.nan), "not belong to the group"),
+    "map of ones": (lambda x, _: x[MAP].fill_(1), NO_MAP),
+    "map of no numbers": (lambda x, _: x[MAP].fill_(torch.nan), NO_MAP),
+    "smaller map": (lambda x, _: x.update({MAP: torch.eye(31)[None]}), NO_MAP),
+    "nothing folded": (in_head(folded=[]), "folded"),
     "unknown stream folded": (lambda _, header: header["head"]["folded"].append("other"), "folded"),
-    "folded is a number": (lambda _, header: header["head"].update(folded=3), "damaged"),
-    "folded holds numbers": (lambda _, header: header["head"].update(folded=[3]), "damaged"),
-    "no transform of a space": (
-        lambda x, header: (
-            [x.pop(name) for name in list(x) if name.startswith("layers.0.ffn|")],
-            header["head"]["kinds"].pop("layers.0.ffn"),
-        ),
-        "space 'layers.0.ffn' is only in the file, or only in the models",
-    ),
-    "no tensor of a transform": (lambda x, _: x.pop("layers.0.ffn|neurons.index"), "no group element"),
+    "folded is a number": (in_head(folded=3), "damaged"),
+    "folded holds numbers": (in_head(folded=[3]), "damaged"),
+    "no transform of a space": (without_ffn, "space 'layers.0.ffn' is only in the file, or only in the models"),
+    "no tensor of a transform": (lambda x, _: x.pop(INDEX_OF_FFN), "no group element"),
     "moved and unmoved": (lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": ""}), "damaged"),
-    "another kind": (
-        lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": "attention"}),
-        NO_ORDER,
-    ),
+    "another kind": (lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": "attention"}), NO_ORDER),
     "head that is no JSON": (lambda _, header: header.update(head="{"), "damaged"),
-    "kinds that are a list": (lambda _, header: header["head"].update(kinds=[1]), "damaged"),
+    "kinds that are a list": (in_head(kinds=[1]), "damaged"),
     "no models": (lambda _, header: header["head"].pop("models"), "is damaged (it lacks 'models')"),
     "no family": (lambda _, header: header["head"].pop("family"), "damaged"),
-    "record that is no mapping": (lambda _, header: header["head"].update(made="x"), "damaged"),
+    "record that is no mapping": (in_head(made="x"), "damaged"),
     "head without end": (lambda _, header: header.update(head="[" * 100000), "damaged"),
 }
 WITH_ALIGNMENT = edit((DONORS, "{weight: 0.5, alignment: map}\np"))
@@ -389,77 +346,53 @@ ALIGNED = [
 
 
 def in_gguf(name: str, spoil: Callable[[Bench], object], *words: str, file: str = "whole.gguf") -> Row:
-    return Row(
-        f"GGUF: {name}",
-        words,
-        spoil,
-        python=lambda: rm.average([file]).state_dict(),
-        commands=(f"evaluate {file} --data samples.jsonl",),
-    )
+    calls: dict[str, Any] = {"python": lambda: rm.average([file]).state_dict()}
+    return Row(f"GGUF: {name}", words, spoil, commands=(f"evaluate {file} --data samples.jsonl",), **calls)
 
 
 def shortened(share: float) -> Callable[[Bench], None]:
     return bytes_of("whole.gguf", lambda x: x[: int(len(x) * share)])
 
 
+def in_folder(*names: str) -> Callable[[Bench], None]:
+    """A folder with copies of the GGUF."""
+    copies = (lambda bench, name=name: shutil.copy(WHOLE, f"x/{name}") for name in names)
+    return both(lambda bench: Path("x").mkdir(), *copies)
+
+
 WHOLE = "whole.gguf"
+AGAIN = "download it again"
 PARTS = tuple(f"parts-0000{i}-of-00003.gguf" for i in (1, 2, 3))
 TOKENS = METADATA["tokenizer.ggml.tokens"]
 SWAPPED = {token: number for number, token in enumerate([TOKENS[1], TOKENS[0], *TOKENS[2:]])}
+SWAPPED_FILE = json.dumps({"model": {"type": "BPE", "vocab": SWAPPED, "merges": []}})
+NO_TEXT = bytes_of(WHOLE, lambda x: x.replace(b"<|start|>", b"<|st\xffrt|>"))
+NO_TARGET = both(gone(WHOLE), lambda bench: Path(WHOLE).symlink_to("gone.gguf"))
+INTEGERS = bytes_of(WHOLE, typed(int(gguf.GGMLQuantizationType.I32)))
+OTHER_KIND = lambda bench: write_gguf(Path(WHOLE), Path("anchor"), "rwkv7")  # noqa: E731
+RENAMED = both(parts(PARTS[0]), lambda bench: Path(PARTS[0]).rename("one.gguf"))
 GGUFS = [
-    in_gguf("empty", put(WHOLE), "is no GGUF file", "download it again"),
-    in_gguf("another file", put(WHOLE, "x" * 99), "is no GGUF file", "download it again"),
-    in_gguf("endless vocabulary", bytes_of(WHOLE, endless), "truncated", "download it again"),
-    in_gguf("truncated header", shortened(0.02), "truncated", "download it again"),
-    in_gguf("truncated tensors", shortened(0.999), "truncated", "download it again"),
+    in_gguf("empty", put(WHOLE), "is no GGUF file", AGAIN),
+    in_gguf("another file", put(WHOLE, "x" * 99), "is no GGUF file", AGAIN),
+    in_gguf("endless vocabulary", bytes_of(WHOLE, endless), "truncated", AGAIN),
+    in_gguf("truncated header", shortened(0.02), "truncated", AGAIN),
+    in_gguf("truncated tensors", shortened(0.999), "truncated", AGAIN),
     in_gguf(
         "unknown type of a tensor", bytes_of(WHOLE, typed(99)), "is not a valid GGMLQuantizationType", "update gguf"
     ),
-    in_gguf("integers", bytes_of(WHOLE, typed(int(gguf.GGMLQuantizationType.I32))), "blk.0.attn_q.weight", "type I32"),
+    in_gguf("integers", INTEGERS, "blk.0.attn_q.weight", "type I32"),
     in_gguf("part that is missing", parts(PARTS[0], PARTS[2]), f"{PARTS[1]} is missing", file=PARTS[0]),
+    in_gguf("part alone", RENAMED, "is one of 3 files", file="one.gguf"),
     in_gguf(
-        "part alone",
-        both(parts(PARTS[0]), lambda bench: Path(PARTS[0]).rename("one.gguf")),
-        "is one of 3 files",
-        file="one.gguf",
+        "other size of the vocabulary", rewritten(**{"tokenizer.ggml.tokens": TOKENS[:-3]}), "37 tokens", "40 rows"
     ),
-    in_gguf(
-        "another size of the vocabulary",
-        rewritten(**{"tokenizer.ggml.tokens": TOKENS[:-3]}),
-        "has 37 tokens, its embedding 40 rows",
-    ),
-    in_gguf(
-        "tokenizer of another model",
-        put("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": SWAPPED, "merges": []}})),
-        "has other tokens than whole.gguf at 2 ids",
-    ),
-    in_gguf(
-        "token that is no text",
-        bytes_of(WHOLE, lambda x: x.replace(b"<|start|>", b"<|st\xffrt|>")),
-        "its metadata are damaged",
-    ),
-    in_gguf(
-        "several models in a folder",
-        both(
-            *(
-                lambda bench, name=name: (Path("x").mkdir(exist_ok=True), shutil.copy(WHOLE, f"x/{name}"))
-                for name in ("a-Q4.gguf", "a-Q8.gguf")
-            )
-        ),
-        "holds 2 models in GGUF",
-        file="x",
-    ),
-    in_gguf(
-        "vision tower alone",
-        lambda bench: (Path("x").mkdir(), shutil.copy(WHOLE, "x/mmproj-F16.gguf")),
-        "holds no language model in GGUF, only mmproj-F16.gguf",
-        file="x",
-    ),
+    in_gguf("tokenizer of another model", put("tokenizer.json", SWAPPED_FILE), "other tokens than whole.gguf at 2 ids"),
+    in_gguf("token that is no text", NO_TEXT, "its metadata are damaged"),
+    in_gguf("several models in a folder", in_folder("a-Q4.gguf", "a-Q8.gguf"), "holds 2 models in GGUF", file="x"),
+    in_gguf("vision tower alone", in_folder("mmproj-F16.gguf"), "no language model", "only mmproj-F16.gguf", file="x"),
     in_gguf("no file", gone(WHOLE), "no such file"),
-    in_gguf("link to nothing", both(gone(WHOLE), lambda bench: Path(WHOLE).symlink_to("gone.gguf")), "check the path"),
-    in_gguf(
-        "unknown architecture", lambda bench: write_gguf(Path(WHOLE), Path("anchor"), "rwkv7"), "'rwkv7' cannot be read"
-    ),
+    in_gguf("link to nothing", NO_TARGET, "check the path"),
+    in_gguf("unknown architecture", OTHER_KIND, "'rwkv7' cannot be read"),
     *(
         in_gguf(f"{key} {value}", rewritten(**{key: value}), words)
         for key, value, words in (

@@ -45,7 +45,7 @@ PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
 SHARE = "from 0 to 1"
 OF_LAYERS = "align anchor donor out", "align anchor donor", "inspect anchor"
 LAYERS = {
-    "100": "layers from 0 to 1", "0,2-5": "'2-5'", "0-99": "no layer 2", "1-999999999": "no layer 2",
+    "100": "layers from 0 to 1", "0,2-5": "no layer 2", "0-99": "no layer 2", "1-999999999": "no layer 2",
     "0-999999999999": "ranges such as 0-5,11",
 }  # fmt: skip
 PARAMETERS = [
@@ -154,7 +154,7 @@ STRUCTURE = [
 CHECK, INSPECT = "check recipe.yml", "inspect recipe.yml"
 NO_RECIPES = [
     call("check nowhere.yml", "nowhere.yml", "no such file"),
-    Row("folder for a recipe", ("recipe.yml", "is a directory"), folder_for("recipe.yml"), commands=(CHECK,)),
+    Row("folder for a recipe", ("recipe.yml", "s a directory"), folder_for("recipe.yml"), commands=(CHECK,)),
     in_recipe("half a list", "models:", "models: [", "not valid YAML", recipe=("merge",), commands=(CHECK, INSPECT)),
     in_recipe("tab", "  delegate", "\tdelegate", "not valid YAML", recipe=("merge",), commands=(CHECK,)),
     at_top("\n".join(["a0: &a0 [x]", *BOMB]), "aliases", recipe=("merge",), commands=(CHECK,)),
@@ -183,9 +183,9 @@ MISSPELT = [
     call("polish anchor out --teachers doner", "did you mean './donor'?"),
     call("check recipes.yml", "did you mean './recipe.yml'?"),
     call("doctor recipes.yml", "did you mean './recipe.yml'?"),
-    call("inspect recipes.yml", "did you mean './recipe.yml'?"),
-    call("inspect ./anchor/model.safetensor", "did you mean './anchor/model.safetensors'?"),
-    call("inspect folder/nowhere.yml", "folder/nowhere.yml: no such file or directory; check the path"),
+    call("inspect recipes.yml", "recipes.yml: no such directory"),
+    call("inspect ./anchor/model.safetensor", "model.safetensor: no such directory"),
+    call("inspect folder/nowhere.yml", "folder/nowhere.yml: is neither here nor in the hub's cache"),
     call("barrier anchor donor --data text.txt --save doner", "did you mean './donor'?"),
     Row(
         "misspelt base",
