@@ -379,22 +379,14 @@ def match_to_means(session: Session, donors: Mapping[ModelReference, Donor]) -> 
 
 @contextmanager
 def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
-    """A bar like mergekit's own, which starts anew with every pass over the model.
-
-    Progress also goes to the thread's listener, and the bar shows progress within the block.
-    """
-    tell, label = listener(), ""
+    """A bar like mergekit's own; progress also goes to the thread's listener, and the bar shows it within the block."""
+    tell = listener()
     with tqdm.tqdm(desc=title, disable=quiet) as bar:
 
         def show(step: str, done: float, total: float) -> None:
-            nonlocal label
             tell(step, done, total)
-            if step != label:
-                label = step
-                bar.reset(total)
-                bar.set_description(f"{title} ({step})", refresh=False)
-            bar.update(done - bar.n)
-            bar.n = done
+            bar.total, bar.n = total, done
+            bar.set_description(f"{title} ({step})")
 
         with listening(show):
             yield show

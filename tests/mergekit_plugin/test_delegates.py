@@ -110,12 +110,6 @@ def test_passthrough_gives_the_aligned_donor(models: Models, tmp_path: Path) -> 
     assert distances["model.layers.1.mlp.up_proj.weight"] > 0.3
 
 
-def test_the_contract_is_checked(models: Models, tmp_path: Path) -> None:
-    result = mergekit_yaml(recipe_for("slerp", *models, t=0.5), tmp_path / "out")
-    assert result.exit_code == 2
-    assert "exactly 2 inputs" in one_error(result.output)
-
-
 # --- averages of our own ---------------------------------------------------------------------------------------------
 
 

@@ -341,15 +341,6 @@ def test_settings_of_one_donor(deep: Pair, tmp_path: Path) -> None:
     assert not [row for row in rows if row["kind"] == "attention" and row["donor"] == str(second)]
 
 
-def test_a_filter_that_matches_no_block(deep: Pair, tmp_path: Path) -> None:
-    """mergekit shows filters the names of tensors, so people write those; here they see blocks."""
-    recipe = recipe_for("linear", *deep, ffn=[{"filter": "mlp", "value": "none"}, {"value": "permutation"}])
-    result = mergekit_yaml(recipe, tmp_path / "out")
-    assert result.exit_code == 2
-    for words in ("'mlp'", "ffn", "model.layers.0"):
-        assert words in one_error(result.output)
-
-
 @pytest.mark.parametrize("off", [False, "none"])
 def test_a_donor_of_no_base_is_merged_as_it_is(off: Any, pair: Pair, tmp_path: Path) -> None:
     recipe = recipe_for("linear", *pair)
