@@ -115,25 +115,21 @@ def renamed(model: Path, names: tuple[str, ...]) -> Path:
 
 @pytest.mark.slow
 def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
-    anchor, donor = models
-    out, file = tmp_path / "out", tmp_path / "maps.safetensors"
+    """And commands that compare models look at classes of one name."""
+    (anchor, donor), out, file = models, tmp_path / "out", tmp_path / "maps.safetensors"
+    data = ("--data", labelled(models, tmp_path))
     done = run("align", anchor, donor, out, *HEADS_MOVE, "--alignment", file)
     assert done.exit_code == 0, done.output
-    assert "another order" in done.output
-    assert "another order" in (out / "README.md").read_text()
+    assert all("another order" in text for text in (done.output, (out / "README.md").read_text()))
     assert farthest(state(out), state(anchor)) < TOLERANCE
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in called(NAMES)} == called(NAMES)
-    scored = parsed("evaluate", anchor, donor, "--data", labelled(models, tmp_path))
-    assert scored[0]["loss"] == pytest.approx(scored[1]["loss"], rel=1e-4)
-    for first, second in ((donor, out), (anchor, donor)):
-        assert parsed("verify", first, second)["same"]
-    plain, aligned = parsed(
-        "barrier", anchor, donor, "--data", labelled(models, tmp_path), "--points", "3", *HEADS_MOVE
-    )[0]["curves"]
+    first, second = parsed("evaluate", anchor, donor, *data)
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-4)
+    assert all(parsed("verify", *pair)["same"] for pair in ((donor, out), (anchor, donor)))
+    plain, aligned = parsed("barrier", anchor, donor, *data, "--points", "3", *HEADS_MOVE)[0]["curves"]
     assert plain["loss"][0] == pytest.approx(plain["loss"][2], rel=1e-3)
     assert max(aligned["loss"]) == pytest.approx(min(aligned["loss"]), rel=1e-3)
-    assert "another order" in run("align", anchor, donor, *HEADS_MOVE).output
     made = from_file(recipe_for("linear", anchor, donor, prove=True), file)
     assert farthest(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
     assert "not checked" not in (tmp_path / "replayed" / "README.md").read_text()
