@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
@@ -24,21 +24,14 @@ from rotation_merge.errors import RecipeError, nearest, short
 
 C = TypeVar("C", bound="Config")
 
-READ, WRITTEN, NEITHER = "read", "written", "neither"
-"""Whether a value names an input, an output, or neither."""
 
-
-class Kind(NamedTuple):
-    """A kind of value, beside a type: the noun phrase that follows "it must be", and what the value names."""
-
-    words: str
-    role: str = NEITHER
+class Kind(str):
+    """A kind of value, beside a type: the noun phrase that follows "it must be"."""
 
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a file"}
 """Kinds of values by type, in words."""
-FILE, MODEL, FOLDER = Kind("a file", READ), Kind("a model", READ), Kind("a folder", WRITTEN)
-NEW_FILE = Kind("a file to write", WRITTEN)
+FILE, MODEL, FOLDER, NEW_FILE = map(Kind, ("a file", "a model", "a folder", "a file to write"))
 
 Count = Annotated[int, Ge(1)]
 Length = Annotated[int, Ge(2)]
@@ -131,7 +124,7 @@ class Option:
         """The allowed values: literals, and the kind of all others with its range."""
         if self.choices:
             return self.literals
-        words = self.kind.words if isinstance(self.kind, Kind) else WORDS[self.kind]
+        words = self.kind if isinstance(self.kind, Kind) else WORDS[self.kind]
         if math.isfinite(self.high):
             words = f"{words} from {self.low:g} to {self.high:g}"
         elif math.isfinite(self.low):

@@ -16,7 +16,7 @@ from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.config import MODEL, READ, Config, Kind
+from rotation_merge.config import FILE, MODEL, Config
 from rotation_merge.errors import RecipeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
 from rotation_merge.matching.alignment import FORMAT
@@ -205,7 +205,7 @@ def recipe_inputs(config: MergeConfiguration) -> list[Input]:
     inputs = [Input(str(part), "model") for _, part in walk(config) if isinstance(part, ModelReference)]
     for setting in settings(config):
         option = BY_NAME[setting.name].option if setting.name in BY_NAME else None
-        if option is None or not isinstance(option.kind, Kind) or option.kind.role != READ:
+        if option is None or option.kind not in (FILE, MODEL):
             continue
         for _, value in setting.leaves():
             if isinstance(value, str) and value not in (*option.words, "none"):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import rotation_merge as rm
 from rotation_merge.cli import align, barrier, carry, evaluate, inspect, lora, measure, merge, polish
-from rotation_merge.config import NEITHER, Config, Kind, Option
+from rotation_merge.config import Config, Kind, Option
 from rotation_merge.matching.options import MatchConfig
 from rotation_merge.mergekit_plugin.keys import BY_NAME, CONFIGS, RecipeConfig, checked
 
@@ -100,7 +100,6 @@ def test_every_field_is_described_and_has_a_default_that_it_may_have(config: typ
 def test_every_exported_config_is_tried() -> None:
     exported = {value for value in (getattr(rm, name) for name in rm.__all__) if isinstance(value, type)}
     assert {value for value in exported if issubclass(value, Config)} == {*ALL} - {RecipeConfig, MatchConfig}
-    assert RecipeConfig.options()["delegate"].kind.role == NEITHER
 
 
 def test_paths_lists_and_single_words_are_what_people_write() -> None:

@@ -19,7 +19,7 @@ from plugin_support import one_error, recipe_for, twin, write_recipe
 from rotation_merge import RotationMergeError
 from rotation_merge.cli.command import Value
 from rotation_merge.cli.paths import ADAPTER, Reads, Writes
-from rotation_merge.config import NEITHER, READ, WRITTEN, Kind
+from rotation_merge.config import Kind
 from rotation_merge.files import FILE
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 
@@ -54,9 +54,8 @@ def test_every_parameter_is_known_to_read_to_write_or_neither(name: str) -> None
 
 def test_every_key_is_known_to_be_read_written_or_neither() -> None:
     kinds = {name: key.option.kind for name, key in BY_NAME.items() if isinstance(key.option.kind, Kind)}
-    assert {kind.role for kind in kinds.values()} <= {READ, WRITTEN, NEITHER}
-    assert {name for name, kind in kinds.items() if kind.role == READ} <= set(NAMED)
-    assert {name for name, kind in kinds.items() if kind.role == WRITTEN} == {"save_alignment"}
+    assert {name for name, kind in kinds.items() if kind in ("a file", "a model")} <= set(NAMED)
+    assert {name for name, kind in kinds.items() if kind in ("a folder", "a file to write")} == {"save_alignment"}
     flags = {name for name, key in BY_NAME.items() if key.option.kind is bool or "true" in key.option.literals}
     assert flags == {"save_alignment", "scaling", "shift_head", "untie", "prove"}
 
