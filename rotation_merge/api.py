@@ -535,17 +535,14 @@ def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
     if samples is None:
         problem = f"match_on='{how}' runs the models on samples"
         raise RecipeError(problem, remedy="give 'samples': batches of what their forward takes, or a source")
-    modules = [_as_it_is(model) for model in (anchor, donor)]
+    models = anchor, donor
+    as_is = [model.module is not None and model.at is None for model in models]  # as the caller gave it
+    modules = [x.module if known else for_evaluation(x) for x, known in zip(models, as_is, strict=True)]
     writers = 2 if isinstance(samples, str) and samples == SELF else 1  # each writes half
     batches = [
         unlabelled(batch)
-        for seed, (model, module) in enumerate(list(zip((anchor, donor), modules, strict=True))[:writers])
+        for seed, (model, module) in enumerate(list(zip(models, modules, strict=True))[:writers])
         for batch in read_samples(model, samples, SAMPLES // writers, seed=seed, module=module).batches
     ]
     data_in_memory(batches, modules[1])
     return activation_matcher(how, modules[0], modules[1], batches, "samples")
-
-
-def _as_it_is(opened: View) -> Any:
-    """A module as the caller gave it; another model loaded for evaluation."""
-    return for_evaluation(opened) if opened.module is None or opened.at is not None else opened.module

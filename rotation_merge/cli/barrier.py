@@ -33,8 +33,8 @@ from rotation_merge.run.evaluate import BarrierConfig
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.sample_kinds import KINDS
 
-NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
-SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
+NEW_PLOT = Writes("file", "file", work=(MATCHING_UNFINISHED,))
+SAVED = Writes("file", "dir", within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
 
 @cli_command(

@@ -41,11 +41,15 @@ def command(
     merged = merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
     merged.save(out, force)
     shares, maps = dict(zip(adapters, merged.shares(), strict=True)), merged.maps
+    columns = zip(*(each.shares for each in maps.values()), strict=True)
+    least = [min(share for share in column if share is not None) for column in columns]
+    rows = [
+        {"adapter": name, "mean": f"{shares[name]:.1%}", "least": f"{low:.1%}"}
+        for name, low in zip(shares, least, strict=True)
+    ]
     rank = max(each.rank for each in maps.values())
     lines = (
-        Table(
-            [{"adapter": name, "": share} for name, share in shares.items()], "How much of each adapter the merge keeps"
-        ),
+        Table(rows, "How much of each adapter the merge keeps"),
         f"{len(maps)} maps merged by {method}; rank {rank} at most keeps at least {merged.energy:.1%} of each.",
         f"Written to {out}.",
     )

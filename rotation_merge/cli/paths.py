@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,21 @@ ADAPTER = "adapter"
 """A folder, or a file if its name ends in `.safetensors`."""
 
 
+@dataclass(eq=False)
 class Reads(click.ParamType):
     """Something that is read: a path, or a name on the hub.
 
-    Args:
+    Attributes:
         kind: noun for it.
         name: placeholder in the help.
         named: whether the value is NAME or NAME=FILE, with commas between.
         recipe: whether it may be a recipe, with all that it reads.
     """
 
-    def __init__(self, kind: str, name: str = "", named: bool = False, recipe: bool = False) -> None:
-        self.kind, self.name, self.named, self.recipe = kind, name or kind, named, recipe
+    kind: str
+    name: str
+    named: bool = False
+    recipe: bool = False
 
     def inputs(self, values: Sequence[str]) -> list[Input]:
         """The inputs that a parameter names."""
@@ -52,11 +56,13 @@ class Reads(click.ParamType):
         return [Input(value, self.kind) for value in values if value]
 
 
+@dataclass(eq=False)
 class Writes(click.ParamType):
     """Something that is written.
 
-    Args:
+    Attributes:
         kind: FILE, FOLDER or ADAPTER.
+        name: placeholder in the help.
         work: suffixes of its name for folders of unfinished work, from which an interrupted command continues.
         within: name of the file that is written in the folder that is named, which must exist.
         wrote: says of an existing file whether this option wrote it, so that it may be replaced.
@@ -64,17 +70,13 @@ class Writes(click.ParamType):
         resumed: whether an existing folder beside which there is unfinished work may be replaced.
     """
 
-    def __init__(
-        self,
-        kind: str = FILE,
-        work: Sequence[str] = (),
-        within: str = "",
-        wrote: Callable[[str], bool] = lambda _: False,
-        beside: bool = False,
-        resumed: bool = False,
-    ) -> None:
-        self.kind, self.work, self.within, self.wrote, self.beside = kind, work, within, wrote, beside
-        self.name, self.resumed = "file" if kind == FILE and not within else "dir", resumed
+    kind: str
+    name: str
+    work: Sequence[str] = ()
+    within: str = ""
+    wrote: Callable[[str], bool] = lambda _: False
+    beside: bool = False
+    resumed: bool = False
 
     def outputs(self, value: str) -> list[Output]:
         """The outputs that a parameter names.
@@ -140,10 +142,11 @@ def _is_statistics(path: str) -> bool:
     return has_format(path, FORMAT)
 
 
-MODEL, ALIGNMENT, SAMPLES = Reads("model"), Reads("alignment", "file"), Reads(DATA)
-MODELS_OR_RECIPE, NAMED_ALIGNMENTS = Reads("model", recipe=True), Reads("alignment", "names", named=True)
-NEW_FOLDER, NEW_ADAPTER = Writes(FOLDER), Writes(ADAPTER)
-NEW_MODEL = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED))
-NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))
-NEW_MERGE = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED, "-samples"), resumed=True)
-STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=_is_statistics, beside=True)
+MODEL, ALIGNMENT, SAMPLES = Reads("model", "model"), Reads("alignment", "file"), Reads(DATA, "data")
+MODELS_OR_RECIPE = Reads("model", "model", recipe=True)
+NAMED_ALIGNMENTS = Reads("alignment", "names", named=True)
+BOTH = (UNFINISHED, MATCHING_UNFINISHED)
+NEW_FOLDER, NEW_ADAPTER, NEW_MODEL = Writes(FOLDER, "dir"), Writes(ADAPTER, "out"), Writes(FOLDER, "out", work=BOTH)
+NEW_ALIGNMENT = Writes(FILE, "file", work=BOTH)
+NEW_MERGE = Writes(FOLDER, "out", work=(*BOTH, "-samples"), resumed=True)
+STATISTICS = Writes(FILE, "file", work=(UNFINISHED,), wrote=_is_statistics, beside=True)

@@ -76,7 +76,7 @@ class Answer:
 def words(value: Any) -> str:
     """A value as people read it."""
     if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3g}"
+        return f"{value:.5g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {words(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
