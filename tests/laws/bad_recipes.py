@@ -96,7 +96,7 @@ PARAMETERS = [
     of_donor("{weight: 0.5, untie: true}", "untie", "does not belong here"),
     option("finetuned_from: x", "it stands under one donor"),
     option("ffn: [{filter: up_proj, value: none}, {value: permutation}]", "'up_proj'", "model.layers.0"),
-    option("exclude: 3\n  attention: rotate", "'attention' is 'rotate'", recipe=("merge",)),
+    option("exclude: 3\n  attention: rotate", "(1 more: rotation-merge check recipe.yml)", recipe=("merge",)),
     option("data: self", "'data' has no effect with delegate linear"),
     of_donor("{weight: 0.5, alignment: map, ffn: none}", "has no effect", "ffn"),
     models(f"{PAIR} {{delegate: slerp, t: 7}}", SHARE),

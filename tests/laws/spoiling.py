@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import gguf
 import numpy as np
@@ -47,14 +47,8 @@ ANCHORS, DONORS = "{weight: 0.5}\n  -", "{weight: 0.5}\np"
 """In the recipe, the parameters of the anchor and those of the donor, with what follows them."""
 MODELS = RECIPE[RECIPE.index("models:") : RECIPE.index("dtype:")]
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 32,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 40, "max_position_embeddings": 32}
 
 
 class Bench:
@@ -140,8 +134,20 @@ def make_good_inputs(folder: Path) -> None:
 
 # --- spoiling ----------------------------------------------------------------------------------------------------
 
+Step = Callable[[Bench], object]
+P = ParamSpec("P")
 
-def edit(*pairs: tuple[str, str]) -> Callable[[Bench], None]:
+
+def step(spoil: Callable[P, object]) -> Callable[P, Step]:
+    """A function that spoils the current folder, as one that gives the step of doing so."""
+    return lambda *values, **named: lambda bench: spoil(*values, **named)
+
+
+def both(*steps: Step) -> Step:
+    return lambda bench: [spoil(bench) for spoil in steps]
+
+
+def edit(*pairs: tuple[str, str]) -> Step:
     """Replace texts of the recipe."""
 
     def change(bench: Bench) -> None:
@@ -153,90 +159,60 @@ def edit(*pairs: tuple[str, str]) -> Callable[[Bench], None]:
     return change
 
 
-def texts(content: str | bytes) -> Callable[[Bench], None]:
+def texts(content: str | bytes) -> Step:
     """Another recipe."""
     return lambda bench: setattr(bench, "recipe", content)
 
 
-def both(*steps: Callable[[Bench], object]) -> Callable[[Bench], None]:
-    def change(bench: Bench) -> None:
-        for step in steps:
-            step(bench)
-
-    return change
-
-
-def tensors(change: Callable[[dict[str, Tensor]], object], folder: str = "donor") -> Callable[[Bench], None]:
+@step
+def tensors(change: Callable[[dict[str, Tensor]], object], folder: str = "donor") -> None:
     """Other tensors in a checkpoint."""
-
-    def spoil(bench: Bench) -> None:
-        stored = load_file(Path(folder, WEIGHTS))
-        change(stored)
-        save_file(stored, Path(folder, WEIGHTS), {"format": "pt"})
-
-    return spoil
+    stored = load_file(Path(folder, WEIGHTS))
+    change(stored)
+    save_file(stored, Path(folder, WEIGHTS), {"format": "pt"})
 
 
-def config(folder: str = "donor", **changes: Any) -> Callable[[Bench], None]:
+@step
+def config(folder: str = "donor", **changes: Any) -> None:
     """Other entries of a config; None leaves one out."""
-
-    def spoil(bench: Bench) -> None:
-        path = Path(folder, CONFIG)
-        entries = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
-
-    return spoil
+    path = Path(folder, CONFIG)
+    entries = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
 
 
-def put(name: str, content: str | bytes = "") -> Callable[[Bench], None]:
+@step
+def put(name: str, content: str | bytes = "") -> None:
     """A file with this content."""
-
-    def spoil(bench: Bench) -> None:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return spoil
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def gone(*names: str) -> Callable[[Bench], None]:
-    """Remove files and folders."""
-
-    def spoil(bench: Bench) -> None:
-        for name in names:
-            shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
-
-    return spoil
+@step
+def gone(name: str) -> None:
+    """Remove a file or folder."""
+    shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
 
 
-def folder_for(name: str) -> Callable[[Bench], None]:
+def folder_for(name: str) -> Step:
     """A folder in the place of a file."""
     return both(gone(name), lambda bench: Path(name).mkdir())
 
 
-def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Callable[[Bench], None]:
-    return lambda bench: Path(name).write_bytes(change(Path(name).read_bytes())) and None
+@step
+def bytes_of(name: str, change: Callable[[bytes], bytes]) -> None:
+    Path(name).write_bytes(change(Path(name).read_bytes()))
 
 
-def another(kind: str, folder: str = "donor", **changes: Any) -> Callable[[Bench], None]:
+@step
+def another(kind: str, folder: str = "donor", **changes: Any) -> None:
     """Another model in the place of one."""
-
-    def spoil(bench: Bench) -> None:
-        shutil.rmtree(folder)
-        model(kind, folder, 2, **changes)
-
-    return spoil
+    shutil.rmtree(folder)
+    model(kind, folder, 2, **changes)
 
 
-def configured(kind: str, common: dict[str, Any], **change: Any) -> Callable[[Bench], None]:
+def configured(kind: str, common: dict[str, Any], **change: Any) -> Step:
     """Two models of a class, the donor's config another one than that of its weights."""
-
-    def spoil(bench: Bench) -> None:
-        for seed, folder in enumerate(("anchor", "donor")):
-            shutil.rmtree(folder)
-            model(kind, folder, seed, **common)
-        config(**change)(bench)
-
-    return spoil
+    return both(*(another(kind, folder, **common) for folder in ("anchor", "donor")), config(**change))
 
 
 def index(weight_map: Mapping[str, str], name: str = INDEX) -> None:
@@ -250,10 +226,10 @@ def sharded(bench: Bench) -> None:
     """The donor in two shards."""
     stored = load_file(f"donor/{WEIGHTS}")
     Path("donor", WEIGHTS).unlink()
-    halves = [sorted(stored)[i::2] for i in range(2)]
-    for shard, names in zip(SHARDS, halves, strict=True):
-        save_file({name: stored[name] for name in names}, f"donor/{shard}", {"format": "pt"})
-    index({name: shard for shard, names in zip(SHARDS, halves, strict=True) for name in names})
+    places = {name: SHARDS[number % 2] for number, name in enumerate(sorted(stored))}
+    for shard in SHARDS:
+        save_file({n: x for n, x in stored.items() if places[n] == shard}, f"donor/{shard}", {"format": "pt"})
+    index(places)
 
 
 def two_files(bench: Bench) -> None:
@@ -268,7 +244,7 @@ def tensor_in_two_shards(bench: Bench) -> None:
     save_file({**second, **dict([first.popitem()])}, f"donor/{SHARDS[1]}", {"format": "pt"})
 
 
-def pickled(content: Any) -> Callable[[Bench], None]:
+def pickled(content: Any) -> Step:
     """A pickle in the place of the donor's weights."""
     return both(gone(f"donor/{WEIGHTS}"), lambda bench: torch.save(content, "donor/pytorch_model.bin"))
 
@@ -282,34 +258,22 @@ def tensor_in_two_pickles(bench: Bench) -> None:
     index(dict.fromkeys(stored, names[0]) | {min(stored): names[1]}, "pytorch_model.bin.index.json")
 
 
-def adapter(folder: str, base: str = "org/base") -> Callable[[Bench], None]:
+@step
+def adapter(folder: str, base: str = "org/base") -> None:
     """An adapter on one map of the first layer."""
-
-    def spoil(bench: Bench) -> None:
-        Path(folder).mkdir(exist_ok=True)
-        entries = {
-            "peft_type": "LORA",
-            "base_model_name_or_path": base,
-            "r": 2,
-            "lora_alpha": 2,
-            "target_modules": ["up_proj"],
-        }
-        Path(folder, "adapter_config.json").write_text(json.dumps(entries))
-        key = "base_model.model.model.layers.0.mlp.up_proj"
-        factors = {f"{key}.lora_A.weight": torch.ones(2, 32), f"{key}.lora_B.weight": torch.ones(48, 2)}
-        save_file(factors, Path(folder, "adapter_model.safetensors"))
-
-    return spoil
+    Path(folder).mkdir(exist_ok=True)
+    entries = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 2, "lora_alpha": 2}
+    Path(folder, "adapter_config.json").write_text(json.dumps({**entries, "target_modules": ["up_proj"]}))
+    key = "base_model.model.model.layers.0.mlp.up_proj"
+    factors = {f"{key}.lora_A.weight": torch.ones(2, 32), f"{key}.lora_B.weight": torch.ones(48, 2)}
+    save_file(factors, Path(folder, "adapter_model.safetensors"))
 
 
-def tokenizer(folder: str, *words: str) -> Callable[[Bench], None]:
+@step
+def tokenizer(folder: str, *words: str) -> None:
     """A tokenizer that knows these words."""
-
-    def spoil(bench: Bench) -> None:
-        Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, words[0])).save(f"{folder}/tokenizer.json")
-        Path(folder, "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-
-    return spoil
+    Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, words[0])).save(f"{folder}/tokenizer.json")
+    Path(folder, "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 class Evil:
@@ -319,35 +283,28 @@ class Evil:
         return Path.touch, (Path("ran"),)
 
 
-def quantised(dtype: torch.dtype) -> Callable[[Bench], None]:
+def quantised(dtype: torch.dtype) -> Step:
     """Codes in the place of numbers; the config does not tell."""
     return tensors(lambda stored: stored.update({n: (10 * x).to(dtype) for n, x in stored.items() if x.ndim == 2}))
 
 
-def mapped(change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Callable[[Bench], None]:
+def mapped(change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Step:
     """The recipe takes the donor's transforms from a file, in which something is wrong.
 
     Args:
-        change: is given the tensors and the entries of the header, those that hold JSON parsed.
+        change: is given the tensors and the entries of the header, `head` parsed.
     """
 
     def spoil(bench: Bench) -> None:
         with safe_open("map", "pt") as file:
             stored, header = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
-        entries = {name: _parsed(text) for name, text in header.items()}
+        entries = {**header, "head": json.loads(header["head"])}
         change(stored, entries)
         header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in entries.items()}
         save_file({name: x.contiguous() for name, x in stored.items()}, "map", header)
         edit((DONORS, "{weight: 0.5, alignment: map}\np"))(bench)
 
     return spoil
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 # --- GGUF --------------------------------------------------------------------------------------------------------
@@ -391,8 +348,9 @@ def write_gguf(path: Path, folder: Path, architecture: str = "llama", split: int
     writer.close()
 
 
-def rewritten(**metadata: Any) -> Callable[[Bench], None]:
-    return lambda bench: write_gguf(Path("whole.gguf"), Path("anchor"), **metadata)
+@step
+def rewritten(**metadata: Any) -> None:
+    write_gguf(Path("whole.gguf"), Path("anchor"), **metadata)
 
 
 def typed(code: int) -> Callable[[bytes], bytes]:
@@ -413,16 +371,13 @@ def endless(whole: bytes) -> bytes:
     return whole[:at] + struct.pack("<Q", 1 << 60) + whole[at + 8 :]
 
 
-def parts(*names: str) -> Callable[[Bench], None]:
+@step
+def parts(*names: str) -> None:
     """The GGUF in three files, of which some are there."""
-
-    def spoil(bench: Bench) -> None:
-        write_gguf(Path("parts.gguf"), Path("anchor"), split=9)
-        for path in Path().glob("parts-*.gguf"):
-            if path.name not in names:
-                path.unlink()
-
-    return spoil
+    write_gguf(Path("parts.gguf"), Path("anchor"), split=9)
+    for path in Path().glob("parts-*.gguf"):
+        if path.name not in names:
+            path.unlink()
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
