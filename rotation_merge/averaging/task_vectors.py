@@ -89,7 +89,7 @@ class TaskVectorMethod(OwnMethod):
         start, weights = base.weight, [source.share for source in tuned_sources]
         parts: list[Part] = [...]
         if info.vocabulary_axis is not None:
-            parts = [*row_slices(start, 0, SLICE)]
+            parts = [*row_slices(start.shape, 0, SLICE)]
         changes = [change_of(start, source.weight, parts) for source in tuned_sources]
         lengths = [change.norm for change in changes]
         if not any(lengths):

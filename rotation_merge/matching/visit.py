@@ -9,8 +9,6 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-import torch
-
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.matching.block import BlockMatch, check_numbers, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.options import AlignConfig
@@ -187,9 +185,7 @@ class Visits:
         """The slices of long vocabularies, by the keys of their tensors."""
         result = {}
         for info in block.tensors:
-            names = (*info.names, *info.tied)
-            shapes = [next((s.shapes[n] for n in names if n in s), None) for s in map(as_tensors, self._stored)]
-            empty = [torch.empty(shape, device="meta") for shape in shapes if shape is not None]
-            if len(empty) == 2 and (slices := vocabulary_slices(info, empty)):
+            known = [[s.shapes[n] for n in (*info.names, *info.tied) if n in s] for s in map(as_tensors, self._stored)]
+            if all(known) and (slices := vocabulary_slices(info, [shapes[0] for shapes in known])):
                 result[info.key] = slices
         return result

@@ -6,6 +6,7 @@ An embedding or a head may be as large as several layers, so that it is computed
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -223,21 +224,21 @@ def with_rows_of(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
     return torch.cat([tensor.narrow(axis, 0, length), absent], axis)
 
 
-def row_slices(tensor: Tensor, axis: int, entries: int) -> list[slice]:
-    """Slices along an axis, of so many entries at most where they have several rows."""
-    count = tensor.shape[axis]
-    step = max(1, entries * count // max(1, tensor.numel()))
+def row_slices(shape: Sequence[int], axis: int, entries: int) -> list[slice]:
+    """Slices of a tensor's shape along an axis, of so many entries at most where they have several rows."""
+    count, size = shape[axis], max(1, math.prod(shape))
+    step = max(1, entries * count // size)
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]
 
 
-def vocabulary_slices(info: TensorInfo, stored: Sequence[Tensor]) -> list[slice]:
+def vocabulary_slices(info: TensorInfo, shapes: Sequence[Sequence[int]]) -> list[slice]:
     """The slices of a tensor's long vocabulary; none of a short one.
 
     Args:
-        stored: the tensor in all models that are looked at; nothing is sliced where these differ in shape.
+        shapes: of the tensor in all models that are looked at; nothing is sliced where they differ.
     """
-    axis, alike = info.vocabulary_axis, len({copy.shape for copy in stored}) == 1
-    slices = [] if axis is None or info.stacked or not alike else row_slices(stored[0], axis, LONG)
+    axis, alike = info.vocabulary_axis, len(set(map(tuple, shapes))) == 1
+    slices = [] if axis is None or info.stacked or not alike else row_slices(shapes[0], axis, LONG)
     return slices if len(slices) > 1 else []
 
 
@@ -262,7 +263,7 @@ def in_slices(
         make: gets the sources with a slice of the vocabulary; None: the whole tensor is wanted.
     """
     stored = [tensor for source in sources if (tensor := read_tensor(info, source)) is not None]
-    slices = vocabulary_slices(info, stored)
+    slices = vocabulary_slices(info, [tensor.shape for tensor in stored])
     if not slices:
         return make(None).to(dtype).contiguous()
     axes, parts = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
