@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Predicate
@@ -76,21 +73,12 @@ class SearchConfig(MergeConfig):
 
     def key(self) -> str:
         """Stable key of the models, the samples and the options, and of the state of their files."""
+        from rotation_merge.model.checkpoint import mark_of
+        from rotation_merge.model.open import open_model
+
         options = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
-        weights = [path for model in filter(None, [*self.models, self.base]) for path in _weights(model)]
-        stamps = [os.stat(path).st_mtime_ns for path in (*weights, *filter(os.path.exists, self.data))]
-        return hashlib.blake2b(json.dumps([options, stamps]).encode(), digest_size=4).hexdigest()
-
-
-def _weights(model: str) -> list[str]:
-    """The weight files of a model that is here, and of its adapter."""
-    from rotation_merge.model.folder import folder_of
-    from rotation_merge.model.open import parse_reference
-
-    reference = parse_reference(model)
-    folders = [folder_of(part) for part in (reference.model, reference.lora) if part is not None]
-    files = [file for folder in folders if folder for file in sorted(Path(folder).iterdir())]
-    return [str(file) for file in files if file.suffix in (".safetensors", ".bin")]
+        views = [open_model(model, any_base=True) for model in filter(None, [*self.models, self.base])]
+        return hashlib.blake2b(mark_of(views, self.data, options=options).encode(), digest_size=4).hexdigest()
 
 
 def usual_data(model: str) -> str:
