@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,110 +75,74 @@ def test_samples_may_be_a_loader_or_a_generator(models) -> None:
     assert rm.fit(*models, iter(SAMPLES), options=rm.FitConfig(steps=1)).alignments
 
 
-def test_bad_samples_are_one_line(models) -> None:
-    ids = SAMPLES[0]["input_ids"]
-    for samples, words in [
-        (ids, "are no batches"),
-        ((batch for batch in [ids]), "are no batches"),
-        ([{"input_ids": ids[:, :1]}], "no example has a label"),
-        ([{"input_ids": ids, "labels": ids[:, 0]}], "labels have shape"),
-        ([{"input_ids": ids, "attention_mask": ids[:, :3]}], "'attention_mask' has shape"),
-        ([], "are no batches"),
-        ([{"input_ids": "text"}], "not a tensor"),
-        ([{"pixel_values": torch.zeros(1, 3, 4, 4)}], "takes input_ids"),
-        ([{"input_ids": torch.tensor([[400]])}], "outside the model's vocabulary"),
-        (__file__, "no tokenizer can be loaded"),
-        ("missing.txt", "no such file"),
-    ]:
-        with pytest.raises(rm.RotationMergeError, match=words) as error:
-            rm.evaluate(models[0], samples)
-        assert "\n" not in str(error.value)
+IDS = SAMPLES[0]["input_ids"]
 
 
 @pytest.fixture(scope="module")
-def folders(models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of several shapes, and two adapters of the first."""
-    where = tmp_path_factory.mktemp("folders")
+def s(models, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Models in memory, and in folders: of several shapes, and two adapters of the first; what is not there yet."""
+    place = tmp_path_factory.mktemp("folders")
     deep, tied = build("llama", num_hidden_layers=3), build("llama", tie_word_embeddings=True)
     for name, model in zip(("a", "b", "deep", "tied"), (*models, deep, tied), strict=True):
-        model.save_pretrained(where / name)
+        model.save_pretrained(place / name)
     for name in ("one", "two"):
         lora = get_peft_model(copy.deepcopy(models[0]), LoraConfig(r=2, target_modules=["q_proj"]))
-        lora.save_pretrained(where / name)
-        settings = where / name / "adapter_config.json"
-        settings.write_text(
-            json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": str(where / "a")})
-        )
-    return where
+        lora.save_pretrained(place / name)
+        settings = json.loads((place / name / "adapter_config.json").read_text())
+        settings["base_model_name_or_path"] = str(place / "a")
+        (place / name / "adapter_config.json").write_text(json.dumps(settings))
+    names = ("a", "b", "deep", "tied", "one", "two", "gone", "new")
+    return SimpleNamespace(place=place, models=models, m=models[0], **{name: str(place / name) for name in names})
 
 
-WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "more layers than there are": (lambda of: rm.align(of("a"), of("b"), layers="0-99"), "the model has no layer 2"),
-    "models of other depth": (lambda of: rm.align(of("a"), of("deep")), "'slices'"),
-    "bases of other depth": (lambda of: rm.transfer(of("deep"), of("deep"), of("a")), "another width or depth"),
-    "layers that are to meet": (
-        lambda of: rm.transfer(of("deep"), of("deep"), of("a"), layers_map="auto"),
-        "there is no option 'layers_map'",
-    ),
-    "an adapter of another base": (lambda of: rm.transfer(of("one"), of("b"), of("a")), "name its own base"),
-    "a method without its number": (lambda of: rm.average([of("a"), of("b")], "slerp"), "add 't'"),
-    "groups beside the maps": (
-        lambda of: rm.transfer(of("a"), of("a"), of("b"), alignment=rm.align(of("b"), of("a")), heads="permutation"),
-        "'heads' has no effect beside 'alignment'",
-    ),
-    "a full folder": (lambda of: rm.merge([of("a"), of("b")], of("deep")), "write somewhere else"),
-    "a module to merge": (lambda of: rm.merge([build("llama"), of("b")], of("new")), "give names, of folders"),
-    "adapters of a base that is not here": (
-        lambda of: rm.merge([of("one"), of("two")], of("new"), config=rm.MergeConfig(base=of("gone"))),
-        "no such directory",
-    ),
-    "weights of adapters that are words": (
-        lambda of: rm.merge_adapters([of("one"), of("two")], weights=["x", 1]),  # type: ignore[list-item]
-        "give one number for each adapter",
-    ),
-    "a full folder for an adapter": (
-        lambda of: rm.transfer(of("one"), of("a"), of("b")).save_pretrained(of("tied")),
-        "already exists",
-    ),
-    "a full folder for merged adapters": (
-        lambda of: rm.merge_adapters([of("one"), of("two")]).save(of("tied")),
-        "already exists",
-    ),
-    "data that nobody writes": (lambda of: rm.evaluate(of("a"), "synthetic"), "'synthetic' is for image models"),
-    "steps of training without training": (
-        lambda of: rm.transfer(of("a"), of("a"), of("b"), steps=4),
-        "carrying by weights takes no steps",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_told_in_words_of_python(name: str, folders: Path) -> None:
-    """One line, which names no option as the command line spells it; what lies in a folder stays."""
-    call, words = WRONG[name]
-    before = {path: path.read_bytes() for path in folders.rglob("*") if path.is_file()}
-    with pytest.raises(rm.RotationMergeError) as error:
-        call(lambda part: str(folders / part))
-    told = str(error.value)
-    assert words in told
-    assert "\n" not in told
-    assert "--" not in re.sub(r"\(the command .* with --force\)", "", told)
-    assert {path: path.read_bytes() for path in folders.rglob("*") if path.is_file()} == before
-
-
-def test_too_few_samples_name_the_teacher(models) -> None:
-    with pytest.raises(rm.RotationMergeError, match=r"^teacher 1: 1 batches of samples are too few"):
-        rm.polish(rm.average(models), models, [{"input_ids": SAMPLES[0]["input_ids"][:1]}])
-
-
-def test_a_search_takes_paths_and_refuses_the_rest_in_one_line(models, tmp_path: Path) -> None:
-    place = tmp_path / "model"
-    models[0].save_pretrained(place)
-    for given, words in [
-        (([place, place], tmp_path / "out"), "is named twice"),
-        ((models, tmp_path / "out"), "one model is of type LlamaForCausalLM; give names"),
-        (([place, tmp_path], tmp_path / "out", SAMPLES), "one data source is of type dict; give names"),
-        ((place, tmp_path / "out"), "one PosixPath stands where models belong"),
-    ]:
-        with pytest.raises(rm.RotationMergeError, match=words):
-            rm.merge(*given)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda s: rm.align(s.a, s.b, layers="0-99"), "the model has no layer 2"),
+        (lambda s: rm.align(s.a, s.deep), "'slices'"),
+        (lambda s: rm.transfer(s.deep, s.deep, s.a), "another width or depth"),
+        (lambda s: rm.transfer(s.deep, s.deep, s.a, layers_map="auto"), "there is no option 'layers_map'"),
+        (lambda s: rm.transfer(s.one, s.b, s.a), "name its own base"),
+        (
+            lambda s: rm.transfer(s.a, s.a, s.b, alignment=rm.align(s.b, s.a), ffn="none"),
+            "no effect beside 'alignment'",
+        ),
+        (lambda s: rm.transfer(s.a, s.a, s.b, steps=4), "carrying by weights takes no steps"),
+        (lambda s: rm.transfer(s.one, s.a, s.b).save_pretrained(s.tied), "already exists"),
+        (lambda s: rm.average([s.a, s.b], "slerp"), "add 't'"),
+        (lambda s: rm.merge([s.a, s.b], s.deep), "write somewhere else"),
+        (lambda s: rm.merge([s.m, s.b], s.new), "one model is of type LlamaForCausalLM; give names"),
+        (lambda s: rm.merge([s.a, s.a], s.new), "is named twice"),
+        (lambda s: rm.merge([s.a, s.b], s.new, SAMPLES), "one data source is of type dict; give names"),
+        (lambda s: rm.merge(Path(s.a), s.new), "one PosixPath stands where models belong"),
+        (lambda s: rm.merge([s.one, s.two], s.new, config=rm.MergeConfig(base=s.gone)), "no such directory"),
+        (lambda s: rm.merge_adapters([s.one, s.two], weights=["x", 1]), "give one number for each adapter"),
+        (lambda s: rm.merge_adapters([s.one, s.two]).save(s.tied), "already exists"),
+        (
+            lambda s: rm.polish(rm.average(s.models), s.models, [{"input_ids": IDS[:1]}]),
+            "teacher 1: 1 batches of samples",
+        ),
+        (lambda s: rm.evaluate(s.a, "synthetic"), "'synthetic' is for image models"),
+        (lambda s: rm.evaluate(s.m, IDS), "are no batches"),
+        (lambda s: rm.evaluate(s.m, (batch for batch in [IDS])), "are no batches"),
+        (lambda s: rm.evaluate(s.m, []), "are no batches"),
+        (lambda s: rm.evaluate(s.m, [{"input_ids": "text"}]), "not a tensor"),
+        (lambda s: rm.evaluate(s.m, [{"input_ids": IDS[:, :1]}]), "no example has a label"),
+        (lambda s: rm.evaluate(s.m, [{"input_ids": IDS, "labels": IDS[:, 0]}]), "labels have shape"),
+        (lambda s: rm.evaluate(s.m, [{"input_ids": IDS, "attention_mask": IDS[:, :3]}]), "'attention_mask' has shape"),
+        (lambda s: rm.evaluate(s.m, [{"pixel_values": torch.zeros(1, 3, 4, 4)}]), "takes input_ids"),
+        (lambda s: rm.evaluate(s.m, [{"input_ids": torch.tensor([[400]])}]), "outside the model's vocabulary"),
+        (lambda s: rm.evaluate(s.m, __file__), "no tokenizer can be loaded"),
+        (lambda s: rm.evaluate(s.m, "missing.txt"), "no such file"),
+    ],
+)
+def test_a_wrong_call_is_one_line_in_words_of_python(
+    call: Callable[[Any], Any], words: str, s: SimpleNamespace
+) -> None:
+    """Which names no option as the command line spells it; what lies in a folder stays."""
+    before = {path: path.read_bytes() for path in s.place.rglob("*") if path.is_file()}
+    with pytest.raises(rm.RotationMergeError, match=re.escape(words)) as error:
+        call(s)
+    assert "\n" not in str(error.value)
+    assert "--" not in re.sub(r"\(the command .* with --force\)", "", str(error.value))
+    assert {path: path.read_bytes() for path in s.place.rglob("*") if path.is_file()} == before
