@@ -11,7 +11,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ NAME = "statistics.safetensors"
 """Name of the file beside a model."""
 
 ANEW = "measure again with 'rotation-merge measure'"
+
+HEAD = ("made", "axes", "split", "uncalled")
+"""Entries of its header beside the format, as JSON."""
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
@@ -112,17 +115,13 @@ class Statistics:
         try:
             file = safe_open(str(path), framework="pt")
             head = Header.of(file)
-        except (OSError, SafetensorError) as error:
+            if head.metadata.get("format") != FORMAT:
+                raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
+            metadata, axes, split, uncalled = (json.loads(head.metadata[name]) for name in HEAD)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise StatisticsError(f"cannot be read ({short(error)})", where=str(path), remedy=ANEW) from error
-        meta, tensors = head.metadata, Tensors(head.shapes, head.dtypes, by_name(file.get_tensor))
-        if meta.get("format") != FORMAT:
-            raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
-        try:
-            metadata, axes = json.loads(meta["made"]), json.loads(meta["axes"])
-            split, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "uncalled"))
-        except (KeyError, ValueError) as error:
-            raise StatisticsError(f"its header is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
-        return cls(tensors, axes, split, uncalled, metadata, str(path))
+        tensors = Tensors(head.shapes, head.dtypes, by_name(file.get_tensor))
+        return cls(tensors, axes, frozenset(split), frozenset(uncalled), metadata, str(path))
 
     def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
         """Refuse statistics of other weights, or without a kind of numbers.
@@ -133,12 +132,12 @@ class Statistics:
         Raises:
             StatisticsError: names their kinds, or their model.
         """
-        kinds = self.metadata.get("kinds", ())
+        problem, kinds = "", self.metadata.get("kinds", ())
         if kind not in kinds:
             problem = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, the averaging needs {kind}"
-            raise StatisticsError(problem, where=model, remedy=remedy)
-        if self.metadata.get("fingerprint") != fingerprint:
+        elif self.metadata.get("fingerprint") != fingerprint:
             problem = f"'{self.path}' was measured on other weights than these ('{self.metadata.get('model')}')"
+        if problem:
             raise StatisticsError(problem, where=model, remedy=remedy)
 
     def save(self, path: Path | str) -> None:
@@ -158,13 +157,9 @@ class Statistics:
         Raises:
             StatisticsError: it cannot be written, or a number is none; nothing is left behind.
         """
-        meta = {
-            "format": FORMAT,
-            "made": json.dumps(self.metadata, sort_keys=True, default=str),
-            "axes": json.dumps(self.axes, sort_keys=True),
-            "split": json.dumps(sorted(self.split)),
-            "uncalled": json.dumps(sorted(self.uncalled)),
-        }
+        values = self.metadata, self.axes, sorted(self.split), sorted(self.uncalled)
+        parts = (json.dumps(value, sort_keys=True, default=str) for value in values)
+        meta = {"format": FORMAT, **dict(zip(HEAD, parts, strict=True))}
         try:
             with replacing(path) as temporary, open(temporary, "wb") as file:
                 file.write(_head(self.tensors, meta))
@@ -187,20 +182,15 @@ class Statistics:
                 copies[old] += 1
                 axes[new] = axis if copies[old] == 1 else f"{axis} ({copies[old]})"
                 present |= {f"{axes[new]}.{kind}": f"{axis}.{kind}" for kind in ("gram", "count")}
-        split = frozenset(axes[new] for new, old in names.items() if self.axes.get(old) in self.split)
+        split = frozenset(axis for new, axis in axes.items() if self.axes[names[new]] in self.split)
         uncalled = frozenset(new for new, old in names.items() if old in self.uncalled)
         tensors = self.tensors.renamed(present).only(present)
-        return Statistics(tensors, axes, split, uncalled, self.metadata, self.path)
+        return replace(self, tensors=tensors, axes=axes, split=split, uncalled=uncalled)
 
     def __repr__(self) -> str:
         facts = self.metadata
         kinds = ", ".join(facts.get("kinds", ()))
         return f"Statistics({facts.get('model')}, {kinds}, {facts.get('samples')} samples of {facts.get('data')})"
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """Keys of all tensors."""
-        return frozenset(self.tensors)
 
     def __contains__(self, key: object) -> bool:
         return key in self.tensors

@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Models:
 
 def agree(moved: rm.Statistics, measured: rm.Statistics, *kinds: str) -> int:
     """How many tensors of these kinds are compared; all are equal up to rounding."""
-    keys = sorted(key for key in measured.keys if key.endswith(kinds))
+    keys = sorted(key for key in measured if key.endswith(kinds))
     largest = max(float(measured[key].abs().max()) for key in keys)
     for key in keys:
         size = float(measured[key].abs().max()) + 1e-6 * largest  # a key's bias has no gradient but rounding
@@ -61,7 +61,7 @@ def test_moved_statistics_are_those_of_the_moved_model(family: str, model: Any) 
     (anchor, _), (donor, samples) = (model(family, seed) for seed in range(2))
     alignment = rm.align(anchor, donor, **CASES[family][1])
     moved, measured = alignment.apply(rm.measure(donor, samples)), rm.measure(alignment.apply(donor), samples)
-    assert moved.keys == measured.keys
+    assert set(moved) == set(measured)
     assert agree(moved, measured, "gram", "count") >= 8
 
 
@@ -76,7 +76,7 @@ def test_fisher_diagonals_move_with_permutations_alone(family: str, model: Any) 
             continue
         again = rm.Alignment.random(donor, **turned).apply(rm.measure(donor, samples, FISHER))
         with pytest.raises(rm.RotationMergeError, match="cannot be kept"):
-            dict.fromkeys(again[key] for key in sorted(moved.keys))
+            dict.fromkeys(again[key] for key in moved)
 
 
 @pytest.mark.slow
