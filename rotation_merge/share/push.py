@@ -201,7 +201,7 @@ class Publication:
             RotationMergeError: a file of them does not say how.
         """
         models = {mark: name for name, mark in self.report.fingerprints.items()}
-        for path in (path for path in inputs_of(self.recipe)[1] if path in self.unpublished):
+        for path, place in self.unpublished.items():
             head = Statistics.open(path).metadata
             if absent := [name for name in ("kinds", "samples", "seed") if not isinstance(head.get(name), int | list)]:
                 problem = f"its header does not say how it was measured ('{absent[0]}')"
@@ -210,7 +210,7 @@ class Publication:
             words = ["rotation-merge", "measure", model, "--data", renaming.value(str(head.get("data")))]
             measured = {name: head[name] for name in OPTIONS if head.get(name) is not None}
             options = [word for name, value in measured.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-            yield shlex.join([*words, "--kinds", ",".join(head["kinds"]), *options, "--out", self.unpublished[path]])
+            yield shlex.join([*words, "--kinds", ",".join(head["kinds"]), *options, "--out", place])
 
 
 def push(
