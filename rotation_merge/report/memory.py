@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.match import PARTS
 from rotation_merge.matching.options import AlignConfig
@@ -35,9 +35,9 @@ def peak_memory(
 ) -> int:
     """Peak bytes of aligning and averaging one donor, beyond Python and its libraries.
 
-    One output file of up to `SHARD` bytes is held until it is written. With a residual stream everything is matched
-    before anything is written, and writing takes, of the largest tensor, both models', both moved, and the
-    intermediates of averaging.
+    Matching takes what workers are planned with (`BYTES_A_WEIGHT` of the largest block; of layers in streams
+    `BYTES_FOLDED`, for every worker). Writing takes of the largest tensor both models' and copies in float32, with
+    streams both moved as well, and holds one output file of up to `SHARD` bytes. Streams are matched before.
 
     Args:
         shapes: by tensor name.
@@ -45,51 +45,33 @@ def peak_memory(
         carried: whether the donor is a task vector, so that a block of a third model is held, too.
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    whole, largest = sum(sizes.values()), max(sizes.values(), default=0)
-    blocks = [_block_memory(block, sizes, options.at(architecture, block), itemsize) for block in architecture.blocks]
-    peak = min(whole * itemsize, SHARD)
+    whole, tensor = sum(sizes.values()), max(sizes.values(), default=0)
+    blocks = [sum(sizes.get(n, 0) for info in block.tensors for n in info.names) for block in architecture.blocks]
+    pairs = list(zip(blocks, architecture.blocks, strict=True))
+    output = min(whole * itemsize, SHARD)
     if options.residual == "none":
-        peak += max(blocks, default=0)
+        matched = (weights for weights, block in pairs if wanted_spaces(block, options.at(architecture, block)))
+        peak = output + max((2 * itemsize + 8) * tensor, BYTES_A_WEIGHT * max(matched, default=0))
     else:
-        peak = max(
-            _streams_memory(architecture, sizes, max(blocks, default=0)),
-            peak + 9 * itemsize * largest + 16 * min(largest, LONG),
-        )
-    return peak + carried * itemsize * max((_weights(block.tensors, sizes) for block in architecture.blocks), default=0)
+        layers = [weights for weights, block in pairs if block.index is not None]
+        writing = output + 9 * itemsize * tensor + 16 * min(tensor, LONG)
+        peak = max(writing, _streams_memory(architecture, layers, whole))
+    return peak + carried * itemsize * max(blocks, default=0)
 
 
-def _block_memory(block: Block, sizes: Mapping[str, int], options: AlignConfig, itemsize: int) -> int:
-    """Both models' tensors of a block, copies in float32, and the similarities of its largest space.
-
-    Widened are the largest tensors, and of a layer in streams all; its largest space is turned by the stream's map.
-    """
-    spaces = wanted_spaces(block, options)
-    weights = {info.key: _weights([info], sizes) for info in block.tensors}
-    moved = [sum(weights[i.key] for i in block.tensors if space in i.spaces()) for space in spaces]
-    streams = options.residual != "none" and block.index is not None
-    widened = sum(weights.values()) if streams else max(weights.values(), default=0)
-    copied = 8 * widened + 4 * max(moved, default=0) * streams
-    entries = max((space.sizes.get("size", 0) ** 2 for space in spaces if space.kind != "translation"), default=0)
-    return 2 * itemsize * sum(weights.values()) + copied + (5 if streams else 12) * entries
-
-
-def _streams_memory(architecture: Architecture, sizes: Mapping[str, int], layer: int) -> int:
-    """Peak memory of matching streams.
+def _streams_memory(architecture: Architecture, layers: Sequence[int], whole: int) -> int:
+    """Peak bytes of matching streams.
 
     Of every worker a layer and the stream's products for two; the products of each part, embedding, head and map;
     tensors kept of models that are read again; and freed memory that the process keeps, as measured on layers of 1B and
     8B shape and an embedding of 1B.
 
     Args:
-        layer: bytes of one worker's.
+        layers: weights of each.
+        whole: weights of the model.
     """
-    layers = [_weights(block.tensors, sizes) for block in architecture.blocks if block.index is not None]
-    workers = workers_for(BYTES_FOLDED * max(layers, default=0) // BYTES_A_WEIGHT)
+    layer = BYTES_FOLDED * max(layers, default=0)
+    workers = workers_for(layer // BYTES_A_WEIGHT)
     products = 8 * sum(stream.sizes["size"] ** 2 for stream in architecture.streams.values())
-    cached = 2 * min(KEPT, 4 * sum(sizes.values()))
-    peak = workers * (layer + 2 * products) + (min(PARTS, len(layers)) + 4) * products + cached
+    peak = workers * (layer + 2 * products) + (min(PARTS, len(layers)) + 4) * products + 2 * min(KEPT, 4 * whole)
     return peak + min(peak // 4, workers * KEPT_FREED)
-
-
-def _weights(tensors: Iterable[TensorInfo], sizes: Mapping[str, int]) -> int:
-    return sum(sizes.get(name, 0) for info in tensors for name in info.names)

@@ -111,11 +111,6 @@ def _limits(architecture: Architecture, options: AlignConfig) -> Iterator[str]:
     """What heads keep, and layers that are left out."""
     spaces = [space for block in architecture.blocks for space in block.spaces.values() if space.kind == "attention"]
     for name, space in {_last(space): space for space in spaces}.items():
-        if space.norm is not None:
-            words = admitted(space).groups["qk"][0].words
-            yield f"'{name}' normalises queries and keys; maps that commute with the norm: {words}"
-        elif space.rotary:
-            yield f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane"
         if not (space.free_order and space.free_groups):
             yield f"heads of '{name}' keep their order: positions, or other layers, are tied to it"
         if space.values == "fixed":
