@@ -21,12 +21,10 @@ PLAIN, MERGED, NONE = "plain addition", "wudi", "none"
 """Alternatives to a method that samples may prefer: plain addition, a merge of the new base and the fine-tune as two
 fine-tunes of the old base, and the unchanged new base."""
 
-MOVED = (
-    "Nothing was trained: the change was moved by the alignment of the old base with the new one. If the new base were "
-    "the old one in other coordinates, it would have exactly the same effect. How much transfers to another base"
-)
 REFITTED = "The new base's linear maps were solved layer by layer to reproduce the change on samples."
 HOW = {
+    "weights": "Nothing was trained: the change was moved by the alignment of the old base with the new one, which is "
+    "exact if the new base is the old one in other coordinates.",
     "refit": REFITTED,
     "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
     MERGED: "The new base and the fine-tune were merged by `wudi` as two fine-tunes of the old base: this had the "
@@ -34,7 +32,7 @@ HOW = {
     PLAIN: "The change was added to the new base without alignment: this had the lowest loss on samples.",
     NONE: "Nothing was carried: the new base alone had the lowest loss on samples.",
 }
-"""The method in words, for a card; see `MOVED` for weights."""
+"""The method in words, for a card."""
 
 
 @dataclass(frozen=True)

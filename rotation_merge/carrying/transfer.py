@@ -9,7 +9,7 @@ from typing import Any
 
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.bases import Bases, Transfer
-from rotation_merge.carrying.config import HOW, MOVED, NONE, TransferConfig
+from rotation_merge.carrying.config import HOW, NONE, TransferConfig
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapters import Adapter
@@ -139,9 +139,7 @@ def card(bases: Bases, work: str, report: MergeReport, out: str) -> str:
     """A model card for a carried adapter or fine-tune of the new base."""
     new, old = bases.names
     name, names = os.path.basename(os.path.abspath(out)), [work, old, new]
-    method = "weights" if report.lift is None else report.lift["method"]
-    measured = "was not measured." if report.lift is None else "is shown by the losses below."
-    how = f"{MOVED} {measured}" if method == "weights" else HOW[method]
+    how = HOW["weights" if report.lift is None else report.lift["method"]]
     options = f"\nOptions:\n\n```yaml\n{report.recipe}```\n" if report.recipe else ""
     text = (
         f"# {name}\n\n"

@@ -4,7 +4,6 @@ forms; whole fine-tunes as adapters; what is refused."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -421,9 +420,8 @@ def test_experts_that_peft_takes_the_wrong_way_round(tmp_path: Path) -> None:
     assert "peft swaps inputs and outputs of this base's experts; merge the adapter into" in done.output
 
 
-def test_models_of_other_names_and_of_another_family(tmp_path: Path) -> None:
-    """DINOv2's attention is called otherwise in files of before and of today; Phi-3 holds in one piece what Llama holds
-    apart, and is another family."""
+def test_models_of_other_names(tmp_path: Path) -> None:
+    """DINOv2's attention is called otherwise in files of before and of today."""
     model = make(next(c for c in ALL if (c.family, c.name) == ("dinov2", "registers")))
     model.save_pretrained(tmp_path / "old")
     model.save_pretrained(tmp_path / "new", save_original_format=False)
@@ -435,13 +433,6 @@ def test_models_of_other_names_and_of_another_family(tmp_path: Path) -> None:
     result, expected = state(tmp_path / "out"), state(tmp_path / "wanted")
     assert expected.keys() != state(tmp_path / "tuned").keys()
     torch.testing.assert_close(result, expected)
-    for family, name in (("phi3", None), ("llama", "llama")):
-        case = next(c for c in ALL if c.family == family and name in (None, c.name))
-        make(case).save_pretrained(tmp_path / family)
-    phi, llama = tmp_path / "phi3", tmp_path / "llama"
-    done = run("carry", phi, "--from", phi, "--to", llama, tmp_path / "none")
-    assert done.exit_code == 2
-    assert re.search(r"architecture is phi3, that of .* is llama", done.output)
 
 
 # --- whole fine-tunes as adapters -------------------------------------------------------------------------------------
@@ -455,8 +446,8 @@ def tuned(home: Home, norms: bool = True) -> Tensor:
     return home.logits(home.base("tuned"))
 
 
-def share_kept(home: Home, out: Path, rank: int, residual: str) -> float:
-    """How many percent of a change an adapter keeps."""
+def share_in(home: Home, out: Path, rank: int, residual: str) -> float:
+    """How many percent of a change an adapter holds."""
     flags = ("--heads", "permutation", "--lora", rank, "--residual", residual)
     (written,) = parsed("carry", home.where / "tuned", *home.bases, out / str(rank), *flags)["written"]
     (words,) = (line for line in written["lines"] if f"Rank {rank} keeps" in line)
@@ -468,10 +459,9 @@ def share_kept(home: Home, out: Path, rank: int, residual: str) -> float:
 def test_at_full_rank_an_adapter_says_it_all(llama: Home, options: AlignConfig, tmp_path: Path) -> None:
     """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
     expected = tuned(llama)
-    _, logits = llama.carried("tuned", options, rank=64)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    assert share_kept(llama, tmp_path, 64, options.residual) == 100.0
-    assert 10 < share_kept(llama, tmp_path, 4, options.residual) < 90
+    torch.testing.assert_close(llama.carried("tuned", options, rank=64)[1], expected, atol=1e-4, rtol=1e-4)
+    assert share_in(llama, tmp_path, 64, options.residual) == 100.0
+    assert 10 < share_in(llama, tmp_path, 4, options.residual) < 90
 
 
 @pytest.mark.slow
@@ -484,7 +474,7 @@ def test_biases_and_what_has_no_place(gpt2: Home, tmp_path: Path) -> None:
     lost = {name for name in tensors if name.rpartition(".")[0] not in changed and tensors[name].ndim > 1}
     assert lost
     assert all("wte" in key or "wpe" in key or "lm_head" in key for key in lost), lost
-    assert share_kept(gpt2, tmp_path, 96, "rotation") < 99
+    assert share_in(gpt2, tmp_path, 96, "rotation") < 99
 
 
 @pytest.mark.slow
