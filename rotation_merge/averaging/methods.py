@@ -231,7 +231,7 @@ class OwnMethod(MergeMethod):
             brought = [self.brings(name, model, shared, first.device) for model in models]
             sources = [Source(turned(tensors[m]), weights[m], x) for m, x in zip(models, brought, strict=True)]
             merged = self._average(name, sources, linear is not None, shared)
-        except StatisticsError as error:
+        except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or name, remedy=error.remedy) from error
         dtype = out_dtype or self.models.storage(name) or first.dtype
         return turned(merged).to(first.device, dtype)
@@ -290,13 +290,7 @@ class StatisticsMethod(OwnMethod):
         return weighed or models
 
     def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:
-        if not self._weighs(name, model):
-            return {}
-        try:
-            return self.measured(name, model, device)
-        except RotationMergeError as error:
-            place = error.where or self.models.name(model)
-            raise StatisticsError(error.what, where=place, remedy=error.remedy) from error
+        return self.measured(name, model, device) if self._weighs(name, model) else {}
 
     def _weighs(self, name: str, model: Hashable) -> bool:
         """Whether a model's statistics weigh a tensor: a map that it has run; else the tensor gets the mean."""
