@@ -79,8 +79,7 @@ def test_a_planted_element_is_found(facts: dict[str, Any], options: dict[str, An
 
 @kinds
 @every
-@pytest.mark.parametrize("shape", [(3, 1), (2, 2), (1, 3)])
-@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize(("shape", "near"), [((3, 1), False), ((2, 2), False), ((1, 3), False), ((3, 1), True)])
 def test_no_order_is_better(facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int], near: bool) -> None:
     """Of pairs with nothing in common. Query heads inside groups are found in turn with the maps, nearly the best.
 
