@@ -162,11 +162,8 @@ class Alignment:
     def opened_donor(self, donor: ModelLike, strict: bool) -> View:
         """The donor in the anchor's sizes, its classes in the anchor's order. Errors as for `apply`."""
         basis, identity = self.known_basis, self.known_basis.donor
-        architecture, name = basis.architecture, basis.anchor.name
-        anchor, opened = (
-            described(name, basis.config, architecture, basis.shapes),
-            open_model(donor, identity.name, untie=basis.untie),
-        )
+        architecture, opened = basis.architecture, open_model(donor, identity.name, untie=basis.untie)
+        anchor = described(basis.anchor.name, basis.config, architecture, basis.shapes)
         opened = within(opened, anchor) or opened
         remedy = f"give {identity.name}, which the alignment was made for"
         check_same_kind(anchor, opened, remedy)
