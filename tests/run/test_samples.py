@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -22,7 +21,6 @@ from rotation_merge.run.batches import batched_by_length, unpadded
 from rotation_merge.run.data import Data, described, read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import fused_attention, load
-from rotation_merge.run.sample_kinds import columns
 from rotation_merge.run.sources import self_written, tokenizer_of
 
 datasets = pytest.importorskip("datasets")
@@ -106,22 +104,6 @@ def test_images_without_a_preprocessor_get_the_models_size(channels: int, tmp_pa
     [batch] = read_samples("", str(tmp_path), module=model).batches
     assert batch["pixel_values"].shape == (2, channels, 16, 16)
     assert batch["pixel_values"].flatten(1).mean(1).tolist() == pytest.approx([1.0, -1.0])
-
-
-@pytest.mark.parametrize(
-    ("text", "cells", "names"),
-    [
-        ("text,label\na b,1\n\"c, d\",0\n", [["a b", "c, d"], ["1", "0"]], ["text", "label"]),
-        ("id,Review,Class\n1,good film,pos\n2,bad,neg\n", [["good film", "bad"], ["pos", "neg"]], ["text", "label"]),
-        ("a,b,score\nx y,z w,0.5\n", [["x y"], ["z w"], ["0.5"]], ["text", "text_pair", "label"]),
-        ("text,a,b\nonly this,1,2\n", [["only this"]], ["text"]),
-    ],
-)  # fmt: skip
-def test_columns_of_tables_go_by_their_names(text: str, cells: list[list[str]], names: list[str]):
-    header, *rows = csv.reader(text.splitlines())
-    known = columns(header)
-    assert list(known) == names
-    assert [[row[header.index(known[role])] for row in rows] for role in names] == cells
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
@@ -367,13 +349,10 @@ def test_synthetic_images_are_in_the_range_of_real_ones(models: dict[str, Any]):
     assert 0.4 < float(pixels.max()) <= 0.5
 
 
-@pytest.mark.parametrize(
-    ("source", "path", "message"),
-    [("self", VIT, "does not write text"), ("synthetic", LLAMA, "does not take images")],
-)
-def test_samples_of_another_kind_are_refused(source: str, path: str, message: str, models: dict[str, Any]):
-    with pytest.raises(RotationMergeError, match=message):
-        read_samples(path, source, module=models[path])
+def test_samples_of_another_kind_are_refused(models: dict[str, Any]):
+    for source, path, message in (("self", VIT, "does not write text"), ("synthetic", LLAMA, "does not take images")):
+        with pytest.raises(RotationMergeError, match=message):
+            read_samples(path, source, module=models[path])
 
 
 def test_padding_is_cut_off_and_equal_lengths_stand_together():
