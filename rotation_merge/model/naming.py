@@ -64,12 +64,10 @@ class Renaming:
         if isinstance(value, str):
             return self.names.get(value) or self.text(value)
         if isinstance(value, Mapping):
-            by_name = within in BY_NAME
-            return {self._key(str(key), by_name): self.value(item, str(key)) for key, item in value.items()}
+            words = () if within in BY_NAME else filter(WORD.fullmatch, map(str, value))
+            names = {str(key): self.value(str(key)) for key in value} | {word: word for word in words}
+            return {names[str(key)]: self.value(item, str(key)) for key, item in value.items()}
         return [self.value(item, within) for item in value] if isinstance(value, list) else value
-
-    def _key(self, key: str, by_name: bool) -> str:
-        return key if WORD.fullmatch(key) and not by_name else self.names.get(key) or self.text(key)
 
 
 def _alternatives(names: Iterable[str], words: bool) -> str:
