@@ -24,9 +24,6 @@ Finding = tuple[Path, str, str]
 MOST_VALUES, DEEPEST = 100_000, 100
 """Largest number of entries in a recipe, and of levels; repetitions by aliases count."""
 
-MULTI_KEYS = ("name",)
-"""Keys that mergekit-multi adds to a document."""
-
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """A value and everything in it, with paths: of a document, or of mergekit's form of one."""

@@ -337,13 +337,11 @@ def match_whole(session: Session, pair: Pair, name: str, match: Match) -> Alignm
 
 def _check_same_options(donors: Mapping[ModelReference, Donor]) -> None:
     """Refuse donors that cannot be aligned to their mean: with different options, or next to no tokens in common."""
-    by_block: list[AlignConfig] = []
-    for donor in donors.values():
-        of_last, architecture = by_block, donor.pair.architecture
-        by_block = [donor.pair.options.at(architecture, block) for block in architecture.blocks]
-        if of_last and by_block != of_last:
-            problem = "'anchor: mean' needs the same options for all donors"
-            raise donor.fault(problem, "set them once, under the recipe's parameters")
+    pairs = [donor.pair for donor in donors.values()]
+    options = [[pair.options.at(pair.architecture, block) for block in pair.architecture.blocks] for pair in pairs]
+    if any(of_donor != options[0] for of_donor in options):
+        problem, remedy = "'anchor: mean' needs the same options for all donors", "set them once"
+        raise RecipeError(problem, where="models", remedy=f"{remedy}, under the recipe's parameters")
     _rows_of_mean(donors)
 
 

@@ -32,7 +32,7 @@ from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD, delegates, keys
-from rotation_merge.mergekit_plugin.document import MULTI_KEYS, Document, Finding, Path, is_ours, walk
+from rotation_merge.mergekit_plugin.document import Document, Finding, Path, is_ours, walk
 
 MODELS = (InputModelDefinition, InputSliceDefinition)
 
@@ -142,7 +142,7 @@ def check(document: Document) -> MergeMethod | None:
 def check_structure(document: Document) -> None:
     """mergekit's own validation, every error at its place; unknown keys do not keep the rest from being read."""
     validate = MergeConfiguration.__pydantic_validator__.validate_python
-    content = {key: value for key, value in document.value.items() if key not in MULTI_KEYS}
+    content = {key: value for key, value in document.value.items() if key != "name"}  # of mergekit-multi
     try:
         document.config = validate(content, extra="forbid")
     except ValidationError as error:
