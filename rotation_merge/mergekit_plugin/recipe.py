@@ -110,10 +110,10 @@ class Recipe:
 
     def value(self, name: str, reader: ConfigReader | None = None, model: ModelReference | None = None) -> Any:
         """A parameter of the whole merge, or of one model; its default where it is not given."""
-        value = self.given(name, reader or ConfigReader(config=self.config, t=0), model)
+        value = self.setting(name, reader or ConfigReader(config=self.config, t=0), model)
         return BY_NAME[name].default if value is None else value
 
-    def given(self, name: str, reader: ConfigReader, model: ModelReference | None, block: str = "") -> Any:
+    def setting(self, name: str, reader: ConfigReader, model: ModelReference | None, block: str = "") -> Any:
         """A parameter of one model in one block; None where it is not given."""
         for scope in reader.parameter_sources(model):
             if scope is not None and name in scope:
@@ -127,7 +127,7 @@ class Recipe:
     ) -> dict[str, Any]:
         """The fields of a config that the recipe gives for a model; filters see the block's module path."""
         keys = {field: option.name_in_recipes(field) for field, option in kind.options().items()}
-        read = {field: self.given(key, reader, model, block) for field, key in keys.items() if key in BY_NAME}
+        read = {field: self.setting(key, reader, model, block) for field, key in keys.items() if key in BY_NAME}
         return {field: value for field, value in read.items() if value is not None}
 
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:

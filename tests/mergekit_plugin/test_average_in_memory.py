@@ -150,5 +150,5 @@ def test_what_a_delegate_draws_depends_on_the_seed_alone(delegate: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), state_of_caller)
     assert_same(view, dict(reversed(first.items())))
     assert_same(rm.average(models, delegate, density=0.5), first)
-    other = rm.average(models, delegate, density=0.5, seed=1)
-    assert any(not torch.equal(other[name], tensor) for name, tensor in first.items())
+    reseeded = rm.average(models, delegate, density=0.5, seed=1)
+    assert any(not torch.equal(reseeded[name], tensor) for name, tensor in first.items())

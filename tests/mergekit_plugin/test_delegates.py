@@ -226,5 +226,5 @@ def test_check_says_which_fits(near_and_far, relation: str, tmp_path: Path) -> N
     (facts,) = parsed("check", tmp_path / "r.yml")["presets"]
     assert (facts["suggested"], facts["preset"], facts["cosine"] > 0.9) == (relation, None, relation == "near")
     assert f"'preset: auto' chooses '{relation}'" in output(preset="auto")
-    other = {"near": "far", "far": "near"}[relation]
-    assert f"'preset: {relation}' fits better than '{other}'" in output(preset=other)
+    opposite = {"near": "far", "far": "near"}[relation]
+    assert f"'preset: {relation}' fits better than '{opposite}'" in output(preset=opposite)
