@@ -11,13 +11,14 @@ from plugin_support import one_error
 from test_sentence import everything
 from test_sentence import models as models
 from test_sentence import pairs as pairs
-from test_sentence import texts as texts
 
 
 @pytest.mark.slow
-def test_merge_chooses_without_scores(models: dict[str, Path], texts: Path, tmp_path: Path, only: Callable) -> None:
+def test_merge_chooses_without_scores(models: dict[str, Path], pairs: Path, tmp_path: Path, only: Callable) -> None:
     """Texts without scores are judged by how alike they are to the parents; a refit is tried."""
     only("plain", "refit, plain")
+    texts, rows = tmp_path / "texts.txt", pairs.read_text().split("\n")[1:]
+    texts.write_text("".join(f"{text}\n" for row in rows for text in row.split(",")[:2]))
     options = ("--data", texts, "--batch-size", "6", "--samples", "24", "--anyway")
     facts = parsed("merge", models["anchor"], models["donor"], tmp_path / "out", *options)
     assert facts["unit"] == "1 - Spearman"
@@ -26,7 +27,7 @@ def test_merge_chooses_without_scores(models: dict[str, Path], texts: Path, tmp_
         "refit, plain": None,
     }
     assert 0 < facts["ensemble"]["score"] < min(parent["score"] for parent in facts["parents"].values())
-    assert "give pairs of texts" in one_error(run("evaluate", models["anchor"], "--data", texts).output)
+    assert "sentence1, sentence2 and score" in one_error(run("evaluate", models["anchor"], "--data", texts).output)
     single = run("merge", models["anchor"], models["donor"], tmp_path / "single", "--data", texts, "--batch-size", "1")
     assert "embeddings are compared within a batch" in one_error(single.output)
 
