@@ -71,29 +71,29 @@ def described(path: str) -> dict[str, Any]:
     raise RotationMergeError(words, where=path, remedy="give a file that 'align' or 'measure' wrote")
 
 
-def _facts(kind: str, form: str, marks: Mapping[str, str], holds: Any, made: Any, **more: Any) -> dict[str, Any]:
-    return {"is": kind, "format": form, "fingerprints": marks, "holds": holds, "made": made, **more}
+def _facts(kind: str, form: str, marks: Mapping[str, str], holds: Any, origin: Any, **more: Any) -> dict[str, Any]:
+    return {"is": kind, "format": form, "fingerprints": marks, "holds": holds, "made": origin, **more}
 
 
-def _statistics(form: str, made: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    marks = {made.pop("model", "model"): made.pop("fingerprint")}
-    return _facts("Statistics", form, marks, dict(Counter(name.rsplit(".", 1)[-1] for name in names)), made)
+def _statistics(form: str, metadata: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    marks = {metadata.pop("model", "model"): metadata.pop("fingerprint")}
+    return _facts("Statistics", form, marks, dict(Counter(name.rsplit(".", 1)[-1] for name in names)), metadata)
 
 
 def _alignment(path: str, form: str) -> dict[str, Any]:
     with opened_file(path) as (head, _):
-        made, (rows, _summary) = dict(head.made), head.figures
-    marks = {made.pop(role, role): model[1] for role, model in zip(("anchor", "donor"), head.models, strict=True)}
+        metadata, (rows, _summary) = dict(head.made), head.figures
+    marks = {metadata.pop(role, role): model[1] for role, model in zip(("anchor", "donor"), head.models, strict=True)}
     spaces = dict(Counter(filter(None, head.kinds.values())))
     holds = {"architecture": head.family, "folded": list(head.folded), "spaces": spaces}
     distances = relative_distance(rows) if rows else ()
     figures = dict(zip(("relative_before", "relative_after"), distances, strict=False))
     verdict = gained(*distances) if distances else None
-    return _facts("Alignment", form, marks, holds, made, figures=figures, verdict=verdict)
+    return _facts("Alignment", form, marks, holds, metadata, figures=figures, verdict=verdict)
 
 
 def _report(path: str) -> dict[str, Any]:
     report = read_report(path)
     holds = {donor: report.verdict(donor) for donor in report.donors()}
-    made = {"delegate": report.delegate, "seconds": f"{report.seconds:.1f}", **report.versions, "notes": report.notes}
-    return _facts(f"Report of a merge into {report.anchor}", "rotation_merge.json", report.fingerprints, holds, made)
+    origin = {"delegate": report.delegate, "seconds": f"{report.seconds:.1f}", **report.versions, "notes": report.notes}
+    return _facts(f"Report of a merge into {report.anchor}", "rotation_merge.json", report.fingerprints, holds, origin)

@@ -163,7 +163,8 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     if not isinstance(value, dict) or "merge_method" not in value:
         raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
     check_structure(document)
-    document.raise_first()
+    if (fault := document.first) is not None:
+        raise RecipeError(fault.what, where=path, remedy=fault.remedy)
     config, text = document.config, str(value)  # mergekit names models in no order
     models = sorted(map(str, config.referenced_models()), key=lambda model: text.find(model.partition("+")[0]))
     present, absent = _sorted([*parents, *map(str, filter(None, [config.base_model])), *models])

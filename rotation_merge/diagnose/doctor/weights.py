@@ -38,8 +38,8 @@ def of_weights(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
     entries = [(model.get("parameters") or {}).get("weight") for model in case.recipe.get("models") or []]
     total = sum(float(weight) for weight in entries if isinstance(weight, int | float))
     plain = entries and all(isinstance(weight, int | float) for weight in entries)
-    kept = case.parameters.get("normalize", True) is False and case.method != "task_arithmetic"
-    if plain and kept and abs(total - 1) > 0.05:
+    as_given = case.parameters.get("normalize", True) is False and case.method != "task_arithmetic"
+    if plain and as_given and abs(total - 1) > 0.05:
         remedy = "make them add up to 1, or leave out 'normalize: false'"
         yield Cause("scale", 0.75, f"the weights add up to {total:.3g}", case.name, remedy)
 
