@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,36 +167,22 @@ def test_options_replace_nothing_without_force(tmp_path: Path, pair: Pair) -> No
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 
-def recipe(base: Path, donor: Path, **more: Any) -> dict[str, Any]:
-    models = [{"model": str(base)}, {"model": str(donor), "parameters": more.pop("of_donor", {})}]
-    parameters = {"weight": 0.5, **more.pop("parameters", {})}
-    head = {"merge_method": "rotation_merge", "base_model": str(base)}
-    return {**head, "models": models, "parameters": parameters, **more}
-
-
-def sliced(base: Path, donor: Path) -> dict[str, Any]:
-    content = recipe(base, donor)
-    del content["models"]
-    return {**content, "slices": [{"sources": [{"model": str(m), "layer_range": [0, 1]} for m in (base, donor)]}]}
-
-
-NAMED: dict[str, tuple[str, Any]] = {
-    "base_model": ("model", lambda a, b, it: recipe(it, b)),
-    "model": ("model", lambda a, b, it: recipe(a, it)),
-    "adapter": ("model", lambda a, b, it: recipe(a, Path(f"{b}+{it}"))),
-    "base of an adapter": ("model", lambda a, b, it: recipe(a, Path(f"{it}+{b}"))),
-    "a slice": ("model", lambda a, b, it: sliced(a, it)),
-    "tokenizer_source": ("model", lambda a, b, it: recipe(a, b, tokenizer_source=str(it))),
-    "tokenizer": ("model", lambda a, b, it: recipe(a, b, tokenizer={"source": str(it)})),
-    "a token": ("model", lambda a, b, it: recipe(a, b, tokenizer={"tokens": {"<s>": {"source": str(it)}}})),
-    "finetuned_from": ("model", lambda a, b, it: recipe(a, b, of_donor={"finetuned_from": str(it)})),
-    "alignment": ("file", lambda a, b, it: recipe(a, b, of_donor={"alignment": str(it)})),
-    "statistics": (
-        "file",
-        lambda a, b, it: recipe(a, b, of_donor={"statistics": str(it)}, parameters={"delegate": "regmean"}),
-    ),
-    "data": ("file", lambda a, b, it: recipe(a, b, of_donor={"data": str(it)}, parameters={"delegate": "refit"})),
-    "data of all": ("file", lambda a, b, it: recipe(a, b, parameters={"delegate": "refit", "data": str(it)})),
+MODELS = "models:\n- {model: A}\n- {model: B, parameters: {}}\n"
+RECIPE = f"merge_method: rotation_merge\nbase_model: A\n{MODELS}parameters: {{weight: 0.5}}\n"
+SLICE = "slices: [{sources: [{model: A, layer_range: [0, 1]}, {model: IT, layer_range: [0, 1]}]}]\n"
+NAMED = {
+    "base_model": ("model", "A", "IT"),
+    "model": ("model", "model: B", "model: IT"),
+    "adapter": ("model", "model: B", "model: B+IT"),
+    "base of an adapter": ("model", "model: B", "model: IT+B"),
+    "a slice": ("model", MODELS, SLICE),
+    "tokenizer_source": ("model", "parameters: {w", "tokenizer_source: IT\nparameters: {w"),
+    "tokenizer": ("model", "parameters: {w", "tokenizer: {source: IT}\nparameters: {w"),
+    "a token": ("model", "parameters: {w", "tokenizer: {tokens: {<s>: {source: IT}}}\nparameters: {w"),
+    "finetuned_from": ("model", "parameters: {}", "parameters: {finetuned_from: IT}"),
+    "alignment": ("file", "parameters: {}", "parameters: {alignment: IT}"),
+    "statistics": ("file", "{weight: 0.5}", "{weight: 0.5, delegate: regmean, statistics: IT}"),
+    "data": ("file", "{weight: 0.5}", "{weight: 0.5, delegate: refit, data: IT}"),
 }
 """Where a recipe names what it reads; a key that reads and is not here fails a test above."""
 
@@ -219,11 +206,13 @@ def mergekit(path: Path, out: Path) -> Any:
     [(k, p) for k, p in itertools.product(NAMED, PLACES) if NAMED[k][0] == "model" or p != "OUT inside"],
 )
 def test_no_key_replaces_an_input(key: str, place: str, tmp_path: Path) -> None:
-    (kind, build), (where, out) = NAMED[key], PLACES[place]
-    path = make(tmp_path / where, kind)
+    (kind, old, new), (at, out) = NAMED[key], PLACES[place]
+    path = make(tmp_path / at, kind)
     (tmp_path / "link").symlink_to(path)
-    content = build(*(make(tmp_path / "elsewhere" / name, "model") for name in "ab"), path)
-    file = write_recipe(content, tmp_path / "recipe.yml")
+    text = RECIPE.replace(old, new).replace("IT", str(path))
+    for name in "AB":
+        text = re.sub(rf"\b{name}\b", str(make(tmp_path / "elsewhere" / name, "model")), text)
+    file = write_recipe(text, tmp_path / "recipe.yml")
     before = snapshot(tmp_path)
     result = mergekit(file, tmp_path / out)
     assert result.exit_code == 2, result.output
