@@ -64,31 +64,29 @@ def _words(config: Any, generator: torch.Generator) -> Tensor:
 
 def _around_images(config: Any, image: int, words: Batch, takes: Collection[str], generator: torch.Generator) -> Batch:
     """Words around one image in each example."""
-    vision, inputs = config.vision_config, Batch()
+    vision, inputs, tokens = config.vision_config, Batch(), 4
     height, width = both_sides(vision.patch_size)
     if "image_grid_thw" in takes:  # patches in a row, of images of any size: here two by two of the merged ones
-        tokens, side = 4, 2 * vision.spatial_merge_size
+        side = 2 * vision.spatial_merge_size
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         size = channels * vision.temporal_patch_size * height * width
         inputs["pixel_values"] = torch.randn(SIZE * side * side, size, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, side, side]] * SIZE)
     elif "image_position_ids" in takes:  # patches with their places, so many of which become one
-        tokens, side = 4, 2 * vision.pooling_kernel_size
+        side = 2 * vision.pooling_kernel_size
         inputs["pixel_values"] = torch.rand(SIZE, side * side, 3 * height * width, generator=generator)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
         inputs["image_position_ids"] = places.expand(SIZE, -1, -1).contiguous()
     elif "image_sizes" in takes and hasattr(config, "spatial_merge_size"):  # images of any size
-        tokens, side = 4, 2 * config.spatial_merge_size
-        shape = SIZE, getattr(vision, "num_channels", 3), side * height, side * width
-        inputs["pixel_values"] = torch.randn(*shape, generator=generator)
-        inputs["image_sizes"] = torch.tensor([[side * height, side * width]] * SIZE)
+        sides = [2 * config.spatial_merge_size * length for length in (height, width)]
+        inputs["pixel_values"] = torch.randn(SIZE, getattr(vision, "num_channels", 3), *sides, generator=generator)
+        inputs["image_sizes"] = torch.tensor([sides] * SIZE)
     else:
         inputs["pixel_values"] = torch.randn(SIZE, *image_shape(config), generator=generator)
         patches = inputs["pixel_values"][0, 0].numel() // (height * width)
-        whole = int(getattr(config, "vision_feature_select_strategy", "default") == "full")
         ratio = float(getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", None) or 1)
-        shrunk = round(patches * ratio**2) + whole
-        tokens = getattr(config, "mm_tokens_per_image", shrunk)
+        whole = getattr(config, "vision_feature_select_strategy", "default") == "full"
+        tokens = getattr(config, "mm_tokens_per_image", round(patches * ratio**2) + int(whole))
     text = words["input_ids"]
     ids = torch.cat([text[:, :2], torch.full((SIZE, tokens), image), text[:, 2:]], 1)
     kinds = {"mm_token_type_ids": (ids == image).int()} if "mm_token_type_ids" in takes else {}

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,12 @@ def _content(path: Path, config: Any) -> dict[str, Tensor] | list[Any] | str:
 
 
 def _dataset(path: Path) -> list[Any]:
-    """The rows of a folder of datasets; of a dictionary of splits, of its first."""
-    from datasets import DatasetDict, load_from_disk
-
-    rows = load_from_disk(str(path))
-    return [*(next(iter(rows.values())) if isinstance(rows, DatasetDict) else rows)]
-
-
-def _parquet(path: Path) -> list[Any]:
-    from datasets import Dataset
+    """The rows of a dataset, in a file of Parquet or a folder; of a dictionary of splits, of its first."""
+    from datasets import Dataset, DatasetDict, load_from_disk
     from pyarrow.parquet import read_table
 
-    return [*Dataset(read_table(path))]
+    rows = load_from_disk(str(path)) if path.is_dir() else Dataset(read_table(path))
+    return [*(next(iter(rows.values())) if isinstance(rows, DatasetDict) else rows)]
 
 
 def _table(path: Path) -> list[Any]:
@@ -123,33 +117,28 @@ def _json(path: Path) -> list[Any]:
     return rows
 
 
-def _npz(path: Path) -> dict[str, Tensor]:
+def _arrays(path: Path) -> dict[str, Tensor]:
     import numpy as np
-
-    if not zipfile.is_zipfile(path):
-        raise ValueError("it is not an archive of arrays")
-    with np.load(path, allow_pickle=False) as file:
-        return _wide({name: torch.as_tensor(file[name]) for name in file.files})
-
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return _wide(load_file(path))
-
-
-def _wide(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if path.suffix.lower() == ".safetensors":
+        arrays = load_file(path)
+    elif zipfile.is_zipfile(path):
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: torch.as_tensor(file[name]) for name in file.files}
+    else:
+        raise ValueError("it is not an archive of arrays")
     return {name: array.float() if array.is_floating_point() else array.long() for name, array in arrays.items()}
 
 
 READERS: dict[str, Callable[[Path], dict[str, Tensor] | list[Any]]] = {
     ".csv": _table,
     ".tsv": _table,
-    ".parquet": _parquet,
+    ".parquet": _dataset,
     ".json": _json,
     ".jsonl": _json,
-    ".npz": _npz,
-    ".safetensors": _safetensors,
+    ".npz": _arrays,
+    ".safetensors": _arrays,
 }
 """Files by suffix; all others are text."""
 
@@ -185,9 +174,7 @@ def _examples(rows: list[Any], source: str, model: Any, model_path: str, length:
     labelled = "label" in names and not ("text" in names and predicts_next(model))
     if "image" in names:
         check_inputs(["pixel_values"], model, source)
-        read = _picture_reader(names, model, model_path)
-    else:
-        read = _words_reader(names, model, model_path, length) if "text" in names else _read_tokens
+    read = _row_reader(names, model, model_path, length)
     examples = []
     for number, row in enumerate(rows, 1):
         try:
@@ -208,14 +195,17 @@ RowReader = Callable[[Mapping[str, Any]], Batch]
 """Gives the inputs in a row, or raises an error of any kind."""
 
 
-def _picture_reader(names: Mapping[str, str], model: Any, model_path: str) -> RowReader:
-    pixels = pixel_reader(local_path(model_path) if model_path else "", model.config)
-    return lambda row: {"pixel_values": pixels(row[names["image"]])[None]}
+def _row_reader(names: Mapping[str, str], model: Any, model_path: str, length: int) -> RowReader:
+    """Reads pictures, texts or token ids, as the columns say."""
+    if "image" in names:
+        pixels = pixel_reader(local_path(model_path) if model_path else "", model.config)
+        return lambda row: {"pixel_values": pixels(row[names["image"]])[None]}
+    texts = [names[role] for role in ("text", "text_pair") if role in names]
+    return _words_reader(texts, model, model_path, length) if texts else lambda row: _tokens(row["input_ids"])
 
 
-def _words_reader(names: Mapping[str, str], model: Any, model_path: str, length: int) -> RowReader:
+def _words_reader(names: Sequence[str], model: Any, model_path: str, length: int) -> RowReader:
     """Two texts are one input, divided; of a model that gives embeddings two, behind its prompt: (1, 2, tokens)."""
-    used = [names[role] for role in ("text", "text_pair") if role in names]
     tokenizer, embeds = tokenizer_of(model_path), is_sentence_model(model)
     prompt, longest = reading(local_path(model_path)) if embeds else ("", None)
 
@@ -223,18 +213,14 @@ def _words_reader(names: Mapping[str, str], model: Any, model_path: str, length:
         return _tokens(tokenizer(*texts, truncation=True, max_length=min(length, longest or length))["input_ids"])
 
     def read(row: Mapping[str, Any]) -> Batch:
-        texts = [prompt + str(row[name]) for name in used if row.get(name) is not None]
-        if row.get(used[0]) is None or (embeds and len(texts) < len(used)):
+        texts = [prompt + str(row[name]) for name in names if row.get(name) is not None]
+        if row.get(names[0]) is None or (embeds and len(texts) < len(names)):
             raise ValueError("a text is missing")
         if not embeds or len(texts) == 1:
             return tokens(*texts)
         return {name: x[None] for name, x in joined([tokens(text) for text in texts]).items()}
 
     return read
-
-
-def _read_tokens(row: Mapping[str, Any]) -> Batch:
-    return _tokens(row["input_ids"])
 
 
 def _tokens(ids: Any) -> Batch:
