@@ -90,6 +90,7 @@ def test_refit_of_planted_twins_is_the_anchor(case: Case, tmp_path: Path) -> Non
     models.states, models.batches = [anchor, back], [models.batches[0], inputs(case, make(case), seed=7)]
     result, refit = models.refit(ridge=1e-3)
     assert farthest(result, anchor) <= 1e-6
+    assert set(refit.errors) <= set(refit.solved())
     unsolved = sum(map(len, refit.unsolved.values()))
     assert len(refit.errors) > unsolved or EXPERTS in refit.unsolved or UNSEEN in refit.unsolved
     assert refit.errors
