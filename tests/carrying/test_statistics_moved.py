@@ -92,18 +92,26 @@ def admitted(case: Case, groups: tuple[str, ...]) -> str:
     return next((group for group in groups if all(group in admitted for admitted in streams)), "none")
 
 
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
 @pytest.mark.slow
 @EACH_FAMILY
-def test_carrying_equals_measuring_after_alignment(case: Case) -> None:
+def test_carrying_equals_measuring_after_alignment(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what norms do, put back by multiplication from what was normalised, is what maps really read."""
     options = AlignConfig(residual=admitted(case, ("rotation", *STILL)), **LOCAL)
-    model, other, architecture, gauge, fold = pair(case, options)
-    before, after = (measured(m, case, architecture, "gram") for m in (model, other))
-    carried = moved_statistics(before, architecture, gauge, fold.streams if fold else ())
-    compared = 0
-    for linear, tensors in maps_of(architecture, before, other.state_dict()):
-        moved, expected = (gram_of(statistics, linear, tensors) for statistics in (carried, after))
-        torch.testing.assert_close(moved, expected, rtol=1e-7, atol=1e-7 * float(expected.abs().max()))
+    model, twin, architecture, gauge, fold = pair(case, options)
+    before, after = (measured(m, case, architecture, "gram") for m in (model, twin))
+    with keep_float64(), monkeypatch.context() as patched:
+        patched.setattr(WatchedBlocks, "_norm", lambda *_: None)
+        raw = measured(model, case, architecture, "gram")
+    carried, compared = moved_statistics(before, architecture, gauge, fold.streams if fold else ()), 0
+    for linear, tensors in maps_of(architecture, before, twin.state_dict()):
+        assert_near(*(gram_of(statistics, linear, tensors) for statistics in (carried, after)), 1e-7)
         compared += 1
+    for linear, tensors in maps_of(architecture, before, model.state_dict()):
+        assert_near(gram_of(before, linear, tensors), gram_of(raw, linear, {}), 1e-8)
     assert compared >= 4
 
 
@@ -137,20 +145,6 @@ def test_what_a_rotation_destroys_is_refused() -> None:
     info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
     with pytest.raises(RotationMergeError, match=r"cannot be kept under a rotation.*attention: none"):
         moved_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
-
-
-@EACH_FAMILY
-def test_what_norms_do_is_put_back_by_multiplication(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From what was normalised: what maps really read."""
-    model = make(case)
-    architecture = architecture_of(model)
-    normalised = measured(model, case, architecture, "gram")
-    with keep_float64():
-        monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
-        raw = measured(model, case, architecture, "gram")
-    for linear, tensors in maps_of(architecture, normalised, model.state_dict()):
-        moved, expected = gram_of(normalised, linear, tensors), gram_of(raw, linear, {})
-        torch.testing.assert_close(moved, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
 
 
 def test_expectations_over_labels_are_exact() -> None:
