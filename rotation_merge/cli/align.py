@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic.dataclasses import dataclass
-
 from rotation_merge.cli.command import (
     Device,
     Model,
@@ -22,7 +20,6 @@ from rotation_merge.cli.command import (
 )
 from rotation_merge.cli.paths import NEW_ALIGNMENT, NEW_MODEL
 from rotation_merge.cli.show import Answer, Progress, Table, sentence
-from rotation_merge.config import Count, Length, option
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store
 from rotation_merge.matching.aligned_output import match_pair, write_aligned
@@ -52,13 +49,7 @@ Backend = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class LearningSamplesConfig(ReadingConfig):
-    """Options of reading the samples to learn from."""
-
-    limit: Length | None = option(None, "largest number of samples to learn from")
-    batch_size: Count = option(64, "examples in a batch of samples to learn from")
-    length: Length = option(128, "tokens in a window of text to learn from")
+LEARNING_SAMPLES = ReadingConfig(batch_size=64)
 
 
 @cli_command(
@@ -75,7 +66,7 @@ def command(
     match: MatchConfig,
     learn: Annotated[bool, "then lower the loss of the models between both on --data, a few hundred"] = False,
     learning: FitConfig,
-    reading: LearningSamplesConfig,
+    reading: ReadingConfig = LEARNING_SAMPLES,
     alignment: Annotated[str | None, NEW_ALIGNMENT, "also write the transforms, for recipes' 'alignment:'"] = None,
     half: Annotated[bool, "store the maps of --alignment in half precision"] = False,
     shard_size: ShardSize = "5B",
@@ -158,7 +149,7 @@ def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: st
     """Refuse options that would do nothing."""
     if learn and (not (out or alignment) or not flags_used("data")):
         raise RotationMergeError("--learn needs --data, and OUT or --alignment", remedy="name them")
-    fitted = FitConfig.options() | LearningSamplesConfig.options()
+    fitted = FitConfig.options() | ReadingConfig.options()
     refuse_idle(
         (not learn, [name for name, field in fitted.items() if field.command], "{} needs --learn", "add it"),
         (learn, ["samples"], "{} is for matching on activations", "give --limit for learning"),
