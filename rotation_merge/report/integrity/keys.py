@@ -230,8 +230,9 @@ def _prefix(contents: Contents, names: Mapping[str, str]) -> Iterator[Defect]:
 
 def _differences(contents: Contents, parents: Sequence[Contents], loading: Loading) -> Iterator[Defect]:
     """Other names than the model's, and other shapes; corrected by the config of a parent with these tensors."""
-    parent = next((parent for parent in parents if parent.whole.shapes == contents.whole.shapes), None)
-    corrections = {CONFIG: file_copy(parent.path(CONFIG))} if parent and parent.config != contents.config else {}
+    alike = (parent for parent in parents if parent.whole.shapes == contents.whole.shapes)
+    parent = next(filter(_is_whole, alike), None)
+    corrections = {CONFIG: file_copy(parent.path(CONFIG))} if parent is not None else {}
     place, name = contents.index or named(contents.weight_files), type(loading.model).__name__
     if loading.missing:
         problem = f"{len(loading.missing)} tensors of {name} are not stored: {named(loading.missing)}"
@@ -245,6 +246,12 @@ def _differences(contents: Contents, parents: Sequence[Contents], loading: Loadi
         shapes = f"stored as {list(stored)}, {list(expected)} by config.json"
         problem = f"{len(loading.mismatched)} tensors, '{tensor}' first: {shapes}"
         yield Defect("wrong shape", problem, CONFIG, "correct the config's sizes", corrections=corrections)
+
+
+def _is_whole(contents: Contents) -> bool:
+    """Whether a folder's tensors are those of its config."""
+    loading = loading_of(contents)
+    return isinstance(loading, Loading) and not (loading.missing or loading.unexpected or loading.mismatched)
 
 
 def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
