@@ -1,4 +1,4 @@
-"""Extensions of mergekit's modules; merges by other methods keep all results of several GPUs.
+"""Extensions of mergekit's modules; merges by other methods can read GGUF, and keep all results of several GPUs.
 
 A recipe of ours begins with a look at whether all of mergekit could be extended (`check_host`).
 """
@@ -16,7 +16,7 @@ from mergekit.common import ModelReference
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.console import one_line
-from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
+from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.host import check_host
 
 CHECK = "ROTATION_MERGE_CHECK"
@@ -85,7 +85,7 @@ class DrainedQueueEvent(threading.Event):
 
 
 def extend_merge(module: Any) -> None:
-    """Run our recipes.
+    """Run our recipes, and those of mergekit's methods with models in GGUF.
 
     A compiled recipe brings its architecture along. mergekit's executor for several GPUs collects all results: it would
     stop when the devices are done, even with results left in its queue.
@@ -108,7 +108,14 @@ def extend_merge(module: Any) -> None:
                 from rotation_merge.mergekit_plugin.run import run
 
                 return run(stock, merge_config, out_path, options, config_source)
-        stock(merge_config, out_path, options, config_source)
+        if _reads_gguf(merge_config):
+            with one_line():
+                from rotation_merge.mergekit_plugin.loader import decoded
+
+                with decoded(merge_config, options) as config:
+                    stock(config, out_path, options, config_source or merge_config.to_yaml())
+        else:
+            stock(merge_config, out_path, options, config_source)
         if os.environ.get(CHECK) == "1":
             from rotation_merge.mergekit_plugin.run import say_defects
 
@@ -116,6 +123,12 @@ def extend_merge(module: Any) -> None:
 
     module.run_merge, module.MultiGPUExecutor = run_merge, collecting_executor
     module.get_architecture_info = get_architecture_info
+
+
+def _reads_gguf(config: Any) -> bool:
+    from rotation_merge.model.gguf import is_gguf
+
+    return any(is_gguf(part.model.path) for _, part in walk(config) if isinstance(part, ModelReference))
 
 
 def extend_command(module: Any) -> None:

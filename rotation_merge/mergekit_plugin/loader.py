@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from mergekit.common import ModelPath, ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from rotation_merge.mergekit_plugin.document import walk, with_models
+from rotation_merge.model.folder import fetched
+from rotation_merge.model.gguf import is_gguf
+from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 
 runs = itertools.count(1)
@@ -66,3 +74,19 @@ class ViewLoader:
 
     def flush(self) -> None:
         """Do nothing: a view's files are closed by `folder.close_files`."""
+
+
+@contextmanager
+def decoded(config: MergeConfiguration, options: MergeOptions) -> Iterator[MergeConfiguration]:
+    """A recipe of mergekit's own in which folders stand for models in GGUF; adapters on them are merged when read."""
+    ggufs = {part for _, part in walk(config) if isinstance(part, ModelReference) and is_gguf(part.model.path)}
+    folders = {model: fetched(model.model, options.transformers_cache) for model in ggufs}
+    placed = {model: StandIn.of(model, folder, next(runs)) for model, folder in folders.items()}
+    adapted = [model for model in ggufs if model.lora is not None]
+    try:
+        for model in adapted:
+            LoaderCache.loaders[placed[model]] = ViewLoader(open_model(model, options=options, any_base=True))
+        yield with_models(config, lambda model: placed.get(model, model))
+    finally:
+        for stand_in in placed.values():
+            LoaderCache.loaders.pop(stand_in, None)

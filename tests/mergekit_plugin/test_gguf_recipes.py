@@ -46,8 +46,10 @@ def read(path: object) -> rm.View:
 
 
 def recipe(a: object, b: object, keys: str = "", parameters: str = "{delegate: linear}") -> str:
+    """Of ours, or without parameters of mergekit's own `linear`."""
     models = "".join(f"- {{model: {name}, parameters: {{weight: {w}}}}}\n" for name, w in ((a, 0.3), (b, 0.7)))
-    head = f"merge_method: rotation_merge\nparameters: {parameters}\nbase_model: {a}\ndtype: float32\n"
+    method = f"rotation_merge\nparameters: {parameters}" if parameters else "linear"
+    head = f"merge_method: {method}\nbase_model: {a}\ndtype: float32\n"
     return f"{head}{keys}models:\n{models}"
 
 
@@ -58,6 +60,8 @@ def recipe(a: object, b: object, keys: str = "", parameters: str = "{delegate: l
         ("", "{delegate: linear, attention: rotation, heads: permutation}"),
         ("tokenizer: {source: union}\n", "{delegate: linear}"),
         ("chat_template: chatml\n", "{delegate: linear}"),
+        ("", ""),
+        ("tokenizer: {source: union}\nchat_template: chatml\n", ""),
     ],
 )
 def test_a_merge_of_files_is_the_merge_of_the_checkpoints(
@@ -71,9 +75,10 @@ def test_a_merge_of_files_is_the_merge_of_the_checkpoints(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
     assert ("<|im_start|>" in str(tokenizer.chat_template)) == ("chatml" in keys)
-    report = json.loads((tmp_path / "again" / "rotation_merge.json").read_text())
-    assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
-    assert set(report["models"]) == {str(models / "a.gguf"), str(models / "alone")}
+    if parameters:
+        report = json.loads((tmp_path / "again" / "rotation_merge.json").read_text())
+        assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
+        assert set(report["models"]) == {str(models / "a.gguf"), str(models / "alone")}
 
 
 def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +168,18 @@ def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path:
     first, second = (load(name).state_dict() for name in names)
     for key, value in first.items():
         torch.testing.assert_close(value, second[key], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("method", ["passthrough", "linear"])
+def test_an_adapter_on_a_file_in_other_methods(method: str, models: Path, tmp_path: Path) -> None:
+    """Merged as it is read, as on the checkpoint, without the cache that mergekit wants for adapters on those."""
+    adapter = adapter_of(models, None, tmp_path / "lora")
+    name, on_checkpoint = f"{models / 'a.gguf'}+{adapter}", load(f"{models / 'a'}+{adapter}").state_dict()
+    document = {"merge_method": method, "models": [{"model": name, "parameters": {"weight": 1}}], "dtype": "float32"}
+    expected = load(name).state_dict()
+    for key, value in merged(document, tmp_path / "out").items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, on_checkpoint[key], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.slow
