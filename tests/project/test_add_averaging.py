@@ -35,15 +35,15 @@ def test_the_rule_follows_rotations(method: TaskVectorMethod) -> None:
     alone = laws.random(5, 7)
     torch.testing.assert_close(laws.change("balanced", [alone]), alone, atol=1e-10, rtol=1e-10)
     changes = [laws.random(4, 5, seed=seed) for seed in range(2)]
-    half = method.change(changes, [1.0, 1.0], laws.defaults(method, power=0.0))
+    half = method.change(changes, [1.0, 1.0], laws.defaults("balanced", power=0.0))
     torch.testing.assert_close(half, changes[0] + changes[1])
 
 
 def test_the_rule_merges_in_a_recipe(method: TaskVectorMethod, tmp_path: Path) -> None:
     base = laws.checkpoint("llama", "llama", tmp_path / "base")
     models = [laws.tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
-    result = laws.merged(laws.recipe(base.path, *(m.path for m in models), delegate="balanced"), tmp_path / "out")
+    result = laws.merged(laws.of([base, *models], "balanced"), tmp_path / "out")
     name = "model.layers.0.mlp.up_proj.weight"
     changes = [(m.state[name] - base.state[name]).double() for m in models]
-    change = method.change(changes, [1.0, 1.0], laws.defaults(method))
+    change = method.change(changes, [1.0, 1.0], laws.defaults("balanced"))
     torch.testing.assert_close(result[name].double(), base.state[name].double() + change, atol=1e-5, rtol=1e-5)
