@@ -6,6 +6,7 @@
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
     python benchmarks/sizes.py --changes --shape llama-8b --layers 1 --vocabulary 4000    changes of two fine-tunes
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
+    python benchmarks/sizes.py --curves                       cost by layers, width and donors
 
 Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own: once
 as users run it, which gives time and memory, and once watched, which gives phases (`phases.py`). The donor is a
@@ -267,6 +268,34 @@ def one_by_one(done: Mapping[str, Callable[[], Cost]], table: Table) -> None:
         table.add({"what": what, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
 
 
+def curves(table: Table, folder: Path) -> None:
+    """Near and far donors of 300M shape with other numbers of layers, widths and donors, one at a time."""
+    base = replace(SHAPES["llama-300m"], layers=4, vocabulary=8000)
+
+    def wide(width: int) -> Shape:
+        return replace(base, hidden=width, ffn=width * 11 // 4, heads=width // 64, kv_heads=width // 256, layers=2)
+
+    shapes = {("layers", n): (replace(base, layers=n), 1) for n in (2, 4, 8)}
+    shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048)}
+    shapes |= {("donors", n): (base, n) for n in (1, 2, 3)}
+    for kind in ("near", "far"):
+        costs = {
+            case: apart(*case, kind, folder / f"{kind}-{i}") for i, case in enumerate(dict.fromkeys(shapes.values()))
+        }
+        for (what, count), case in shapes.items():
+            cost = costs[case]
+            cells = {"by": what, "number": str(count), "donor": kind, "after the start, s": f"{cost.total:.2f}"}
+            table.add(cells | {"matching, s": f"{cost.found['spent']['matching']:.2f}"})
+
+
+def apart(shape: Shape, number: int, kind: str, place: Path) -> Cost:
+    """A merge of so many donors, on models of its own."""
+    anchor = write(shape, place / "anchor")
+    cost = run(OPTIONS, anchor, [write(shape, place / f"donor{i}", kind, i) for i in range(number)], 1)
+    shutil.rmtree(place)
+    return cost
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -274,6 +303,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="of everything but far donors")
     parser.add_argument("--threads", type=int, default=1, help="of torch; 0: as many as it takes by itself")
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
+    parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
     parser.add_argument("--data", action="store_true", help="measure and refit instead")
     parser.add_argument("--changes", action="store_true", help="average changes of fine-tunes instead")
     parser.add_argument("--align", action="store_true", help="align and carry instead")
@@ -282,6 +312,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     name = arguments.shape.removeprefix("llama-") + ("" if arguments.threads else "-default")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        if arguments.curves:
+            return curves(Table("sizes-curves"), Path(place))
         modes = (
             ("align", arguments.align, outside),
             ("data", arguments.data, with_data),
