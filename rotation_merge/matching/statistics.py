@@ -49,11 +49,7 @@ def moved_statistics(
             not allow it; names the model.
     """
     maps, infos = linear_maps(architecture), architecture.named()
-    names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
-    if unknown := sorted(names - infos.keys()):
-        problem = f"hold '{unknown[0]}', which the alignment does not know"
-        remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
-        raise StatisticsError(problem, where=statistics.path, remedy=remedy)
+    _check_known(statistics, infos)
     readers = {axis: maps[name] for axis, name in first_readers(statistics.axes).items()}
     stored = statistics.tensors.dtypes
     dtypes = {key: dtype if dtype and kind.is_floating_point else kind for key, kind in stored.items()}
@@ -87,6 +83,15 @@ def moved_statistics(
             raise StatisticsError(error.what, where=where, remedy=error.remedy) from error
 
     return replace(statistics, tensors=Tensors(statistics.tensors.shapes, dtypes, by_name(read)))
+
+
+def _check_known(statistics: Statistics, infos: Collection[str]) -> None:
+    """Refuse statistics of tensors that the architecture, whose names are given, does not know."""
+    names = {*statistics.axes, *(key.removesuffix(".fisher") for key in statistics if key.endswith(".fisher"))}
+    if unknown := sorted(names - {*infos}):
+        problem = f"hold '{unknown[0]}', which the alignment does not know"
+        remedy = "measure the moved model: rotation_merge.measure(alignment.apply(donor), ...)"
+        raise StatisticsError(problem, where=statistics.path, remedy=remedy)
 
 
 def moved_gram(linear: LinearMap, gram: Tensor, transforms: Transforms) -> Tensor:
