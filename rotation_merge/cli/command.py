@@ -22,6 +22,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from rotation_merge.cli.paths import MODEL, SAMPLES, Writes, checked_outputs
 from rotation_merge.cli.show import Answer, Progress, note, silence_libraries, verbosity
@@ -68,6 +69,10 @@ class Value(click.ParamType):
         except RecipeError as error:
             raise click.UsageError(str(error), ctx) from error
         return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The words that a value may be, for a shell that completes it."""
+        return [CompletionItem(word) for word in self.described.literals if word.startswith(incomplete)]
 
 
 def _parameter(parameter: inspect.Parameter, hint: Any) -> tuple[list[click.Parameter], Fill]:

@@ -37,10 +37,13 @@ def test_every_command_has_help_with_an_example() -> None:
 
 
 def test_help_is_quick_and_completion_is_clicks() -> None:
-    """Nothing heavy is imported for help."""
+    """Nothing heavy is imported for help; words of options are completed."""
     heavy = "import sys; from rotation_merge.cli.app import app; print({'torch', 'mergekit'} & {*sys.modules})"
-    main, shell = "from rotation_merge.cli import main; main()", {"_ROTATION_MERGE_COMPLETE": "bash_source"}
-    for code, environment, words in ((heavy, None, "set()\n"), (main, {**shell, "PATH": "/usr/bin:/bin"}, "complete")):
+    main, path = "from rotation_merge.cli import main; main()", {"PATH": "/usr/bin:/bin"}
+    script = {**path, "_ROTATION_MERGE_COMPLETE": "bash_source"}
+    typed = {"_ROTATION_MERGE_COMPLETE": "bash_complete", "COMP_WORDS": "x align --heads s", "COMP_CWORD": "3"}
+    shells = ((heavy, None, "set()\n"), (main, script, "complete"), (main, {**path, **typed}, "plain,spectral\n"))
+    for code, environment, words in shells:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert words in done.stdout
 
