@@ -148,8 +148,10 @@ class Refit:
         if len(target_hooks) < len(present) or not (needed or block.index is not None):
             return
         answers = [self.store.put_each(answer) for answer in self.answers(target_hooks, needed)]
-        for stage in block_stages:
+        for number, stage in enumerate(block_stages, 1):
             self._solve(hooks, stage, names, answers)
+            later = frozenset[str]().union(*(following.wanted for following in block_stages[number:]))
+            answers = [{key: value for key, value in answer.items() if key in later} for answer in answers]
 
     def _solvable(self, block: Block, hooks: BlockHooks) -> dict[str, list[str]]:
         """By key of each map that can be solved, the checkpoint tensors that hold it, or parts of it."""
@@ -201,11 +203,13 @@ class Refit:
         sums.flush()
         for key in sums.cross:
             name, biased = names[key][0], getattr(hooks.modules[key], "bias", None) is not None
-            change = sums.change(key, self.ridge, biased, name)
-            self.errors[name] = sums.errors(key, change, self.ridge)
+            best = change = sums.change(key, self.ridge, biased, name)
             if is_head:
-                change = self._head_change(hooks, key, change, head_inputs, answers)
-            self._set(hooks, key, change if self.shape is None else self.shape(change, sums.gram), names[key])
+                change = self._head_change(hooks, key, best, head_inputs, answers)
+            if self.shape is not None:
+                change = self.shape(change, sums.gram)
+            self.errors[name] = sums.errors(key, change, self.ridge if change is best else None)
+            self._set(hooks, key, change, names[key])
 
     def _answer(self, answer: Mapping[str, StoredValue], keys: frozenset[str]) -> Answer:
         device = self.merge.device

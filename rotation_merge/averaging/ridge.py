@@ -120,12 +120,20 @@ class RidgeSums:
         penalty[self.width] = BIAS * self._upper[self.width, self.width]  # the rows, as they count
         return penalty
 
-    def errors(self, key: str, change: Tensor, ridge: float) -> tuple[float, float]:
-        """Root of the relative squared error before and after a change that `change` gave for this ridge."""
+    def errors(self, key: str, change: Tensor, ridge: float | None) -> tuple[float, float]:
+        """Root of the relative squared error before and after.
+
+        Args:
+            ridge: under which the change is the best one, whose product with the Gram is known; None: under none.
+        """
         size = change.shape[1]
         before, whole = self.squares[key]
-        reached = float((change.mT * self.cross[key][:size]).sum())
-        after = max(before - reached - float((change.square() @ self._penalty(ridge)[:size]).sum()), 0.0)
+        reached = (change.mT * self.cross[key][:size]).sum()
+        if ridge is None:
+            spent = (change @ self.gram[:size, :size] * change).sum()
+        else:
+            spent = reached - (change.square() @ self._penalty(ridge)[:size]).sum()
+        after = max(before - float(2 * reached - spent), 0.0)
         return ((before / whole) ** 0.5, (after / whole) ** 0.5) if whole else (0.0, 0.0)
 
 

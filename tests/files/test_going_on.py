@@ -27,7 +27,7 @@ from tiny_models import ALL, planted
 from rotation_merge import AlignConfig, Alignment, RotationMergeError
 from rotation_merge.matching import visit
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.training import STATE, Training, kept_in
+from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
@@ -67,11 +67,6 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Counter:
     for module in (visit, views):
         monkeypatch.setattr(module, "match_block", counter.counted(module.match_block))
     return counter
-
-
-def interrupted(work: Callable[[], object]) -> None:
-    work()
-    raise KeyboardInterrupt
 
 
 def failed(result: Result) -> None:
@@ -258,72 +253,55 @@ def test_a_full_disk_keeps_nobody_from_matching(
 class Report:
     """Figures of a training run."""
 
-    best: float = 0.1
+    best: float = 1e9
     best_step: int = 0
 
 
-def training() -> Training:
-    """A small training run after two steps."""
+def trained(folder: Path | None, last: int = NEVER) -> torch.Tensor:
+    """What a small training run gives; it is interrupted after its step of this number."""
     torch.manual_seed(0)
-    module = torch.nn.Linear(3, 2)
+    module, generator, report = torch.nn.Linear(3, 2), torch.Generator().manual_seed(5), Report()
     optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=9, cycle_momentum=False)
-    for _ in range(2):
-        module(torch.randn(4, 3)).square().sum().backward()
+
+    def step() -> float:
+        loss = module(torch.randn(4, 3, generator=generator)).square().sum()
+        optimiser.zero_grad()
+        loss.backward()
         optimiser.step()
-        schedule.step()
-    generator = torch.Generator().manual_seed(5)
-    return Training(module, optimiser, schedule, generator, Report(1 / 3), float, lambda *_: False)
+        return float(loss)
+
+    def look(number: int, _: float) -> bool:
+        size = float(module.weight.detach().square().sum())
+        better = size < report.best and number != 8  # what is kept is not the last
+        if better:
+            report.best, report.best_step = size, number
+        return better
+
+    def watch(number: int, _: float) -> None:
+        if number == last:
+            raise KeyboardInterrupt
+
+    with kept_in(folder, lambda: "key") as progress:
+        Training(module, optimiser, schedule, generator, report, step, look).run(8, 4, watch, progress)
+    return module.weight.detach()
 
 
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Training, dict[str, torch.Tensor]]:
-    """A run that is interrupted after two steps, with its state in a folder; and its best weights."""
-    hasten(monkeypatch)
-    run = training()
-    best = {"weight": run.model.weight.detach().mT.contiguous().mT}
-    with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as progress:
-        interrupted(lambda: progress.keep(STATE, lambda: run.state(2, best), large=True))
-    return run, best
-
-
-def test_a_training_state_comes_back_bit_for_bit(
-    state: tuple[Training, dict[str, torch.Tensor]], tmp_path: Path
+@pytest.mark.parametrize("torn", [None, 0, 7, 40, 0.5, -1])
+def test_training_goes_on_bit_for_bit_or_starts_again_where_its_state_is_torn(
+    torn: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (run, best), fresh = state, training()
-    with torch.no_grad():
-        fresh.model.weight.zero_()
-    fresh.optimiser.state.clear()
-    fresh.generator.manual_seed(0)
-    fresh.report.best = 0.0
-    with kept_in(tmp_path / "state", lambda: "key") as progress:
-        step, restored = fresh.restored(progress.get(STATE))
-    assert (step, fresh.report.best) == (2, 1 / 3)
-    assert torch.equal(restored["weight"], best["weight"])
-    assert torch.equal(fresh.model.weight, run.model.weight)
-    assert torch.equal(fresh.generator.get_state(), run.generator.get_state())
-    before, after = run.optimiser.state_dict(), fresh.optimiser.state_dict()
-    for number, moments in before["state"].items():
-        assert all(torch.equal(x, after["state"][number][name]) for name, x in moments.items())
-    assert [group["lr"] for group in before["param_groups"]] == [group["lr"] for group in after["param_groups"]]
-    assert fresh.schedule.state_dict() == run.schedule.state_dict()
+    hasten(monkeypatch)
+    for last in (3, 5):
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "state", last)
+    if torn is not None:
+        (path,) = (tmp_path / "state").glob("*.pt")
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(torn * len(whole)) if 0 < torn < 1 else int(torn)])
+    assert torch.equal(trained(tmp_path / "state"), trained(None))
+    assert ("is damaged" in caplog.text) == (torn is not None)
     assert not (tmp_path / "state").exists()
-
-
-@pytest.mark.usefixtures("state")
-def test_a_torn_training_state_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = next((tmp_path / "state").glob("*.pt"))
-    whole = path.read_bytes()
-    for length in (0, 7, 40, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        steps: list[int] = []
-        with pytest.raises(KeyboardInterrupt), kept_in(tmp_path / "state", lambda: "key") as progress:
-            interrupted(
-                lambda progress=progress, steps=steps: steps.append(training().restored(progress.get(STATE))[0])
-            )
-        assert steps == [0]
-        assert "is damaged" in caplog.text
-        caplog.clear()
 
 
 # --- merges that end early never leave a folder that loads as a model that it is not ----------------------------------
