@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ def check(document: Document) -> MergeMethod | None:
     What may only seem to be missing is looked for once no word is misspelt.
 
     Returns:
-        The delegate of a recipe of ours; None for other recipes, or where there is no such delegate.
+        The delegate of a recipe of ours, or the nearest to what is none; None for other recipes, or where none is near.
     """
     if document.config is None:
         check_structure(document)
@@ -126,11 +127,11 @@ def check(document: Document) -> MergeMethod | None:
             document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, [METHOD, *known]))
         return None
     name = delegate_name(config)
-    delegate = delegates.get(name) if isinstance(name, str) and name in known else None
-    if delegate is None:
-        document.fault(
-            ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
-        )
+    like = [name] if name in known else get_close_matches(str(name), known, 1)  # its parameters are told, too
+    delegate = delegates.get(like[0]) if like else None
+    if name not in known:
+        problem = f"no merge method '{name}' to delegate to"
+        document.fault(("parameters", "delegate"), problem, nearest(str(name), known))
     document.collect(_parameters(config, delegate))
     for rule in (_entries, _moved_by_files, _slices, _conflicts):
         document.collect(rule(config))

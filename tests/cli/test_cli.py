@@ -65,6 +65,10 @@ CHECKED: dict[str, tuple[dict[str, str], list[str]]] = {
             "15:1: ... did you mean 'base_model'?",
         ],
     ),
+    "a delegate that is none, and its parameters": (
+        {"delegate: linear": "delegate: linaer\n  nromalize: true"},
+        ["10:3: ... did you mean 'linear'?", "11:3: ... did you mean 'normalize'?"],
+    ),
     "a lacking key": ({"weight: 0.5": ""}, ["4:5: models[0]: ... delegate linear needs the parameter 'weight'"]),
 }
 """What stands in a recipe instead of something else, and all faults with their places, each once."""
