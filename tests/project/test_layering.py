@@ -46,7 +46,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3464),
     ("carrying",): (1500, 2187),
     ("report",): (1400, 1635),
-    ("mergekit_plugin",): (2500, 3605),
+    ("mergekit_plugin",): (2500, 3606),
     ("diagnose",): (2100, 2162),
     ("search", "share"): (1400, 1790),
     ("api", "cli", "__init__"): (1400, 2698),
