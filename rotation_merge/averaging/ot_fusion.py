@@ -42,9 +42,6 @@ REGULARISATION = {"weights": 0.06, "activations": 0.08}
 SOURCES = {"in": "neurons", "gate": "neurons", "v": "values", "q": "queries and keys", "k": "queries and keys"}
 """The plan that rows of weights along an axis of a role are points for."""
 
-BLOCKS = 8
-"""Whose plans are kept, as so many threads may merge different ones."""
-
 
 class OtFusion(OwnMethod):
     """OT fusion: donors moved by transport plans, then the mean.
@@ -82,7 +79,8 @@ class OtFusion(OwnMethod):
         method.solvers, method._lock = dict[str, Solver](), threading.RLock()  # one thread at a time runs models
         method._blocks = {block.name: block for block, _, _ in models.places.values()}
         method._stream_plans, method._activations = cache(method._stream_plans), cache(method._activations)  # type: ignore[method-assign]
-        method._block_plans = lru_cache(BLOCKS * len(models.views))(method._block_plans)  # type: ignore[method-assign]
+        threads = max(1, torch.cuda.device_count())  # mergekit has one a device; each merges one block at a time
+        method._block_plans = lru_cache(threads * len(models.views))(method._block_plans)  # type: ignore[method-assign]
         return method
 
     def participants(

@@ -47,16 +47,18 @@ class _DelayedStore:
 
     def write(self) -> None:
         """Write pending parts. On a full disk, warn once and store nothing more."""
-        pending, self.pending, self.written = self.pending, {}, time.monotonic()
-        try:
-            for number, (name, make_part) in enumerate(() if self.broken else pending.items()):
-                if number == 0:
-                    self.store.begin(self.key())
-                self.store.put(name, make_part())
-        except OSError as error:
-            self.broken = True
-            problem = "%s cannot be written (%s); after an interruption the run starts again"
-            LOG.warning(problem, self.store.path, short(error))
+        with self.lock:  # threads may still keep parts when an error ends the run
+            pending, self.pending, self.written = self.pending, {}, time.monotonic()
+            if self.broken or not pending:
+                return
+            try:
+                self.store.begin(self.key())
+                for name, make_part in pending.items():
+                    self.store.put(name, make_part())
+            except OSError as error:
+                self.broken = True
+                problem = "%s cannot be written (%s); after an interruption the run starts again"
+                LOG.warning(problem, self.store.path, short(error))
 
 
 @dataclass(frozen=True)
