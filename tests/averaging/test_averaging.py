@@ -9,8 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from cli_support import parsed, run
-from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
+from click.testing import CliRunner
+from mergekit.scripts.multimerge import main as mergekit_multi
+from plugin_support import (
+    EVERYTHING,
+    build,
+    from_file,
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    save,
+    twin,
+    write_recipe,
+)
 from residual_support import Checkpoint, checkpoint, recipe
 from residual_support import twin as residual_twin
 from safetensors.torch import load_file
@@ -18,6 +33,8 @@ from tiny_models import ALL, inputs
 from tiny_models import make as tiny
 from torch import Tensor
 from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
+
+import rotation_merge as rm
 
 TOLERANCE, NAME = 2e-4, "statistics.safetensors"
 CLASSIFIERS = ("bert", "deberta_v2", "distilbert", "eurobert", "modernbert", "mpnet")
@@ -124,9 +141,56 @@ def test_twins_moved_in_the_stream_give_the_anchor(family: str, tmp_path: Path) 
 # --- the average of models that differ --------------------------------------------------------------------------------
 
 
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False, "residual": "none"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "residual", "changes"),
+    [("llama", "rotation", {"attention_bias": True, "num_hidden_layers": 1}), ("bert", "permutation", {})],
+)
+def test_statistics_go_along_with_a_donor_into_a_merge(
+    family: str, residual: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of models that differ, with biases: the same as of models that were aligned before they were measured."""
+    models = [make(family, tmp_path / str(i), seed=i, **changes) for i in range(2)]
+    aligned = [tmp_path / f"aligned {i}" for i in range(2)]
+    data, flags = data_for(models[0], tmp_path / "data.npz", rows=8), ("--residual", residual, "--heads", "permutation")
+    for model, out in zip(models, aligned, strict=True):
+        assert run("align", models[0], model, out, *flags, "--no-verify").exit_code == 0
+        measure(model, data, "gram")
+        measure(out, data, "gram")
+    results = []
+    for each, options in ((models, {**EVERYTHING, "residual": residual}), (aligned, STILL)):
+        document = weighted("regmean", *each, **options, shrink=0.9)
+        for share, entry in zip((0.3, 0.7), document["models"], strict=True):
+            entry["parameters"]["weight"] = share
+        results.append(merged(document, tmp_path / f"out {len(results)}"))
+    assert farthest(results[0], results[1]) < 1e-4
+
+
+@pytest.mark.slow
+def test_regmean_is_the_least_squares_optimum(tmp_path: Path) -> None:
+    """Without shrinking each map gives, on both models' inputs, what the two maps gave, as nearly as can be."""
+    models = [make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    for path in models:
+        measure(path, data_for(models[0], tmp_path / "data.npz", rows=64), "gram")
+    result = merged(weighted("regmean", *models, **STILL, shrink=1.0, ridge=0.0), tmp_path / "out")
+    name, right, total = "model.layers.0.self_attn.k_proj.weight", 0.0, 0.0
+    for path in models:
+        gram, tensors = rm.Statistics.open(path / NAME).gram(name), state(path)
+        assert gram is not None
+        assert gram.split
+        gain = tensors["model.layers.0.input_layernorm.weight"].double()
+        inputs = gain[:, None] * gram.matrix.double()[:-1, :-1] * gain
+        right, total = right + tensors[name].double() @ inputs, total + inputs
+    torch.testing.assert_close(result[name].double(), right @ torch.linalg.inv(total), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
-    """A donor that is a model and its adapter merges as what the two make; so does one that a file of maps moves."""
+    """A donor that is a model and its adapter merges as what the two make, in shards; so does one that a file of maps
+    moves, one in a stage, and one that is rounded."""
     from peft import LoraConfig, get_peft_model
 
     base, file = make("llama", tmp_path / "base"), tmp_path / "alignment.safetensors"
@@ -134,7 +198,9 @@ def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tuned = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
     tuned.save_pretrained(tmp_path / "adapter")
-    whole, adapted = save(tuned.merge_and_unload(), tmp_path / "whole"), f"{base}+{tmp_path / 'adapter'}"
+    whole = save(tuned.merge_and_unload(), tmp_path / "whole", max_shard_size="20KB")
+    assert len(list(whole.glob("*.safetensors"))) > 1
+    adapted = f"{base}+{tmp_path / 'adapter'}"
     for model in (base, whole, adapted):
         assert run("measure", model, "--data", "self", "--samples", 8, "--length", 12).exit_code == 0
     assert (tmp_path / "adapter" / NAME).exists()
@@ -145,6 +211,17 @@ def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
         "file": from_file(weighted("regmean", base, whole), file),
     }.items():
         assert farthest(merged(document, tmp_path / name), expected) < 1e-4
+    merged({**weighted("regmean", base, whole), "dtype": "bfloat16"}, tmp_path / "rounded")
+    rounded = state(tmp_path / "rounded")
+    assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
+    assert farthest({key: tensor.float() for key, tensor in rounded.items()}, expected) < 0.01
+    first, second = weighted("linear", base) | {"name": "first"}, weighted("regmean", base, whole)
+    second["models"].append({"model": "first", "parameters": {"weight": 0.0}})
+    stages = write_recipe(yaml.safe_dump_all([first, second]), tmp_path / "stages.yml")
+    out = tmp_path / "multi"
+    done = CliRunner().invoke(mergekit_multi, [str(stages), "-I", str(tmp_path / "work"), "--out-path", str(out)])
+    assert done.exit_code == 0, done.output
+    assert farthest(state(out), expected) < 1e-4
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Merge methods of our own, and parts of them alone: groups of tensors, formulas, plans, heads fitted to probabilities,
-divergences, and how adapters that are trained begin."""
+divergences, answers on disk, and how adapters that are trained begin."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from rotation_merge.averaging.ot_fusion import Solver
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport, initialise_along_gradient, with_lora
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.averaging.regmean import RegMean
+from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.averaging.softmax import softmax_change
-from rotation_merge.matching.objective import answer, divergence
+from rotation_merge.matching.objective import answer, divergence, read_answers, write_answers
 from rotation_merge.model.open import open_model
 from rotation_merge.run.fisher import LabelScores
 
@@ -165,9 +167,18 @@ def test_scores_of_the_datas_own_numbers(task: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(score, logits)[0], labels.reshape(logits.shape) - outputs)
 
 
-# --- a map fitted to probabilities ------------------------------------------------------------------------------------
+# --- a map fitted to outputs, or to probabilities ---------------------------------------------------------------------
 
 Batches = list[Tensor]
+
+
+def test_a_map_fitted_to_outputs() -> None:
+    """Without a ridge it is the optimum that lstsq finds; too few samples give none."""
+    x, outputs = drawn(40, 7), drawn(40, 5, seed=1)
+    change = ridge_change(x.T @ x, x.T @ outputs, torch.zeros(7))
+    assert change is not None
+    torch.testing.assert_close(change.T, torch.linalg.lstsq(x, outputs).solution)
+    assert ridge_change(x[:5].T @ x[:5], x[:5].T @ outputs[:5], torch.zeros(7)) is None
 
 
 def fitted(weight: Tensor, inputs: Batches, targets: Batches, ridge: float = 1e-3, *shares: float) -> Tensor:
@@ -201,6 +212,21 @@ def test_a_map_fitted_to_probabilities(biased: bool) -> None:
     changes = torch.zeros_like(weight), fitted(weight, inputs, targets, 1e-9)
     before, after = (loss(weight, change, inputs, targets, 0.0) for change in changes)
     assert after < 1e-3 * before
+    start = 30 * drawn(*weight.shape, seed=9)
+    change = softmax_change(weight, start, inputs, targets.__getitem__, [1.0, 1.0], 1e-3)
+    assert loss(weight, change, inputs, targets) <= loss(weight, start, inputs, targets)
+
+
+def test_an_impossible_class_changes_nothing() -> None:
+    """A row of the vocabulary that neither the map nor the targets ever choose."""
+    weight, inputs, targets = drawn(5, 8), [drawn(60, 7, seed=1)], [drawn(60, 5, seed=2)]
+    weight[:, -1] = 0.0
+    never = torch.zeros(1, 8, dtype=torch.float64)
+    never[0, -1] = -100.0
+    padded_targets = [torch.nn.functional.pad(targets[0], (0, 1), value=-100.0)]
+    padded = fitted(torch.cat([weight, never]), inputs, padded_targets)
+    torch.testing.assert_close(padded[:-1], fitted(weight, inputs, targets))
+    assert float(padded[-1].norm()) < 1e-6
 
 
 # --- polish -----------------------------------------------------------------------------------------------------------
@@ -226,12 +252,23 @@ def test_divergence_is_that_of_all_classes() -> None:
     assert float(divergence(b, answer(a))) == pytest.approx(4.0)
 
 
+def test_answers_come_back_with_their_samples(tmp_path: Path) -> None:
+    teacher = build("llama").eval()
+    ids = torch.randint(40, (24, 8), generator=torch.Generator().manual_seed(0))
+    write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.pt")
+    answered = read_answers(tmp_path / "a.pt")
+    assert torch.equal(torch.cat([batch["input_ids"] for batch, _ in answered]), ids)
+    for batch, known in answered:
+        assert all(torch.equal(known[name], x) for name, x in answer(teacher(**batch)).items())
+
+
 @pytest.mark.parametrize(
     ("before", "after", "gained"),
     [
-        *((3.0, 3.0 * (1 - share * LEAST_GAIN), share > 1) for share in (-2.0, 0.5, 2.0)),
+        *((3.0, 3.0 * (1 - share * LEAST_GAIN), share > 1) for share in (-2.0, -0.5, 0.5, 2.0)),
         (-9e-9, -9e-9, False),  # kernels that add in another order leave equal models so far apart, of either sign
         (9e-9, 0.0, False),
+        (0.1, 0.09, True),
     ],
 )
 def test_a_gain_is_more_than_the_margin_and_rounding(before: float, after: float, gained: bool) -> None:
@@ -268,10 +305,11 @@ def test_a_new_lora_begins_along_the_gradient(family: str, head: bool) -> None:
 
 def test_a_lora_leaves_out_what_is_more_than_a_product() -> None:
     """What kernels read past it, and routers."""
-    modules = with_lora(family_model("falcon_h1"), 2, 0).named_modules()
-    adapted = {name.rpartition(".")[2] for name, module in modules if getattr(module, "lora_A", None)}
-    assert {"in_proj", "q_proj"} <= adapted
-    assert not {"out_proj", "conv1d"} & adapted
+    for family in ("falcon_h1", "granitemoehybrid"):
+        modules = with_lora(family_model(family), 2, 0).named_modules()
+        adapted = {name.rpartition(".")[2] for name, module in modules if getattr(module, "lora_A", None)}
+        assert {"in_proj", "q_proj"} <= adapted
+        assert not {"out_proj", "conv1d"} & adapted
     model, ids = family_model("llama4"), torch.tensor([[3, 9, 4]])
     before = model(input_ids=ids).logits
     assert_equal_up_to_rounding(with_lora(model, 2, 0)(input_ids=ids).logits, before)

@@ -219,6 +219,22 @@ def of_paths(*models: object, **parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_an_adapter_on_its_base_is_solved_as_the_model_in_shards(models: dict[str, Path], tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(models["base"]), config)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
+    adapted = merged(of_paths(models["base"], f"{models['base']}+{tmp_path / 'adapter'}"), tmp_path / "one")
+    whole = merged(of_paths(models["base"], tmp_path / "whole"), tmp_path / "two")
+    assert farthest(adapted, whole) <= 1e-4
+    assert not torch.equal(whole["lm_head.weight"], state(models["base"])["lm_head.weight"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_encoders_with_decoders_on_records_with_labels(family: str, tmp_path: Path) -> None:
     """What a decoder reads comes from its labels; names that the model has beside its file's are no matter."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import build, merged, mergekit_yaml, one_error, write_recipe
+from plugin_support import build, merged, mergekit_yaml, one_error, write_adapter, write_recipe
 from residual_support import Checkpoint, checkpoint, report, twin
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -331,6 +331,28 @@ def test_a_twins_fine_tune_is_merged_as_if_made_in_the_anchors_coordinates(
     assert float((aligned - plain).norm() / (plain - three[0].state[MAP]).norm()) < 0.2  # the match is of noisy weights
 
 
+@pytest.mark.slow
+@EACH_RULE
+def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(
+    name: str, three: list[Checkpoint], tmp_path: Path
+) -> None:
+    base = three[0].write({key: x.bfloat16() for key, x in three[0].state.items()}, tmp_path / "base")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(base.path)}
+    document, generator = of([base], name), torch.Generator().manual_seed(1)
+    for number in range(2):
+        factors = {}
+        for key in (key for key, x in base.state.items() if x.ndim == 2 and "layers" in key):
+            stem, (outputs, inputs) = f"base_model.model.{key.removesuffix('.weight')}", base.state[key].shape
+            factors[f"{stem}.lora_A.weight"] = torch.randn(2, inputs, generator=generator)
+            factors[f"{stem}.lora_B.weight"] = 1e-3 * torch.randn(outputs, 2, generator=generator)
+        adapter = write_adapter(config, factors, tmp_path / f"adapter-{number}")
+        document["models"].append({"model": f"{base.path}+{adapter}"})
+    exact = merged(document, tmp_path / "exact")
+    for dtype in ("bfloat16", None):
+        rounded = merged({**document, "dtype": dtype}, tmp_path / str(dtype))
+        assert all(torch.equal(rounded[tensor], values.bfloat16()) for tensor, values in exact.items())
+
+
 @pytest.mark.parametrize("expert", [0, 1])
 def test_single_experts_may_be_excluded(expert: int, tmp_path: Path) -> None:
     base = checkpoint("mixtral", "untied", tmp_path / "base")
@@ -347,6 +369,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "lengths": ("wudi", {"lengths": "evn"}, {}, "'lengths' is 'evn'.*auto, keep"),
     "ridge": ("wudi", {"ridge": -1}, {}, "'ridge' is -1"),
     "sides": ("wudi", {"sides": "two"}, {}, "'sides' is 'two'.*one, both"),
+    "others": ("wudi", {"others": "median"}, {}, "'others' is 'median'"),
     "lambda of one": ("iso", {"weight": 1.0}, {"lambda": 0.5}, UNDER_ONE.format("iso")),
     "of mergekit's": ("ties", {"weight": 1.0, "density": 0.5}, {"lambda": 0.5}, UNDER_ONE.format("ties")),
     "base alone": ("tsv", {}, {}, "delegate tsv"),
