@@ -216,7 +216,7 @@ def test_heads_that_cannot_be_trained_are_refused(encoders: Any, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
-    """A teacher whose classes stand in another order teaches the same."""
+    """A teacher whose classes stand in another order teaches the same, and no barrier is in between."""
     model = AutoModelForSequenceClassification.from_pretrained(make("bert", tmp_path / "a", seed=0, num_labels=3))
     for folder, order in (("teacher", [0, 1, 2]), ("turned", [2, 0, 1])):
         names = ["xyz"[i] for i in order]
@@ -230,6 +230,9 @@ def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
         view = rm.polish(tmp_path / "teacher", [tmp_path / teacher], samples, rm.PolishConfig(steps=2))
         assert view.notes[-1].startswith("polishing gains nothing: ")
         assert float(view.notes[-1].split()[3]) < 1e-5
+        labelled = [{**batch, "labels": torch.tensor([1])} for batch in samples]
+        curve = rm.barrier(tmp_path / "teacher", tmp_path / teacher, labelled, rm.BarrierConfig(points=3))
+        assert curve.loss == pytest.approx([curve.loss[0]] * 3, rel=1e-4)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -393,10 +393,12 @@ def test_bad_values_are_one_line(fault: str, three: list[Checkpoint], tmp_path: 
 
 
 def test_check_says_how_long_changes_are(uneven: list[Checkpoint], tmp_path: Path) -> None:
-    """Nothing of a delegate that merges no changes."""
+    """Nothing of a delegate that merges no changes; of mergekit's, that weights even them out."""
     path = write_recipe(of(uneven, "wudi", weight=1.0), tmp_path / "r.yml")
     changes = json.loads(run("check", path, "--json").stdout)["changes"]
     assert changes["ratio"] == pytest.approx(10, rel=0.1)
     assert "share in the mean" in run("check", path).output
+    ties = write_recipe(of(uneven, "ties", weight=1.0), tmp_path / "t.yml")
+    assert "'weight'" in run("check", ties).output
     linear = write_recipe(of(uneven, "linear", weight=0.5), tmp_path / "l.yml")
     assert "changes" not in json.loads(run("check", linear, "--json").stdout)

@@ -420,8 +420,9 @@ def test_experts_that_peft_takes_the_wrong_way_round(tmp_path: Path) -> None:
     assert "peft swaps inputs and outputs of this base's experts; merge the adapter into" in done.output
 
 
-def test_models_of_other_names(tmp_path: Path) -> None:
-    """DINOv2's attention is called otherwise in files of before and of today."""
+def test_models_of_other_names_and_of_another_family(tmp_path: Path) -> None:
+    """DINOv2's attention is called otherwise in files of before and of today; Phi-3 holds in one piece what Llama holds
+    apart, and is another family."""
     model = make(next(c for c in ALL if (c.family, c.name) == ("dinov2", "registers")))
     model.save_pretrained(tmp_path / "old")
     model.save_pretrained(tmp_path / "new", save_original_format=False)
@@ -433,6 +434,12 @@ def test_models_of_other_names(tmp_path: Path) -> None:
     result, expected = state(tmp_path / "out"), state(tmp_path / "wanted")
     assert expected.keys() != state(tmp_path / "tuned").keys()
     torch.testing.assert_close(result, expected)
+    phi, llama = (tmp_path / name for name in ("phi3", "llama"))
+    for folder in (phi, llama):
+        make(next(c for c in ALL if c.family == folder.name)).save_pretrained(folder)
+    done = run("carry", phi, "--from", phi, "--to", llama, tmp_path / "none")
+    assert done.exit_code == 2
+    assert "architecture is phi3, that of" in done.output
 
 
 # --- whole fine-tunes as adapters -------------------------------------------------------------------------------------
@@ -475,6 +482,17 @@ def test_biases_and_what_has_no_place(gpt2: Home, tmp_path: Path) -> None:
     assert lost
     assert all("wte" in key or "wpe" in key or "lm_head" in key for key in lost), lost
     assert share_in(gpt2, tmp_path, 96, "rotation") < 99
+
+
+@pytest.mark.slow
+def test_a_fine_tune_stays_a_model_without_a_rank(llama: Home, tmp_path: Path) -> None:
+    expected = tuned(llama)
+    llama.new(ROTATION)
+    assert "Alignment of" in carry(llama.where / "tuned", *llama.bases, tmp_path / "out", "--heads", "permutation")
+    assert "base_model_relation: finetune" in (tmp_path / "out" / "README.md").read_text()
+    kind = llama.case.model_class
+    model = kind.from_pretrained(tmp_path / "out", dtype=torch.float64, attn_implementation="eager")
+    torch.testing.assert_close(llama.logits(model), expected, atol=1e-2, rtol=1e-2)  # maps are stored in single
 
 
 @pytest.mark.slow

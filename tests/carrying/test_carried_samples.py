@@ -15,6 +15,7 @@ from cli_support import run
 from click.testing import Result
 from plugin_support import load, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 from recipe_models import stand_in
+from safetensors.torch import load_file
 from test_carried_adapters import carry
 from torch import Tensor
 
@@ -274,6 +275,10 @@ def test_command(far: Models, tmp_path: Path) -> None:
     data = (*REFIT, *LORA, "--match-on", "weights", "--data", far["data"])
     carry(far["tuned"], *options, tmp_path / "lora", *data)
     assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["r"] == 2
+    carry(far["lora"], *options, tmp_path / "distilled", "--data", far["data"], "--steps", 2, "--scale", 1)
+    factors = load_file(tmp_path / "distilled" / "adapter_model.safetensors")
+    assert {x.shape[0] for name, x in factors.items() if "lora_A" in name} == {2}
+    assert any("down_proj" in name for name in factors)
 
 
 def distilled(out: Path, far: Models, data: Path | None = None) -> Result:

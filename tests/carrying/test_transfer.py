@@ -197,6 +197,8 @@ def test_between_near_bases_a_change_is_added_as_it_is(models: dict[str, Path], 
     assert_added(carried.state_dict(), models)
     assert "nothing was matched" in " ".join(carried.notes)
     assert "nothing was matched" not in " ".join(rm.transfer(*states, heads="permutation").notes)
+    judged = command(models, tmp_path / "judged", "--data", models["texts"], "--samples", 32, "--scale", "auto")
+    assert "nothing was matched" not in " ".join(carry(*judged).split())
     assert_added(rm.transfer(*(models[name] for name in WORKS)).state_dict(), models)
     assert not rm.transfer(*states[:2], (state(models["neurons"]), config)).notes
 

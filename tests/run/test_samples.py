@@ -361,6 +361,12 @@ def test_padding_is_cut_off_and_equal_lengths_stand_together():
     cut = unpadded([after, before, {"input_ids": torch.tensor([[6, 7]])}], "data")
     assert [batch["input_ids"].tolist() for batch in cut] == [[[1, 2, 3]], [[4, 5], [8, 9]], [[6, 7]]]
     assert set(cut[0]) == {"input_ids"}
+    pairs = {"input_ids": torch.tensor([[[1, 2], [3, 0]]]), "attention_mask": torch.tensor([[[1, 1], [1, 0]]])}
+    texts = unpadded([{**pairs, "labels": torch.tensor([0.5])}], "data")
+    assert [{name: x.tolist() for name, x in text.items()} for text in texts] == [
+        {"input_ids": [[1, 2]]},
+        {"input_ids": [[3]]},
+    ]
     with pytest.raises(RotationMergeError, match="holes"):
         unpadded([{"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])}], "data")
 
