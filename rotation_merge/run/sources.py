@@ -285,11 +285,8 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
 
 def _first_token(model_path: str) -> int | None:
     """The tokenizer's BOS; None where there is none."""
-    try:
-        token: int | None = tokenizer_of(model_path).bos_token_id
-    except DataError:
-        return None
-    return token
+    tokenizer = tokenizer_in(local_path(model_path)) if model_path else None
+    return getattr(tokenizer, "bos_token_id", None)
 
 
 def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, done: int, total: int) -> Tensor:
