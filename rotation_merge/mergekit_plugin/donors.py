@@ -379,12 +379,13 @@ def match_to_means(session: Session, donors: Mapping[ModelReference, Donor]) -> 
 def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
     """A bar like mergekit's own; progress also goes to the thread's listener, and the bar shows it within the block."""
     tell = listener()
-    with tqdm.tqdm(desc=title, disable=quiet) as bar:
+    with tqdm.tqdm(desc=title, disable=quiet, miniters=0) as bar:  # drawn by time alone, whatever a step counts
 
         def show(step: str, done: float, total: float) -> None:
             tell(step, done, total)
-            bar.total, bar.n = total, done
-            bar.set_description(f"{title} ({step})")
+            bar.total = total
+            bar.set_description(f"{title} ({step})", refresh=False)
+            bar.update(done - bar.n)
 
         with listening(show):
             yield show
