@@ -374,7 +374,7 @@ fault("a tensor that nobody reads", "unexpected tensors")(
     of_tensors(lambda tensors, largest, folder: {**tensors, f"{largest}_scale": torch.ones(1)})
 )
 fault("names of a compiled model", "prefix")(of_names(lambda name: f"_orig_mod.{name}"))
-fault("names of a data-parallel model", "prefix")(of_names(lambda name: f"module.{name}"))
+fault("names of a model with an adapter", "prefix")(of_names(lambda name: f"base_model.model.{name}"))
 fault("codes without quantisation in the config", "quantised weights")(of_largest(lambda tensor: tensor.to(torch.int8)))
 fault("a norm left out of every layer", "missing tensors")(of_tensors(without_norms))
 fault("the last layer left out", "missing tensors")(of_tensors(without_the_last_layer))

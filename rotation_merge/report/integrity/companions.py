@@ -31,15 +31,13 @@ def check_companions(contents: Contents, parents: Sequence[Contents]) -> Iterato
     rows, kind_of_model = embedding_rows(contents), contents.config.get("model_type")
     fitting = [parent for parent in parents if rows is None or embedding_rows(parent) == rows]
     of_kind = [parent for parent in parents if parent.config.get("model_type") == kind_of_model]
-    tokenizer, tokenizers = (
-        _matching(contents, VOCABULARY_FILES),
-        [p for p in parents if _matching(p, VOCABULARY_FILES)],
-    )
+    tokenizer = _matching(contents, VOCABULARY_FILES)
+    tokenizers = [parent for parent in parents if _matching(parent, VOCABULARY_FILES)]
     with_template = [parent for parent in parents if templates_of(parent) and not templates_of(contents)]
     for kind, sources, needed, copied, fatal in (
         ("no tokenizer", fitting, VOCABULARY_FILES, TOKENIZER_FILES, True),
         ("no tokenizer config", fitting if tokenizer else [], (TOKENIZER_CONFIG,), (TOKENIZER_CONFIG,), True),
-        ("no chat template", with_template, TEMPLATES, TEMPLATES, with_template[:1] == [*parents[:1]]),
+        ("no chat template", with_template[:1], TEMPLATES, TEMPLATES, with_template[:1] == [*parents[:1]]),
         ("no processor", of_kind, PROCESSOR_FILES, PROCESSOR_FILES, True),
         ("no generation config", parents[:1], (GENERATION,), (GENERATION,), False),
         ("no sentence-transformers modules", parents[:1], ("modules.json",), SENTENCE_FILES, True),

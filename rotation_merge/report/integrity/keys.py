@@ -201,14 +201,16 @@ def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
 
 
 def _new_names(contents: Contents, loading: Loading) -> dict[str, str]:
-    """Names by the stored ones, where all stand behind a wrapper's prefix, or lack that of the class with a head.
+    """Names by the stored ones, where they stand behind a wrapper's prefix, or lack that of the class with a head.
 
     transformers adds the latter itself; vLLM and llama.cpp's converter do not.
     """
     names, stored = loading.model.state_dict().keys(), contents.files
-    steps, expected = ({name.partition(".")[0] for name in keys} for keys in (stored, names))
-    if loading.missing and loading.unexpected and len(stored) > 1 and len(steps) == 1 and not steps & expected:
-        return {name: name.partition(".")[2] for name in stored}
+    steps = loading.unexpected[0].split(".") if loading.missing and loading.unexpected else []
+    for wrapper in (".".join([*steps[:count], ""]) for count in range(1, len(steps))):
+        unwrapped = {name: name.removeprefix(wrapper) for name in stored if name.startswith(wrapper)}
+        if names & set(unwrapped.values()) and not stored.keys() & set(unwrapped.values()):
+            return unwrapped
     prefix = f"{loading.model.base_model_prefix}."
     causal = type(loading.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     if not causal or any(name.startswith(prefix) for name in stored):

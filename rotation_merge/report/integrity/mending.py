@@ -58,7 +58,7 @@ def _correct(folder: str, defects: Iterable[Defect]) -> dict[str, str]:
     """Make the first correction of each file (one may make another unnecessary); gives the defect's kind by file."""
     kinds: dict[str, str] = {}
     for defect in defects:
-        for file in defect.corrections.keys() - kinds.keys():
+        for file in [file for file in defect.corrections if file not in kinds]:
             path = os.path.join(folder, file)
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
