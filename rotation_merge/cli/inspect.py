@@ -90,7 +90,7 @@ def command(
 def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
     """What aligning a model needs, or each donor of a recipe."""
     donors = [RecipeDonor(target, target, options, untie)]
-    if is_document(target):
+    if is_document(target) or target.endswith((".yml", ".yaml")):
         read_recipe(target)
         donors = donors_of(target)
     facts = list(map(_inspected, donors))
