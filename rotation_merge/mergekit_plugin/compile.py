@@ -170,9 +170,7 @@ class Delegated(MergeMethod):
     def _merged(self, group: TensorGroup, options: dict[str, Any]) -> Tensor:
         if (parameters := self.parameters.get(str(group.metadata.name))) is None:
             return group.entries[0].tensor  # the anchor's, which every model gives
-        entries = (
-            replace(entry, id=entry.id.original, is_base=entry.is_base and not self.plain) for entry in group.entries
-        )
+        entries = (replace(e, id=e.id.original, is_base=e.is_base and not self.plain) for e in group.entries)
         return self.inner((replace(group, entries=tuple(entries)),), parameters=parameters, **options)[0]
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -216,9 +216,7 @@ class Donor:
             return None
         if self.pair.shared is not None:
             problem = f"{origin} has tokens at other ids than the anchor, so samples cannot be shared"
-            raise self.fault(
-                problem, "leave out 'carry' and 'carry_scale: auto': only weights are carried to other ids"
-            )
+            raise self.fault(problem, "leave out 'carry' and 'carry_scale: auto': weights alone go to other ids")
         return cache(partial(carried_on_samples, self.session, str(self.model), origin, config))
 
     def preparations(self) -> list[Callable[[], object]]:

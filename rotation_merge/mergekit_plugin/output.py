@@ -103,15 +103,12 @@ def output_blocks(recipe: Recipe, models: Models) -> list[OutputBlock]:
                 for key, block in part.items():
                     meeting.setdefault(key, {})[model] = block
             last, of_piece = len(range(*piece.sources[0].layer_range)) - 1, reader.for_out_slice(piece)
-            for key, sources in sorted(meeting.items(), key=lambda item: _rank(item[1])):
+            in_order = sorted(meeting.items(), key=lambda item: PLACES.index(next(iter(item[1].values())).place))
+            for key, sources in in_order:
                 of_layer = of_piece.with_t(key / last if last else 1.0) if isinstance(key, int) else of_piece
                 index = next(numbers) if isinstance(key, int) else None
                 blocks.append(_block(recipe, base, index, sources, of_layer))
     return blocks
-
-
-def _rank(sources: Sources) -> int:
-    return PLACES.index(next(iter(sources.values())).place)
 
 
 def _part(model: View, module: str, source: InputSliceDefinition, places: Sequence[str]) -> dict[str | int, Block]:

@@ -4,7 +4,7 @@ own commands the first one stops it, with its place."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,9 +17,9 @@ from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import FILE, MODEL, Config
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
-from rotation_merge.matching.alignment import FORMAT
+from rotation_merge.matching.alignment import opened_file
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
@@ -27,11 +27,11 @@ from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS, PRESETS, UNMOV
 from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, settings, unknown_names
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
-from rotation_merge.record import REPORT_FILE
-from rotation_merge.run.statistics import has_format
 
 ALIGNMENT = "alignment.safetensors"
 """File that `save_alignment: true` writes beside a merged model."""
+KEPT_BY = {"kept_by": "save_alignment"}
+"""Stands in the head of an alignment file that `save_alignment` wrote."""
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,16 @@ def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:
     outputs = [Output(out, FOLDER), Output(f"{out}{MATCHING_UNFINISHED}", WORK)]
     if (name := (config.parameters or {}).get("save_alignment")) not in (None, False, "none"):
         donors = len({entry.model for entry in entries(config)} - {config.base_model})
-        wrote: Callable[[str], bool] = lambda file: merged and has_format(file, FORMAT)  # noqa: E731
-        merged, remedy = os.path.isfile(os.path.join(out, REPORT_FILE)), "name another file, or move it away"
         for file in numbered(os.path.join(out, ALIGNMENT if name is True else name), donors):
-            outputs.append(Output(file, wrote=wrote, remedy=remedy))
+            outputs.append(Output(file, wrote=_is_kept, remedy="name another file, or move it away"))
     return outputs
+
+
+def _is_kept(path: str) -> bool:
+    """Whether `save_alignment` wrote a file."""
+    with suppress(RotationMergeError), opened_file(path) as (head, _):
+        return KEPT_BY.items() <= head.made.items()
+    return False
 
 
 def numbered(path: str, count: int) -> list[str]:

@@ -354,8 +354,8 @@ def _contract(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Fin
             remedy = f"it is given {len(inputs)} with base_model; add or remove models, or choose another delegate"
             yield group.path, f"delegate {spec.name}: {error}", remedy
         above = {setting.name for setting in settings(config) if setting.covers(group.path[:-1])}
-        for wanting in (spec for spec in spec.parameters if spec.required and spec.name not in above):
-            yield from _missing(delegate, wanting, group, base)
+        for needed in (known for known in spec.parameters if known.required and known.name not in above):
+            yield from _missing(delegate, needed, group, base)
 
 
 def _missing(

@@ -25,6 +25,7 @@ from rotation_merge.mergekit_plugin import SWITCH, switched_off
 from rotation_merge.mergekit_plugin.compile import compiled, output_views
 from rotation_merge.mergekit_plugin.recipe import (
     ALIGNMENT,
+    KEPT_BY,
     Recipe,
     numbered,
     recipe_inputs,
@@ -206,7 +207,7 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
         report = run.report(models[0], "none", options, models=origins(models))
         metadata = known.metadata if known is not None else file_metadata(report, str(models[1]))
         figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
-        Alignment(maps, folded, *figures, basis=pair.basis(), metadata=metadata).save(path)
+        Alignment(maps, folded, *figures, basis=pair.basis(), metadata={**metadata, **KEPT_BY}).save(path)
 
 
 CARD = """# {name}

@@ -23,6 +23,7 @@ from rotation_merge.cli.paths import ADAPTER, Reads, Writes
 from rotation_merge.config import Kind
 from rotation_merge.files import FILE
 from rotation_merge.mergekit_plugin.keys import BY_NAME
+from rotation_merge.record import REPORT_FILE
 
 Pair = tuple[Path, Path]
 NUMBERS = (click.types.IntParamType, click.types.FloatParamType, click.Choice)
@@ -231,6 +232,7 @@ def test_keys_replace_nothing_but_what_they_wrote(victim: str, tmp_path: Path, p
     file.write_text("mine")
     if victim == "a file of align":
         assert run("align", *pair, "--alignment", file, "--force").exit_code == 0
+        (out / REPORT_FILE).write_text("{}")  # as if it stood beside an earlier merge
     saved: Any = True if victim == "beside the model" else "maps"
     path = write_recipe(recipe_for("linear", pair[0], *donors, save_alignment=saved), tmp_path / "recipe.yml")
     before = snapshot(tmp_path)
