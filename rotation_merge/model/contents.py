@@ -356,7 +356,7 @@ def tensor_files(folder: str) -> dict[str, str]:
         refuse_adapter(folder)
         remedy = "model.safetensors or pytorch_model.bin (or the index of shards of either) is needed"
         raise CheckpointError("there are no weights", where=folder, remedy=remedy)
-    stated = contents.config.get("transformers_weights", contents.opened)
+    stated = contents.config.get("transformers_weights") or contents.opened
     further = ADAPTER_CONFIG if contents.has(ADAPTER_CONFIG) else f"{stated} (config.json's transformers_weights)"
     if contents.has(ADAPTER_CONFIG) or stated != contents.opened:
         raise CheckpointError(f"two sets of weights: {contents.opened} and {further}", where=folder, remedy=APART)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,12 @@ def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert view["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
     assert all(torch.equal(tensor, view[name].bfloat16()) for name, tensor in written.items())
+
+
+def test_a_config_that_names_no_file_of_weights(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    for named, refused in ((None, False), ("model.safetensors", False), ("better.safetensors", True)):
+        config = json.loads((tmp_path / "config.json").read_text()) | {"transformers_weights": named}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="two sets of weights") if refused else nullcontext():
+            assert open_model(str(tmp_path)).shapes
