@@ -22,7 +22,7 @@ from rotation_merge.errors import named as listed
 from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import NOTHING, AlignConfig
-from rotation_merge.matching.stream import residual_groups
+from rotation_merge.matching.stream import as_option, residual_groups
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.forms import named_as
@@ -168,7 +168,7 @@ def check_pair(
     notes = [*_remarks(anchor), *_remarks(donor), *rows_note(anchor.name, donor.name, rows)]
     notes += _unaligned(pair, excluded)
     if options.residual != "none":
-        options = options.with_residual(_as_option(streams, anchor.architecture.streams))
+        options = options.with_residual(as_option(streams, anchor.architecture.streams))
     return replace(pair, options=options, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -259,17 +259,10 @@ def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str,
     return {name: group for name, group in groups.items() if group != "none"}
 
 
-def _as_option(groups: Mapping[str, str], streams: Collection[str] = ()) -> str:
-    """Groups by stream as one value of `residual`; one group of all `streams` there are is named alone."""
-    if len(set(groups.values())) == 1 and set(groups) == set(streams):
-        return next(iter(groups.values()))
-    return ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
-
-
 def options_of(transforms: Mapping[str, Transform], folded: Collection[str]) -> AlignConfig:
     """The options by which `check_pair` checks transforms that are known: nothing is matched, their streams move."""
     streams = [name for name, transform in transforms.items() if transform.kind == "stream"]
-    return NOTHING.with_residual(_as_option({s: "rotation" if s in folded else "permutation" for s in streams}))
+    return NOTHING.with_residual(as_option({s: "rotation" if s in folded else "permutation" for s in streams}))
 
 
 def _check_head(member: View, folded: Sequence[str], shifted: bool, untie: bool) -> None:

@@ -16,7 +16,7 @@ trained models that one direction has most of the head's norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -316,7 +316,8 @@ def residual_groups(architecture: Architecture, residual: str, model: str = "the
             out = architecture.handed_out.get(name)
             why = f"stream '{name}', which this model gives out as '{out}'" if out else f"stream '{name}'"
             problem = f"'residual: {group}' is not a symmetry of the {family} architecture ({why})"
-            raise RecipeError(problem, where=model, remedy=f"the largest it admits is 'residual: {known[name][-1]}'")
+            largest = as_option({stream: groups[-1] for stream, groups in known.items() if stream in choices}, known)
+            raise RecipeError(problem, where=model, remedy=f"the largest it admits is 'residual: {largest}'")
     groups = {name: known[name][-1] if group == "largest" else group for name, group in choices.items()}
     return {name: group for name, group in groups.items() if group != "none"}
 
@@ -340,3 +341,10 @@ def random_gauge(architecture: Architecture, options: AlignConfig, generator: to
     folded model.
     """
     return {name: group.random(generator) for name, group in space_groups(architecture, options).items()}
+
+
+def as_option(groups: Mapping[str, str], streams: Collection[str] = ()) -> str:
+    """Groups by stream as one value of `residual`; one group of all `streams` there are is named alone."""
+    if len(set(groups.values())) == 1 and set(groups) == set(streams):
+        return next(iter(groups.values()))
+    return ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
