@@ -63,6 +63,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "outputs of one layer's heads": ("unlike its parents", shuffled("o_proj.weight", 1)),
     "all weights halved": ("scale", changed("", lambda x: x / 2)),
     "one tensor three times as large": ("scale", changed("o_proj.weight", lambda x: 3 * x)),
+    "one tensor too large": ("unlike its parents", changed("o_proj.weight", lambda x: 1e20 * torch.randn_like(x))),
     "one tensor drawn anew": ("unlike its parents", changed("o_proj.weight", lambda x: torch.randn_like(x) * x.std())),
 }
 

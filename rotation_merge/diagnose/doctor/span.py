@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.diagnose.doctor.case import Case, Cause
 from rotation_merge.diagnose.doctor.parents import Parent, parents_of
-from rotation_merge.errors import RotationMergeError, named
+from rotation_merge.errors import AlignmentError, RotationMergeError, named
 from rotation_merge.matching.block import match_block
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD
@@ -136,10 +137,11 @@ def _in_order(merged: View, parents: Sequence[Parent], compared: Comparisons) ->
         pairs = _pairs(block, merged, parents)
         means = {key: torch.stack(stored).mean(0) for key, (_, stored) in pairs.items()}
         ours = {key: tensor for key, (tensor, _) in pairs.items()}
-        transforms = match_block(block, means, ours, ORDERS, with_rows=False).transforms
-        moved = {i.key: transform_tensor(ours[i.key], i, transforms) for i in block.tensors if i.key in ours}
-        ordered = _of_block(block, {key: (tensor, pairs[key][1]) for key, tensor in moved.items()})
-        compared = [*(tensor for tensor in compared if tensor.layer != block.name), *ordered]
+        with suppress(AlignmentError):  # of numbers too large for matching, which stay in their order
+            transforms = match_block(block, means, ours, ORDERS, with_rows=False).transforms
+            moved = {i.key: transform_tensor(ours[i.key], i, transforms) for i in block.tensors if i.key in ours}
+            ordered = _of_block(block, {key: (tensor, pairs[key][1]) for key, tensor in moved.items()})
+            compared = [*(tensor for tensor in compared if tensor.layer != block.name), *ordered]
     return compared
 
 
@@ -199,9 +201,7 @@ def _unlike(name: str, compared: Comparisons) -> Iterator[Cause]:
     problem = f"{_names(unlike)}: cosine to the span of the parents' {worst.cosine:.2f}, all others above {KEPT}"
     if len(unlike) > 1 and set(unlike) == {tensor for tensor in compared if tensor.rotary}:
         problem += "; these are all queries and keys, maybe in the other RoPE layout (pairs side by side, or halves)"
-        remedy = (
-            "convert that model to the layout of the others (its conversion script permutes them), then merge again"
-        )
+        remedy = "convert that model to the layout of the others (by its conversion script), then merge again"
         yield Cause(LAYOUT, 0.95, problem, name, remedy)
     else:
         remedy = "take them from a parent, or merge again: tensors of one layer must have their heads in one order"
