@@ -317,12 +317,10 @@ class Contents:
         for name in (name for name in self.weight_files if name not in self.by_file):
             yield "damaged weight file", self._error(self.damaged[name], name)
         for file, head in self.by_file.items():  # transformers reads the last of them
-            twice = [name for name in head.shapes if self.files[name] not in (file, self.weight_map.get(name))]
-            if twice:
-                problem = (
-                    f"more than one set of weights: tensor '{twice[0]}' is in {file} and in {self.files[twice[0]]}"
-                )
-                yield "tensor twice", self._error(problem, self.files[twice[0]], APART)
+            twice = (name for name in head.shapes if self.files[name] not in (file, self.weight_map.get(name)))
+            if (first := next(twice, None)) is not None:
+                problem = f"more than one set of weights: tensor '{first}' is in {file} and in {self.files[first]}"
+                yield "tensor twice", self._error(problem, self.files[first], APART)
                 return
 
     def _error(self, problem: str, file: str, remedy: str = AGAIN) -> CheckpointError:

@@ -248,8 +248,10 @@ class View(Tensors):
 
     def _rounded(self, dtype: torch.dtype | None) -> Tensors:
         """Its tensors in another dtype (None: as they are)."""
-        if dtype is None or self.at is not None:
-            return self.tensors if dtype is None or self.at is None else self.at(dtype)
+        if dtype is None:
+            return self.tensors
+        if self.at is not None:
+            return self.at(dtype)
         dtypes = {name: dtype if known.is_floating_point else known for name, known in self.dtypes.items()}
         return self.tensors.map(lambda _, tensor: tensor.to(stored_dtype(tensor, dtype)), dtypes=dtypes)
 
