@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,17 @@ def test_dtypes_are_rounded_to_once(anchor: Checkpoint, donor: Checkpoint, tmp_p
     wide, narrow = (alignment.apply(tmp_path / "half", dtype=dtype)[VALUES] for dtype in (torch.float32, None))
     assert torch.equal(wide.bfloat16(), narrow)
     assert not torch.equal(wide, narrow.float())
+
+
+def test_shards_and_small_files_are_written(aligned: rm.Alignment, donor: Checkpoint, tmp_path: Path) -> None:
+    copy = shutil.copytree(donor.path, tmp_path / "copy")
+    (copy / "tokenizer_config.json").write_text("{}")
+    view = aligned.apply(copy)
+    view.save_pretrained(tmp_path / "out", max_shard_size="20K")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+    with pytest.raises(RotationMergeError, match="already exists; write to a new folder"):
+        view.save_pretrained(tmp_path / "out")
 
 
 def test_training_a_module_leaves_the_model_that_it_came_from(aligned: rm.Alignment, anchor: Checkpoint) -> None:

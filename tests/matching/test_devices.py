@@ -28,6 +28,7 @@ from rotation_merge.matching.options import FitConfig
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.run.batches import unlabelled
 from rotation_merge.run.data import read_samples
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.symmetry import Stats, Transform
 from rotation_merge.symmetry.element import element_of, in_batch_order, tensors_of
@@ -38,8 +39,11 @@ torch.set_num_threads(1)
 SMALL = {64: 16, 16: 8, 8: 4, 4: 2, 2: 1}
 """Sizes of the samples, and what they are here."""
 
-FAMILIES = ("llama", "bert", "deepseek", "falcon_h1", "gpt_neox", "mixtral", "qwen3", "qwen3_next", "t5", "vit")
-"""Together they have spaces of every kind, and streams of every group."""
+FAMILIES = (
+    *("llama", "bert", "deepseek", "falcon_h1", "gpt_neox", "mixtral", "qwen3", "qwen3_next", "t5", "vit"),
+    *("cohere2_moe", "gemma4", "glm5", "gpt_oss", "hunyuan", "mamba", "nemotron_h", "olmo2"),
+)
+"""Together they have spaces of every kind, norm, rotary style and activation, and streams of every group."""
 SEVERAL = ("gpt_neox", "llama", "vit")
 BASE, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
 
@@ -156,10 +160,14 @@ def test_elements_and_statistics(group: Group) -> None:
 
 @pytest.mark.slow
 def test_matching_on_samples_and_a_whole_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of samples are kept on the CPU, whatever device the weights are on; learned parameters go to these."""
+    """Rows of samples are kept on the CPU, whatever device the weights are on; learned parameters go to these.
+
+    Losses are the same there.
+    """
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which does not know the second device
     models = [load(name) for name in (BASE, OTHER)]
-    batches = read_samples(BASE, str(TEXTS / "python.txt"), 6, 2, 16, module=models[0]).batches
+    data = read_samples(BASE, str(TEXTS / "python.txt"), 6, 2, 16, module=models[0])
+    batches, loss = data.batches, score(models[0], data).loss
     rows = [Activations.of(model, [unlabelled(batch) for batch in batches], ROWS) for model in models]
     anchor, donor = (sent({name: x.detach() for name, x in model.state_dict().items()}) for model in models)
     options = AlignConfig(heads="permutation", scaling=False, residual="rotation")
@@ -173,5 +181,6 @@ def test_matching_on_samples_and_a_whole_fit(monkeypatch: pytest.MonkeyPatch) ->
             module._parameters[name] = None if x is None else nn.Parameter(Far(x.detach().clone()))
         module._buffers.update({n: None if x is None else Far(x.clone()) for n, x in module._buffers.items()})
     with second_device():
+        assert score(models[0], data).loss == pytest.approx(loss, rel=1e-6)
         result = fit(models[0], models[1:], batches, options=FitConfig(steps=1, start="identity"))
     assert result.report.after <= result.report.before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from rotation_merge import AlignConfig, Alignment, FitConfig, RotationMergeError, fit
+from rotation_merge.cli.show import Progress
 from rotation_merge.matching.between import LearnedTransforms, Mixture, mixed_model
 from rotation_merge.matching.fit import _Fit, _pairs, along
 from rotation_merge.matching.moving import moved_tensors
@@ -261,6 +263,13 @@ def test_a_fit_that_finds_nothing_stops_early_and_says_so(seeds: tuple[int, int]
     assert ("gains nothing" in report.verdict()) == (seeds == (0, 0))
 
 
+@pytest.mark.slow
+def test_a_fit_looks_after_its_last_step_too() -> None:
+    data = [{"input_ids": torch.arange(12).reshape(2, 6)}] * 2
+    report = fit(tiny(0), tiny(1), data, options=FitConfig(steps=25, patience=12, start="identity")).report
+    assert [step for step, *_ in report.history] == [*range(0, 25, 2), 25]
+
+
 def test_masked_positions_do_not_count_in_distillation() -> None:
     generator = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(1, 5, 7, generator=generator) for _ in range(2))
@@ -320,7 +329,7 @@ def test_a_fit_is_deterministic_and_resumes_where_it_was(tmp_path: Path) -> None
 
 OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "rate": ({"learning_rate": 0.01}, 1),
-    **dict.fromkeys(("donor", "data", "groups"), ({}, 1)),
+    **dict.fromkeys(("donor", "anchor", "data", "groups"), ({}, 1)),
     "time and checkpointing": ({"minutes": 5.0, "checkpointing": True}, 3),
 }
 """What differs in the second fit, and the step that it is interrupted at, the first that it takes."""
@@ -333,8 +342,8 @@ def test_the_state_of_another_fit_is_not_taken(other: str, tmp_path: Path) -> No
     options = FitConfig(steps=3, start="identity", state=tmp_path / "state")
     with pytest.raises(KeyboardInterrupt):
         fit(models[0], models[1], data, match, options, stop_at(2))
-    if other == "donor":
-        models[1] = tiny_llama(7)
+    if other in ("donor", "anchor"):
+        models[other == "donor"] = tiny_llama(7)
     if other == "data":
         data[-1] = {"input_ids": data[-1]["input_ids"].flip(0)}
     groups, (changes, first) = AlignConfig() if other == "groups" else match, OTHERS[other]
@@ -376,12 +385,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def learned_by_command(models: Path, out: Path, *names: str, options: str = "") -> dict[str, Tensor]:
+def learned_by_command(models: Path, out: Path, *names: str, options: str = "", code: int = 0) -> dict[str, Tensor]:
     data = ["--data", str(models / "data.safetensors"), "--batch-size", "4", "--steps", "2"]
     paths = ["+".join(str(models / part) for part in name.split("+")) for name in names]
     result = run("align", *paths, "--learn", *data, "--alignment", out, *options.split())
-    assert result.exit_code == 0, result.output
-    return load_file(out)
+    assert result.exit_code == code, result.output
+    return load_file(out) if code == 0 else {}
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -400,7 +409,10 @@ def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_pa
     for entry, weight in zip(recipe["models"], (0.0, 1.0), strict=True):
         entry["parameters"]["weight"] = weight
     merged(recipe, tmp_path / "out")
-    assert "nothing was matched. It was learned: " in (tmp_path / "out" / "rotation_merge.json").read_text()
+    report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
+    assert any("nothing was matched. It was learned: " in note for note in report["notes"])
+    data = (f"learning how {donor} is aligned", str(models / "data.safetensors"), 8)
+    assert [tuple(used.values()) for used in report["data"]] == [data]
     verified = run("verify", tmp_path / "out", models / "tuned")
     assert verified.exit_code == 0, verified.output
 
@@ -421,6 +433,27 @@ def test_models_stay_in_the_type_that_they_are_stored_in(
     kinds = ("half", "rounded")
     same(*(learned_by_command(models, tmp_path / k, f"anchor-{k}", f"donor-{k}", options=options) for k in kinds))
     assert held == [[{torch.bfloat16}] * 2, [{torch.float32}] * 2]
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_continues(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, options, out = ("anchor", "donor"), "--steps 8 --residual rotation", tmp_path / "out.safetensors"
+    whole, steps = learned_by_command(models, tmp_path / "whole.safetensors", *names, options=options), list[float]()
+
+    def interrupted(_: Progress, activity: str, done: float, total: float) -> None:
+        if activity == "learning":
+            steps.append(done)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "__call__", interrupted)
+    learned_by_command(models, out, *names, options=options, code=130)
+    assert (tmp_path / "out.safetensors.unfinished" / "state").exists()
+    steps.clear()
+    again = learned_by_command(models, out, *names, options=options)
+    assert 0 < len(steps) < 6
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("place", ["fit.match_model", "between.Mixture.tensor"])

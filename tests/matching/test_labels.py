@@ -76,6 +76,8 @@ def checked_without(heads: list[str], model: Planted, names: tuple[str, ...], ow
 
 
 def test_names_of_no_ones_making_are_none() -> None:
+    words = planted(next(c for c in ALL if c.class_name == "LlamaForCausalLM"))  # which have no classes
+    assert not rows_of(*((words.state, {**words.config, **called(names)}) for names in (NAMES, MOVED)))
     model = build("bert", num_labels=3)
     config = {**model.config.to_dict(), "architectures": ["BertForSequenceClassification"]}
 
@@ -151,6 +153,21 @@ def test_recipes_merge_in_the_anchors_order(delegate: str, models: tuple[Path, P
         made["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
     assert farthest(merged(made, tmp_path / "out"), state(anchor)) < TOLERANCE
     assert "another order" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of a donor with another head, in either order of its classes, the same merge comes."""
+    anchor, order, merges = models[0], tuple(map(NAMES.index, MOVED)), list[dict[str, Tensor]]()
+    rows, far = {"classifier.weight": (0, order), "classifier.bias": (0, order)}, state(anchor)
+    far |= {n: far[n] + torch.arange(3.0).reshape(-1, *[1] * (far[n].ndim - 1)) for n in rows}
+    for names, tensors in ((NAMES, far), (MOVED, reordered(far, rows))):
+        donor = renamed(write_state(tensors, anchor, tmp_path / names[0]), names)
+        measure(donor, str(anchor.parent / "data.npz"))
+        made = recipe_for("linear", anchor, donor, **STILL)
+        made["parameters"]["delegate"] = "fisher"
+        merges.append(merged(made, tmp_path / f"of-{names[0]}"))
+    assert farthest(merges[1], merges[0]) < 1e-5
 
 
 @pytest.mark.slow

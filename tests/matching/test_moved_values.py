@@ -115,6 +115,15 @@ def test_a_layer_in_two_places_has_inputs_of_its_own_in_each(model: Any) -> None
     assert torch.equal(moved[0], alignment.apply(measured).gram(names[0]).matrix)
 
 
+def test_moved_numbers_keep_their_type_or_have_the_one_that_is_named(model: Any) -> None:
+    donor, samples = model("llama")
+    alignment, measured = rm.Alignment.random(donor.float()), rm.measure(donor.float(), samples)
+    key = next(key for key in measured if key.endswith("attn.o.gram"))
+    plain, precise = alignment.apply(measured)[key], alignment.apply(measured, torch.float64)[key]
+    assert (measured[key].dtype, plain.dtype, precise.dtype) == (torch.float32, torch.float32, torch.float64)
+    assert torch.equal(precise.float(), plain)
+
+
 # --- changes
 
 

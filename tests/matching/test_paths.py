@@ -70,3 +70,14 @@ def test_the_python_api_leaves_them_out_as_well(
         words = f"Left out, because the model does not read them: {further}."
         for notes in (alignment.report.notes, aligned.notes, caplog.messages):
             assert (words in notes) == moves
+
+
+def test_carrying_a_whole_model_keeps_them(tmp_path: Path) -> None:
+    """The new base's own stay, whatever turns in between: its norms are as they were."""
+    model = planted(next(case for case in ONE if case.family == "qwen3_5"))
+    tensors = {**model.state, "mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
+    base, tuned = (written(model, tensors, tmp_path / name) for name in "ab")
+    groups = ("--residual", "rotation", "--heads", "permutation")
+    done = run("carry", tuned, "--from", base, "--to", base, tmp_path / "out", *groups, "--force")
+    assert done.exit_code == 0, done.output
+    assert state(tmp_path / "out").keys() == tensors.keys()

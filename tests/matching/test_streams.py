@@ -68,6 +68,13 @@ def test_partly_moved_fine_tune_is_recovered(tmp_path: Path) -> None:
     assert max(float((after[n] - state[n]).norm() / state[n].norm()) for n in state) <= 1e-4
 
 
+def test_donor_equal_to_the_anchor_is_left_alone(tmp_path: Path) -> None:
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    for group in ("permutation", "rotation"):
+        found = rm.align(anchor.path, anchor.path, heads="permutation", residual=group)
+        assert all(transform.is_identity() for transform in found.transforms.values())
+
+
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])
 def test_what_nearly_agrees_is_multiplied_in_float64(family: str, name: str, tmp_path: Path) -> None:
     """In float32 the squared distances of twins are lost among the rounding of their squares, and passes end early."""
@@ -242,6 +249,7 @@ def test_numbers_whose_squares_are_infinite_are_named(whose: str, tmp_path: Path
         ("gemma2", "tied", "rotation", ["'residual: signed_permutation'"]),
         ("t5", "plain", "signed_permutation", ["'residual: none'"]),
         ("vit", "bare", "permutation", ["'residual: none'"]),
+        ("whisper", "generation", "rotation", ["'residual: encoder=none,decoder=rotation'"]),
         ("llama", "qwen2", "rotation", ["untie: true", "'residual: signed_permutation'"]),
         ("gpt2", "tied", "rotation", ["untie: true", "'residual: permutation'"]),
     ],

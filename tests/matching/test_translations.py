@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_support import parsed, run
 from plugin_support import (
     make,
     merged,
@@ -136,6 +137,15 @@ def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
         result = merged(recipe, tmp_path / f"out-{wanted}")
         off = relative_distances(result, state(anchor))["lm_head.weight"]
         assert off <= 1e-5 if wanted else off > limit
+
+
+@pytest.mark.slow
+def test_commands_compare_probabilities(tmp_path: Path) -> None:
+    anchor, donor = (make("mistral", tmp_path / str(seed), seed=seed) for seed in (0, 5))
+    made = parsed("align", anchor, donor, tmp_path / "out", "--shift-head", "true")
+    assert made["proof"]["difference"] <= made["proof"]["allowed"]
+    for flags, code in ((("--probabilities",), 0), ((), 1)):
+        assert run("verify", donor, tmp_path / "out", *flags).exit_code == code
 
 
 @pytest.mark.parametrize(("family", "words"), [("qwen2", "set 'untie: true'"), ("vit", "go through a softmax only")])

@@ -60,7 +60,9 @@ def refused(recipe: dict[str, Any], out: Path) -> str:
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("delegate", "weights"), [("linear", (0.5, -0.5)), ("linear", (0, 0)), ("ties", (0, 0))])
+@pytest.mark.parametrize(
+    ("delegate", "weights"), [("linear", (0.5, -0.5)), ("linear", (0, 0)), ("ties", (0.5, -0.5)), ("ties", (0, 0))]
+)
 def test_no_output_that_is_no_number(delegate: str, weights: tuple[float, float], models: Pair, tmp_path: Path) -> None:
     """Either the merge is made of numbers, or it ends with a tensor's name and leaves nothing."""
     recipe = recipe_for(delegate, *models)
@@ -74,6 +76,12 @@ def test_no_output_that_is_no_number(delegate: str, weights: tuple[float, float]
         assert all(bool(tensor.isfinite().all()) for tensor in merged(recipe, tmp_path / "out").values())
 
 
+def test_a_share_beyond_the_models(models: Pair, tmp_path: Path) -> None:
+    recipe = recipe_for("slerp", *models)
+    recipe["parameters"]["t"] = 1e300
+    assert "'t' is 1e+300; it is a share: give a number from 0 to 1" in refused(recipe, tmp_path / "out")
+
+
 def test_a_dtype_that_cannot_hold_the_values(models: Pair, tmp_path: Path) -> None:
     anchor = spoilt(models[0], tmp_path / "large", UP, 1e6)
     half = recipe_for("linear", anchor, models[1], ffn="none") | {"out_dtype": "float16"}
@@ -84,10 +92,12 @@ def test_a_dtype_that_cannot_hold_the_values(models: Pair, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("number", "tensor", "options"),
     [
+        (0, UP, {}),
         (0, NORM, {"residual": "permutation"}),
         (0, EMBEDDING, {"anchor": "mean", "heads": "none"}),
         (1, EMBEDDING, {}),
         (1, UP, {"residual": "permutation"}),
+        (1, NORM, {"anchor": "mean", "heads": "none"}),
     ],
 )
 def test_whose_nan_it_is(number: int, tensor: str, options: dict[str, Any], models: Pair, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def tokens(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--out-shard-size", "5K"), ("--no-safe-serialization",)])
+@pytest.mark.parametrize("options", [(), ("--out-shard-size", "5K"), ("--no-safe-serialization",)])
 def test_classifiers_of_different_tasks_share_a_body(options: tuple[str, ...], tmp_path: Path) -> None:
     """Whatever the body is written as: each folder under heads/ loads by itself, and is the body, each file its own."""
     anchor, *donors = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3, 5))

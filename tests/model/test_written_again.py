@@ -33,11 +33,13 @@ def aligned_by_command(changing: str, first: str, second: str, out: Path) -> Map
 
 CALLS: dict[str, Callable[[str, str, str, Path], Mapping[str, Any]]] = {
     "transfer": lambda a, b, c, _: rm.transfer(a, b, c).state_dict(),
+    "transfer of files, tuned": lambda a, b, c, _: rm.transfer(a, b, c, rank=2).tensors,
     "transfer of files, old": lambda a, b, c, _: rm.transfer(b, a, c, rank=2).tensors,
     "transfer of files, new": lambda a, b, c, _: rm.transfer(b, c, a, rank=2).tensors,
     "average": lambda a, b, c, _: rm.average([b, a]).state_dict(),
     "align": lambda a, b, c, _: rm.align(b, a).apply(a).state_dict(),
     "evaluate": lambda a, b, c, _: rm.evaluate(a, SAMPLES),
+    "barrier": lambda a, b, c, _: {"loss": torch.tensor(rm.barrier(b, a, SAMPLES).loss)},
     "refit": lambda a, b, c, _: rm.refit([b, a], SAMPLES).state_dict(),
     "recipe": merged_by_recipe,
     "command": aligned_by_command,
