@@ -26,8 +26,8 @@ from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
 
 CHUNK = 1 << 20
 """Entries that are widened at a time."""
-LARGEST = 1e15
-"""Products of larger numbers may be infinite in float32."""
+LARGEST = {torch.float32: 1e15, torch.float64: 1e150}
+"""Sums of products of larger numbers may be infinite."""
 STILL = "not moved: rounding would cost more than the move gains"
 """Rounding costs spacing^2 / 12 for 1 <= x < 2 over the mean square 7/3 there: eps^2 / 28 of the squared norm."""
 MOST_ROUNDS = 12
@@ -80,26 +80,34 @@ def named(anchor: str, donor: str) -> Iterator[None]:
         raise AlignmentError(error.what, where=where, remedy=error.remedy) from error
 
 
-def check_numbers(block: Block, tensors: Tensors, model: str) -> None:
-    """Check that the numbers of a block's tensors are finite, and small enough for their products to be.
-
-    Args:
-        model: anchor or donor.
+def checked(block: Block, anchor: Tensors, donor: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a block of both models, in float64 where their products in float32 might be infinite.
 
     Raises:
-        AlignmentError: names the tensor, and which of the models it is.
+        AlignmentError: a number is not finite, or too large for products in float64; names the tensor, and which of the
+            models it is of.
     """
+    wide = max(_largest(block, anchor, "anchor"), _largest(block, donor, "donor")) > LARGEST[torch.float32]
+    first, second = (
+        {key: x.double() if wide and x.is_floating_point() else x for key, x in tensors.items()}
+        for tensors in (anchor, donor)
+    )
+    return first, second
+
+
+def _largest(block: Block, tensors: Tensors, model: str) -> float:
+    """The largest number in a block's tensors; errors as of `checked`."""
     names = {info.key: info.name for info in block.tensors}
     floats = {key: x for key, x in tensors.items() if key in names and x.is_floating_point() and x.numel()}
     if not floats:
-        return
+        return 0.0
     wide = (x.float() if x.itemsize < 2 else x for x in floats.values())
-    largest = torch.stack([torch.stack(x.aminmax()).abs().amax().double() for x in wide])
-    good = (largest <= LARGEST).tolist()  # one question to the device; NaN is not
-    for key, is_good in zip(floats, good, strict=True):
-        if not is_good:
-            problem = f"tensor '{names[key]}' of the {model} holds NaN, infinity, or numbers of more than {LARGEST:g}"
-            raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
+    largest = torch.stack([torch.stack(x.aminmax()).abs().amax().double() for x in wide]).tolist()  # one question
+    most = LARGEST[torch.float64]
+    if bad := next((names[key] for key, x in zip(floats, largest, strict=True) if not x <= most), None):
+        problem = f"tensor '{bad}' of the {model} holds NaN, infinity, or numbers of more than {most:g}"
+        raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
+    return max(largest)
 
 
 def wanted_spaces(block: Block, options: AlignConfig) -> list[Space]:
@@ -128,11 +136,10 @@ def match_block(
         with_rows: whether the report's rows are given, too; with them a move that rounding would undo is left out.
 
     Raises:
-        AlignmentError: a tensor holds NaN or infinity.
+        AlignmentError: as of `checked`.
     """
     spaces = wanted_spaces(block, options)
-    for tensors, model in (anchor, "anchor"), (donor, "donor"):
-        check_numbers(block, tensors, model)
+    anchor, donor = checked(block, anchor, donor)
     matching = _Matching(block, compared(block, anchor), compared(block, donor), options, streams or {})
     seconds = list[float]()
     for place, space in enumerate(spaces):

@@ -25,7 +25,7 @@ from rotation_merge.architecture.model import Architecture, Axis, Block, TensorI
 from rotation_merge.errors import DataError
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import check_numbers
+from rotation_merge.matching.block import checked
 from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignConfig
 from rotation_merge.matching.stream import StreamSums, measured, residual_groups
@@ -246,9 +246,7 @@ def _start(whole: Architecture, recordings: Recordings, streams: Mapping[str, st
         of_streams = [info for info in infos if any(part.space.kind == "stream" for part in info.axes[1].parts)]
         alone = replace(block, tensors=tuple(of_streams))
         a, b = ({info.key: recordings[info.name][which] for info in of_streams} for which in (0, 1))
-        check_numbers(alone, a, "anchor")
-        check_numbers(alone, b, "donor")
-        sums.append(StreamSums.of(measured([(alone, a, b)], still), still, equal=True))
+        sums.append(StreamSums.of(measured([(alone, *checked(alone, a, b))], still), still, equal=True))
     return StreamSums.total(sums).solve(whole, streams, still)
 
 

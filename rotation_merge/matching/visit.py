@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.matching.block import BlockMatch, check_numbers, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.block import BlockMatch, checked, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import Piece, StreamMeasurement, StreamSums, Transforms, measured
 from rotation_merge.model.apply import at_least_float32, read_block, transform_tensor
@@ -160,9 +160,8 @@ class Visits:
         return result
 
     def _pieces(self, block: Block) -> Iterator[Piece]:
-        """A block with the tensors of both models; of a plain one, which is checked, long vocabularies in slices."""
-        plain = self.is_plain(block)
-        slices = self._slices(block) if plain else {}
+        """A block with the tensors of both models, checked; of a plain one, long vocabularies in slices."""
+        slices = self._slices(block) if self.is_plain(block) else {}
         axes = vocabulary_axes(block.tensors)
         short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in slices))
         parts: list[tuple[Block, slice | None]] = [(short, None)]
@@ -174,10 +173,7 @@ class Visits:
             sources = stored if rows is None else [with_rows(source, axes, rows) for source in stored]
             folded = (folded_tensors(self.architecture, source, self.folded) for source in sources)
             anchor, donor = whole or (read_block(part, source) for source in folded)
-            if plain:  # `match_block` checks all others
-                check_numbers(part, anchor, "anchor")
-                check_numbers(part, donor, "donor")
-            yield part, anchor, donor
+            yield part, *checked(part, anchor, donor)
 
     def _slices(self, block: Block) -> dict[str, list[slice]]:
         """The slices of long vocabularies, by the keys of their tensors."""

@@ -17,7 +17,7 @@ import rotation_merge as rm
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.moving import moved_tensors
-from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums
+from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, random_gauge
 from rotation_merge.matching.visit import Step, Visits
 from rotation_merge.model import vocabulary
 
@@ -236,9 +236,23 @@ def test_shifted_slices_with_a_residual_map(tmp_path: Path) -> None:
 def test_numbers_whose_squares_are_infinite_are_named(whose: str, tmp_path: Path) -> None:
     model, name = checkpoint("llama", "llama", tmp_path), "model.embed_tokens.weight"
     states = {"anchor": model.state, "donor": model.state}
-    states[whose] = {**model.state, name: model.state[name].float().index_fill(0, torch.tensor([3]), 1e30)}
+    states[whose] = {**model.state, name: model.state[name].double().index_fill(0, torch.tensor([3]), 1e160)}
     with pytest.raises(AlignmentError, match=f"'{name}' of the {whose} holds NaN, infinity, or"):
         match_model(model.architecture, *states.values(), rm.AlignConfig(residual="permutation"))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_numbers_whose_squares_are_infinite_in_float32_are_matched(name: str, residual: str, tmp_path: Path) -> None:
+    """Products are formed in float64 there: the planted map is found."""
+    model, options = checkpoint("llama", "llama", tmp_path), rm.AlignConfig(heads="permutation", residual=residual)
+    anchor = {**model.state, name: model.state[name].float() * 1e25}
+    gauge = random_gauge(model.architecture, options, torch.Generator().manual_seed(3))
+    gauge = {space: transform for space, transform in gauge.items() if transform.kind in ("stream", "ffn")}
+    alignment = match_model(model.architecture, anchor, moved_tensors(model.architecture, anchor, gauge), options)
+    moved = moved_tensors(model.architecture, moved_tensors(model.architecture, anchor, gauge), alignment.transforms)
+    for key, tensor in anchor.items():
+        assert float((moved[key].double() - tensor.double()).norm()) <= 1e-5 * float(tensor.double().norm()), key
 
 
 @pytest.mark.parametrize(
