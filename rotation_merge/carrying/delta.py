@@ -22,7 +22,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.pair import check_shapes
 from rotation_merge.model.apply import Get, read_tensor, reader, transform_tensor, unstack
-from rotation_merge.model.fold import Fold, folded_tensors, weight_key
+from rotation_merge.model.fold import Fold, folded_tensors
 from rotation_merge.model.low_rank import LowRank, dense, factor_infos
 from rotation_merge.model.open import ModelLike, check_names, open_model
 from rotation_merge.model.tensors import Tensors, as_tensors
@@ -237,8 +237,14 @@ class Delta:
     def _stored(self, block: Block, info: TensorInfo, change: Tensor) -> Tensor:
         """A change of the folded old base, or a factor of one, in the base's storage form and vocabulary."""
         moved = transform_tensor(change, info, self.alignment.transforms, change=True)
-        beside = self._beside(block, info)
-        moved = self.fold.unfold_change(block, info, moved, reader(block, self.base.tensors), beside)
+
+        def weight_change(key: str) -> Tensor | None:
+            weight = block.tensor(key)
+            if weight is None:
+                return None
+            return dense(replace(self, scale=1.0, record=None).change(block, weight), weight)
+
+        moved = self.fold.unfold_change(block, info, moved, reader(block, self.base.tensors), weight_change)
         axis = info.vocabulary_axis
         if self.rows is None or axis is None:
             return moved
@@ -248,14 +254,6 @@ class Delta:
         new_rows, old_rows = (rows.to(moved.device) for rows in self.rows)
         shape = [size if dim == axis else length for dim, length in enumerate(moved.shape)]
         return moved.new_zeros(shape).index_copy(axis, new_rows, moved.index_select(axis, old_rows))
-
-    def _beside(self, block: Block, info: TensorInfo) -> Tensor | None:
-        """The change of the weight beside a bias that takes a folded norm's shift over."""
-        weight, inputs = block.tensor(weight_key(info.key)), self.fold.inputs(block, info)
-        shifted = any(norm.shift in inputs for norm in block.norms)
-        if weight is None or not is_bias(info.key) or not shifted or weight.key not in inputs:
-            return None
-        return dense(replace(self, scale=1.0, record=None).change(block, weight), weight)
 
 
 def is_bias(key: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.model.apply import blockwise, moved_reader, read_tensor, reader
+from rotation_merge.model.apply import blockwise, read_tensor, reader, transform_tensor
 from rotation_merge.model.fold import Fold, required
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 from rotation_merge.model.view import stored_dtype
@@ -67,9 +67,6 @@ class Mover:
     def moved(self, block: Block, info: TensorInfo, source: Tensors, fold: Fold) -> Tensor | None:
         """A tensor in the anchor's coordinates, not rounded; None if the source lacks it."""
         stored = reader(block, source)
-
-        def folded(key: str) -> Tensor | None:
-            known = block.tensor(key)
-            return None if known is None or stored(key) is None else fold.tensor(block, known, stored)
-
-        return moved_reader(block, folded, self.transforms)(info.key)
+        if stored(info.key) is None:
+            return None
+        return transform_tensor(fold.tensor(block, info, stored), info, self.transforms)

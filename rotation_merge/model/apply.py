@@ -145,20 +145,6 @@ def reader(block: Block, source: TensorSource) -> Get:
     return get
 
 
-def moved_reader(block: Block, get: Get, transforms: Mapping[str, Transform]) -> Get:
-    """Gives the tensors of a block in the coordinates that transforms bring them to.
-
-    Args:
-        get: gives them as they are.
-    """
-
-    def moved(key: str) -> Tensor | None:
-        tensor, info = get(key), block.tensor(key)
-        return None if tensor is None or info is None else transform_tensor(tensor, info, transforms)
-
-    return moved
-
-
 def blockwise(architecture: Architecture, source: TensorSource, compute: BlockTensor) -> Tensors:
     """Tensors of the same names and shapes, each computed when it is asked for; None: taken as it stands.
 

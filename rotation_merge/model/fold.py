@@ -46,14 +46,6 @@ class Fold:
         """Whether folding may change a tensor of a block."""
         return bool(self._norms(block, info) or self._scales(block, info) or dims_of(info, self.centred, "write"))
 
-    def inputs(self, block: Block, info: TensorInfo) -> list[str]:
-        """Keys of the block's tensors that a folded one is computed from, itself included."""
-        keys: list[str | None] = [info.key]
-        for norm in self._norms(block, info):
-            keys += [norm.gain, norm.shift, weight_key(info.key) if info.key.endswith(".bias") else None]
-        keys += [scale.gain for scale in self._scales(block, info)]
-        return [key for key in dict.fromkeys(keys) if key is not None and block.tensor(key) is not None]
-
     def tensor(self, block: Block, info: TensorInfo, get: Get) -> Tensor:
         """One tensor of the folded model.
 
@@ -79,9 +71,7 @@ class Fold:
             tensor = tensor - tensor.mean(dim, keepdim=True)
         return tensor
 
-    def unfold_change(
-        self, block: Block, info: TensorInfo, change: Tensor, get: Get, weight: Tensor | None = None
-    ) -> Tensor:
+    def unfold_change(self, block: Block, info: TensorInfo, change: Tensor, get: Get, weights: Get) -> Tensor:
         """The change of a stored tensor that has the same effect as `change` on the folded model.
 
         Weights behind a norm are divided by its gain, those before a layer scale by the scale; from a bias, the
@@ -92,7 +82,7 @@ class Fold:
             info: which tensor; of a low-rank factor, with the axes that it has.
             change: of the folded model.
             get: gives the stored model's tensors by key.
-            weight: of a bias: the change of the weight beside it, as it is to be stored.
+            weights: gives the changes of weights beside a bias, as they are to be stored.
 
         Raises:
             AlignmentError: a gain is so near zero that the result would be off.
@@ -105,8 +95,8 @@ class Fold:
             elif not info.key.endswith(".bias"):
                 gain, shift = _gain(norm, get).to(change.dtype), get(norm.shift or "")
                 change = times_gain(change, info, _reciprocal(block, norm.gain, gain, shift), norm.stream)
-            elif weight is not None:
-                constant = _constant(block, info, norm, get, lambda _: weight, change.ndim)
+            else:
+                constant = _constant(block, info, norm, get, weights, change.ndim)
                 change = change if constant is None else change - constant
         for scale in self._scales(block, info):
             if info.key != scale.gain:
