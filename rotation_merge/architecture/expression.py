@@ -48,7 +48,7 @@ def evaluate(expression: str | int | float | bool | None, config: Mapping[str, A
         return expression
     try:
         return _value(_parsed(expression), config)
-    except (SyntaxError, TypeError, KeyError, IndexError, ZeroDivisionError) as error:
+    except (SyntaxError, TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
         raise ArchitectureError(
             f"the expression '{expression}' has no value for this config ({error})",
             remedy="check the config keys it names",

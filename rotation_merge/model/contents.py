@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.errors import CheckpointError, named, short
 from rotation_merge.model.tensors import Shapes
 
@@ -162,13 +163,14 @@ def codes(kinds: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
     return {name: kind for name, kind in kinds.items() if len(shapes[name]) in (2, 3) and _CODES.fullmatch(kind)}
 
 
-def check_codes(kinds: Mapping[str, str], shapes: Shapes, label: str) -> None:
-    """Refuse quantised weights whose config does not declare a quantisation.
+def check_codes(config: Mapping[str, Any], kinds: Mapping[str, str], shapes: Shapes, label: str) -> None:
+    """Refuse quantised weights whose config does not declare a quantisation; those that do are `resolve`'s to refuse.
 
     Raises:
         CheckpointError: names them and the ways to dequantise.
     """
-    if first := next(iter(codes(kinds, shapes).items()), None):
+    first = None if stores_codes(config) else next(iter(codes(kinds, shapes).items()), None)
+    if first is not None:
         problem = f"its weights are quantised ({first[1]}, the first is '{first[0]}') and cannot be aligned"
         raise CheckpointError(f"{problem}; config.json does not say so", where=label, remedy=DEQUANTISE)
 
@@ -363,13 +365,26 @@ def tensor_files(folder: str) -> dict[str, str]:
     return contents.weight_map or dict.fromkeys(contents.files, contents.opened)
 
 
+def check_classes(config: Mapping[str, Any], label: str) -> None:
+    """Check that a config's `architectures` is absent or a list of names.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    classes = config.get("architectures")
+    if classes is not None and not (isinstance(classes, list | tuple) and all(isinstance(n, str) for n in classes)):
+        problem = f"its config's 'architectures' is {short(repr(classes))}, not a list of classes"
+        raise CheckpointError(problem, where=label, remedy="name the model's class, as ['LlamaForCausalLM']")
+
+
 def check_config(folder: str) -> None:
-    """Check that a config does not claim more layers or experts than its files can hold.
+    """Check that a config does not claim more layers or experts than its files can hold, and names classes.
 
     Raises:
         CheckpointError: names the entry; or config.json is missing or damaged.
     """
     contents, parts = Contents(folder), [read_json(os.path.join(folder, CONFIG))]
+    check_classes(parts[0], folder)
     tensors = len(contents.weight_map or contents.files)
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]

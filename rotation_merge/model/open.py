@@ -22,7 +22,7 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeErro
 from rotation_merge.model.adapter_base import OWN_BASE, check_base
 from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
-from rotation_merge.model.contents import DOWNLOAD, check_codes, check_config
+from rotation_merge.model.contents import DOWNLOAD, check_classes, check_codes, check_config
 from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.sentence import read_modules
@@ -90,7 +90,8 @@ def _in_memory(
         raise CheckpointError(f"entry {odd[0]} in its state dict", where=name, remedy=remedy)
     tensors = as_tensors(dict(state), name)
     kinds = {key: str(dtype).removeprefix("torch.") for key, dtype in tensors.dtypes.items()}
-    _check_numbers(config, kinds, tensors.shapes, name)
+    check_classes(config, name)
+    check_codes(config, kinds, tensors.shapes, name)
     architecture = _architecture(name, config, tensors.shapes, untie, "error")
     return View(name, config, architecture, tensors, module=module, untie=untie)
 
@@ -182,14 +183,8 @@ def read_stored(reference: ModelReference, options: MergeOptions) -> tuple[str, 
     folder = fetched_weights(reference.model, cache)
     modules = read_modules(folder)
     tensors, kinds = stored_tensors(folder, modules, options.lazy_unpickle)
-    _check_numbers(config, kinds, tensors.shapes, str(reference))
+    check_codes(config, kinds, tensors.shapes, str(reference))
     return folder, {**config, SENTENCE: modules} if modules else config, tensors
-
-
-def _check_numbers(config: dict[str, Any], kinds: Mapping[str, str], shapes: Shapes, name: str) -> None:
-    """Refuse quantised codes, but for those that the config declares, with which `resolve` refuses it."""
-    if not stores_codes(config):
-        check_codes(kinds, shapes, name)
 
 
 def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool, unsupported: str) -> Architecture:

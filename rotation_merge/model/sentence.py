@@ -86,7 +86,7 @@ def reading(folder: str) -> tuple[str, int | None]:
     settings_path, lengths = (os.path.join(folder, name) for name in BESIDE[1:])
     settings = read_json(settings_path) if os.path.isfile(settings_path) else {}
     prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
-    if not isinstance(prompts, dict) or (name is not None and name not in prompts):
+    if not isinstance(prompts, dict) or (name is not None and name not in [*prompts]):
         problem = f"its default_prompt_name is '{name}', which is not among its prompts"
         raise CheckpointError(problem, where=settings_path, remedy="correct the file")
     most = read_json(lengths).get("max_seq_length") if os.path.isfile(lengths) else None

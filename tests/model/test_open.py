@@ -13,8 +13,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.open import open_model
+from rotation_merge.report.integrity import check_folder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 50}
@@ -82,6 +83,23 @@ def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert view["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
     assert all(torch.equal(tensor, view[name].bfloat16()) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("architectures", 1), ("architectures", [1]), ("architectures", "x"), ("text_config", 1)]
+)
+def test_a_config_whose_entries_are_something_else(entry: str, value: Any, tmp_path: Path) -> None:
+    """Refused in a line from files and in memory, and named by the check of a folder."""
+    model = llama()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {entry: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given in (tmp_path, (model.state_dict(), config)):
+        with pytest.raises(RotationMergeError, match=entry) as error:
+            open_model(given)
+        assert "\n" not in str(error.value)
+    found = [defect.line for defect in check_folder(str(tmp_path))]
+    assert entry != "architectures" or any(entry in line for line in found)
 
 
 def test_a_config_that_names_no_file_of_weights(tmp_path: Path) -> None:

@@ -277,6 +277,7 @@ def test_what_does_not_know_the_modules_says_so(models: dict[str, Path], pairs: 
         ("modules.json", '[{"type": "a.LSTM", "path": "1"}]', "'LSTM' is not known"),
         ("modules.json", '[{"type": "a.Dense", "path": "../x"}]', "outside"),
         ("config_sentence_transformers.json", '{"default_prompt_name": "query"}', "not among its prompts"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": ["query"]}', "not among its prompts"),
     ],
 )
 def test_damage_is_one_line(file: str, content: str | None, message: str, tmp_path: Path):
