@@ -35,13 +35,12 @@ from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.mergekit_plugin.keys import checked
-from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
 from rotation_merge.model.labels import in_class_order, with_classes_of
 from rotation_merge.model.naming import check_different
-from rotation_merge.model.open import ModelLike, check_names, open_model, paths_of, several, whole_path
+from rotation_merge.model.open import ModelLike, check_names, on_base, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.run.batches import Batch, unlabelled

@@ -46,8 +46,8 @@ def carry_adapter(
         CheckpointError: the adapter does not belong to the old base, or changes a tensor that the new base lacks.
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
-    stored = delta.old.only(delta.base.architecture.named())
-    parts = adapter_parts(adapter, delta.base.architecture, stored, config, adapter.path, adds=True)
+    stored = replace(delta.base, tensors=delta.old.only(delta.base.architecture.named()), config=config)
+    parts = adapter_parts(adapter, stored, adapter.path, adds=True)
     norms = list[tuple[float, float]]()
     base = replace(delta.base, architecture=_extended(delta.base.architecture, parts))
     moving = _MovingAdapter(adapter, replace(delta, base=base, record=lambda *squares: norms.append(squares)), rows)

@@ -29,14 +29,13 @@ from rotation_merge.matching.match import Match
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, options_of
 from rotation_merge.matching.run import Run, change_note
-from rotation_merge.model.adapter_base import check_base
 from rotation_merge.model.adapter_parts import adapter_parts
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.card import origins
 from rotation_merge.model.forms import restructured, same_form
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
-from rotation_merge.model.open import ModelLike, open_model, parse_reference
+from rotation_merge.model.open import ModelLike, check_base, open_model, parse_reference
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, padded_as, shared_rows, vocabulary_size
@@ -125,8 +124,8 @@ class Bases(Pair):
         """
         adapter, old = Adapter.open(path), self.donor.as_filed
         if not force:
-            check_base(adapter, [self.donor], path, open_model, OWN_BASE)
-        parts = adapter_parts(adapter, old.architecture, old.tensors, old.config, path, adds=True)
+            check_base(adapter, [self.donor], path, OWN_BASE)
+        parts = adapter_parts(adapter, old, path, adds=True)
         axes = {part.change.value: part.info.vocabulary_axis for part in parts if part.change.value}
         sizes = [adapter.shapes[name][axis] for name, axis in axes.items() if axis is not None]
         check_adapter_tokens(self.donor, path, max(sizes, default=None))

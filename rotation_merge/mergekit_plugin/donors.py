@@ -28,14 +28,13 @@ from rotation_merge.mergekit_plugin.keys import MATCHING, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session, settle_presets
-from rotation_merge.model.adapter_base import OWN_BASE
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.heads import compared
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.open import check_own_base
+from rotation_merge.model.open import OWN_BASE, check_own_base
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, on_shared_rows, shared_rows
 from rotation_merge.workers import Progress, in_threads, listener, listening, on_devices

@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.adapters import Adapter, Change
 from rotation_merge.model.forms import ComposedTensor, other_form
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Tensors
+from rotation_merge.model.view import View
 
 Entries = tuple[int, int, int]
 """Some entries of a tensor: the dimension, counted from the last; the first; how many."""
@@ -72,25 +72,17 @@ class AdapterPart:
         return entries[0] == (-1 if self.flipped else -max(2, len(self.info.axes) - stacks(self.info)))
 
 
-def adapter_parts(
-    adapter: Adapter,
-    architecture: Architecture,
-    tensors: Tensors,
-    config: Mapping[str, Any],
-    label: str,
-    adds: bool = False,
-) -> list[AdapterPart]:
+def adapter_parts(adapter: Adapter, base: View, label: str, adds: bool = False) -> list[AdapterPart]:
     """The changes of an adapter by the tensors that its base stores.
 
     Args:
-        tensors, config: of the base.
         label: name of base and adapter for errors.
         adds: also of parameters that the base lacks, such as a head; and whole vocabularies of other lengths.
 
     Raises:
         CheckpointError: the adapter changes something that the base does not have, or that has another shape.
     """
-    placing = _Placing(adapter, architecture, tensors, architecture.named(), every_name(config), label, adds)
+    placing = _Placing(adapter, base, base.architecture.named(), every_name(base.config), label, adds)
     return [part for name, change in adapter.changes.items() for part in placing.parts(name, change)]
 
 
@@ -99,8 +91,7 @@ class _Placing:
     """An adapter and the base that its changes are placed in; see `adapter_parts`."""
 
     adapter: Adapter
-    architecture: Architecture
-    tensors: Tensors
+    base: View
     infos: Mapping[str, TensorInfo]
     names: Mapping[str, PossibleTensor]
     label: str
@@ -109,10 +100,10 @@ class _Placing:
     def parts(self, name: str, change: Change) -> list[AdapterPart]:
         """The parts of one change; none if it changes nothing."""
         info = self.infos.get(name, TensorInfo(name, (name,), ()))
-        if name in self.tensors and (info.stacked or not stacks(info)):
+        if name in self.base and (info.stacked or not stacks(info)):
             expert = info.names.index(name) if info.stacked else None
             return [self._of_stored(AdapterPart(change, info, change.scale, expert=expert), name)]
-        if name not in self.tensors and self._adds_nothing(change):
+        if name not in self.base and self._adds_nothing(change):
             return []
         plain = change.name.replace(".base_layer", "")
         parameter = plain if plain in self.names else _target_parameter(self.adapter, change, self.names)
@@ -142,9 +133,9 @@ class _Placing:
         if change.a and expert is None and (targeted or experts):
             scale = self.adapter.scale(parameter, self.adapter.shapes[change.b][1] // max(experts, 1))
             part = replace(part, scale=scale, flipped=_reads_first(self.adapter, change, info))
-        block = next(filter(spot.in_block, self.architecture.blocks), None)
+        block = next(filter(spot.in_block, self.base.architecture.blocks), None)
         stored = None if block is None else block.tensor(info.key)
-        if stored is not None and stored.names[expert or 0] in self.tensors:
+        if stored is not None and stored.names[expert or 0] in self.base:
             return [self._of_stored(replace(part, info=stored), stored.names[expert or 0])]
         forms = {} if block is None else other_form(block, replace(block, tensors=(*block.tensors, info)))
         if (form := forms.get(info.key)) is None or _is_another_vector(info, form):
@@ -154,7 +145,7 @@ class _Placing:
 
     def _of_stored(self, part: AdapterPart, name: str) -> AdapterPart:
         """The change of a whole stored tensor."""
-        change, info, shape = part.change, part.info, self.tensors.shapes[name]
+        change, info, shape = part.change, part.info, self.base.shapes[name]
         if change.a and len(shape) == 2:
             labelled = any(axis.parts for axis in info.axes)
             flipped = transposed(info) if labelled else bool(self.adapter.config.get("fan_in_fan_out"))
@@ -242,36 +233,26 @@ def _fits(adapter: Adapter, change: Change, info: TensorInfo, turned: bool) -> b
 # --- merged into the tensors
 
 
-def adapted(
-    tensors: Tensors,
-    adapter: Adapter,
-    architecture: Architecture,
-    config: Mapping[str, Any],
-    tied: str | None = None,
-    model: str = "",
-) -> Tensors:
-    """Tensors with an adapter merged; those that it changes come in float32 at least.
+def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
+    """Tensors of a model with an adapter merged; those that it changes come in float32 at least.
 
     Args:
-        tensors: all that the checkpoint stores.
-        architecture, config: of the checkpoint.
-        tied: name of a head that is tied to the embedding.
         model: name of base and adapter for errors.
 
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     parts: dict[str, list[tuple[int, AdapterPart]]] = {}
-    for part in adapter_parts(adapter, architecture, tensors, config, model):
+    for part in adapter_parts(adapter, base, model):
         info = part.info
-        if tied is not None and info.vocabulary_axis is not None and len(info.axes) == 2:
-            problem = f"the adapter changes '{info.name}' and not the head '{tied}', which is tied to it"
+        if base.tied_head is not None and info.vocabulary_axis is not None and len(info.axes) == 2:
+            problem = f"the adapter changes '{info.name}' and not the head '{base.tied_head}', which is tied to it"
             remedy = "store the head as a tensor of its own, with 'tie_word_embeddings': false"
             raise CheckpointError(problem, where=model, remedy=remedy)
         for number, name in enumerate(info.names):
             if not info.stacked or part.expert in (None, number):
                 parts.setdefault(name, []).append((number, part))
-    wide = {name: torch.promote_types(tensors.dtypes[name], torch.float32) for name in parts}
+    wide = {name: torch.promote_types(base.dtypes[name], torch.float32) for name in parts}
 
     def changed(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(wide[name], copy=True) if name in wide else tensor
@@ -279,7 +260,7 @@ def adapted(
             _apply(adapter, part, number, tensor)
         return tensor
 
-    return tensors.map(changed, dtypes={**tensors.dtypes, **wide})
+    return base.map(changed, dtypes={**base.dtypes, **wide})
 
 
 def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> None:

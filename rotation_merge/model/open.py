@@ -1,4 +1,4 @@
-"""The gate: every model becomes a `View` here, checked once, whatever form it is given in."""
+"""The gate: every model becomes a `View` here, checked once, whatever form it is given in; an adapter on its base."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +17,27 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.architecture.registry import families, find, stores_codes, tied_head, unaligned
+from rotation_merge.architecture.registry import families, find, stores_codes, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
-from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
-from rotation_merge.model.adapter_base import OWN_BASE, check_base
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, RotationMergeError, short
 from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
-from rotation_merge.model.contents import DOWNLOAD, check_classes, check_codes, check_config
-from rotation_merge.model.folder import SMALL, fetched, fetched_weights, stored_tensors
-from rotation_merge.model.gguf import quantised
+from rotation_merge.model.contents import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    DOWNLOAD,
+    check_classes,
+    check_codes,
+    check_config,
+    read_json,
+)
+from rotation_merge.model.folder import SMALL, fetched, fetched_weights, place_of, stored_tensors
+from rotation_merge.model.gguf import is_gguf, quantised
+from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View
+from rotation_merge.record import REPORT_FILE
 
 LOG = logging.getLogger(__name__)
 
@@ -135,18 +145,20 @@ def _open_files(
     reference: ModelReference, options: MergeOptions, untie: bool, unsupported: str, any_base: bool
 ) -> View:
     """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
-    name, lora, remarks = str(reference), reference.lora, list[str]()
-    adapter = None if lora is None else Adapter.open(fetched(lora, options.transformers_cache, ADAPTER_FILES))
+    name, lora, cache = str(reference), reference.lora, options.transformers_cache
+    adapter = None if lora is None else Adapter.open(fetched(lora, cache, ADAPTER_FILES))
     folder, config, tensors = read_stored(reference, options)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
-    dtypes = tensors.dtypes
-    if adapter is not None:
-        tied = tied_head(config, list(tensors), name, None if untie else architecture)
-        tensors = adapted(tensors, adapter, architecture, config, tied[0] if tied else None, name)
-        remarks += [] if adapter.base else [f"`{name}`: the adapter does not say which base it was trained on."]
-    remarks += [f"`{name}` {codes_read}." for codes_read in filter(None, [quantised(folder)])]
-    files = Files(reference, folder, dtypes, options, adapter, tensors)
-    view = View(name, config, architecture, tensors, files, untie=untie, remarks=tuple(remarks))
+    remarks = tuple(f"`{name}` {codes_read}." for codes_read in filter(None, [quantised(folder)]))
+    files = Files(reference.model_copy(update={"lora": None}), folder, tensors.dtypes, options, tensors)
+    base = View(str(files.reference), config, architecture, tensors, files, untie=untie, remarks=remarks)
+    if adapter is None:
+        return base
+    if not adapter.base:
+        remarks = (f"`{name}`: the adapter does not say which base it was trained on.", *remarks)
+    tensors = adapted(base, adapter, name)
+    files = replace(files, reference=reference, tensors=tensors, adapter=adapter, base=base)
+    view = replace(base, name=name, tensors=tensors, files=files, remarks=remarks)
     if not any_base:
         check_own_base(view)
     return view
@@ -205,6 +217,12 @@ def _architecture(name: str, config: dict[str, Any], shapes: Shapes, untie: bool
     return architecture
 
 
+SAME = 0.9999
+"""Least cosine of two copies of one model, in whatever types they are stored."""
+
+OWN_BASE = "put it on its own base; if this is a copy of it, correct 'base_model_name_or_path' in adapter_config.json"
+
+
 def check_own_base(view: View, further_bases: Iterable[View] = (), remedy: str = OWN_BASE) -> None:
     """Refuse a model with an adapter that was trained on another base.
 
@@ -214,11 +232,47 @@ def check_own_base(view: View, further_bases: Iterable[View] = (), remedy: str =
     Raises:
         CheckpointError: names its base and the model that it stands on.
     """
-    if view.files is None or view.files.adapter is None or view.files.options.allow_crimes:
+    files = view.files
+    if files is not None and files.adapter is not None and files.base is not None and not files.options.allow_crimes:
+        check_base(files.adapter, [*further_bases, files.base], view.name, remedy)
+
+
+def check_base(adapter: Adapter, bases: Iterable[View], label: str, remedy: str = OWN_BASE) -> None:
+    """Refuse an adapter that was trained on none of some bases.
+
+    The criterion is the report beside it (if it was carried), else the weights of the base in its config, else that
+    base's name.
+
+    Args:
+        label: the adapter's name in errors.
+
+    Raises:
+        CheckpointError: names its base and the others.
+    """
+    name, bases = adapter.base, list(bases)
+    if not name:
         return
-    plain = view.files.reference.model_copy(update={"lora": None})
-    base = open_model(plain, unsupported="merge", options=view.files.options)
-    check_base(view.files.adapter, [*further_bases, base], view.name, open_model, remedy)
+    beside = os.path.join(adapter.path, REPORT_FILE)
+    marks = read_json(beside).get("fingerprints") if os.path.isfile(beside) else None
+    mark = marks.get(name) if isinstance(marks, dict) else None
+    base_names = " or ".join(base.name for base in bases)
+    if mark is not None and mark not in (base.fingerprint for base in bases):
+        problem = f"was carried to {name}, whose weights were not those of {base_names}"
+        raise CheckpointError(problem, where=label, remedy=remedy)
+    if mark is None and not any(_is_called(base, str(name)) for base in bases):
+        raise CheckpointError(f"is an adapter of {name}, not of {base_names}", where=label, remedy=remedy)
+
+
+def _is_called(base: View, name: str) -> bool:
+    """Whether a base is the model of this name: the same folder, the same weights, or a folder of the same name."""
+    path = str(base.reference.model.path)
+    if os.path.realpath(name) == os.path.realpath(path) or name == path:
+        return True
+    near = Nearness()
+    with suppress(RotationMergeError):  # such as a folder without weights
+        place = place_of(ModelPath(path=name))
+        near = near if place is None else nearness(base.architecture, base.tensors, open_model(place).tensors)
+    return near.least >= SAME if near.cosines else os.path.basename(name) == os.path.basename(path)
 
 
 def several(models: Any, of: str = "models", single: tuple[type, ...] = ()) -> list[Any]:
@@ -261,6 +315,33 @@ def parse_reference(path: str) -> ModelReference:
 def as_reference(model: ModelLike) -> ModelLike:
     """The name of a stored model as mergekit has it; any other model unchanged."""
     return parse_reference(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
+
+
+def on_base(name: str, base: str | None = None) -> str:
+    """An adapter's folder without a base as `BASE+ADAPTER`; any other name unchanged.
+
+    Args:
+        base: it stands on this one; None: on the one that its config names, a folder or GGUF, a model in the hub's
+            cache, or a folder or GGUF of that name beside the adapter.
+
+    Raises:
+        CheckpointError: that base is not here.
+    """
+    config = os.path.join(name, ADAPTER_CONFIG)
+    if not os.path.isfile(config) or os.path.isfile(os.path.join(name, CONFIG)):
+        return name
+    if base is not None:
+        return f"{base}+{name}"
+    stated = str(read_json(config).get("base_model_name_or_path") or "")
+    beside = os.path.join(os.path.dirname(os.path.abspath(name)), os.path.basename(stated))
+    for place in (stated, beside) if stated else ():
+        if os.path.isfile(os.path.join(place, CONFIG)) or (os.path.exists(place) and is_gguf(place)):
+            return f"{os.path.abspath(place)}+{name}"
+    if not os.path.exists(stated) and place_of(ModelPath(path=stated)) is not None:
+        return f"{stated}+{name}"
+    problem = f"is an adapter of {stated or 'a base that it does not name'}, which is not on this machine"
+    remedy = "name its folder as 'base', or merge adapters without a base ('rotation-merge lora')"
+    raise CheckpointError(problem, where=name, remedy=remedy)
 
 
 def whole_path(name: str) -> str:

@@ -45,8 +45,9 @@ class Files:
         folder: that holds config, weights and tokenizer.
         dtypes: of the stored tensors, by name, before an adapter changes them.
         options: of mergekit: caches, and what it may run.
+        tensors: all that they hold, with an adapter's change.
         adapter: that is merged into its weights.
-        tensors: all that they hold, with the adapter's change.
+        base: the model without it.
         template: folder whose config and small files the model is written with, where these are not its own: the
             anchor's, of a model that completes the anchor's class.
     """
@@ -55,8 +56,9 @@ class Files:
     folder: str
     dtypes: Mapping[str, torch.dtype] = field(repr=False)
     options: MergeOptions = field(repr=False)
-    adapter: Adapter | None = field(repr=False)
     tensors: Tensors = field(repr=False)
+    adapter: Adapter | None = field(default=None, repr=False)
+    base: View | None = field(default=None, repr=False)
     template: str | None = None
 
 

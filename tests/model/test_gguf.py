@@ -22,10 +22,9 @@ from plugin_support import load
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from rotation_merge.model.adapter_base import on_base
 from rotation_merge.model.gguf import ORIGIN, decoded, quantised
 from rotation_merge.model.gguf_checkpoint import open_gguf
-from rotation_merge.model.open import open_model
+from rotation_merge.model.open import on_base, open_model
 
 TRUTH = stored_truth()
 
