@@ -72,7 +72,8 @@ def within(view: View, anchor: View, complete: bool = False) -> View | None:
         remarks = (*view.remarks, f"`{view.name}` is text only. {note}")
         architecture = resolve(config, list(tensors), view.name, keep_unknown=True, untie=view.untie)
         template = None if anchor.files is None else anchor.files.folder
-        files = None if view.files is None else replace(view.files, dtypes=tensors.dtypes, template=template)
+        dtypes = {**tensors.dtypes, **{name: view.stored_dtypes[text_name] for name, text_name in names.items()}}
+        files = None if view.files is None else replace(view.files, dtypes=dtypes, template=template)
         return replace(view, tensors=tensors, config=config, architecture=architecture, remarks=remarks, files=files)
     absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
     architecture = anchor.architecture.without(absent)  # which no file describes by itself

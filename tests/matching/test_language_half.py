@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -88,6 +89,20 @@ def test_commands_and_the_library_take_it_too(tmp_path: Path) -> None:
     assert aligned.keys() <= model.state_dict().keys()
     assert all((aligned["model." + name] - x).norm() <= 1e-5 * x.norm() for name, x in own.items())
     assert any("text only" in note for note in alignment.report.notes)
+
+
+@pytest.mark.slow
+def test_with_an_adapter_it_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
+    anchor, donor, _ = twins(wrapper("qwen3_vl"), tmp_path)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(donor, dtype=torch.bfloat16)
+    model.save_pretrained(donor)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    tuned.peft_config["default"].base_model_name_or_path = str(donor)
+    tuned.save_pretrained(tmp_path / "lora")
+    parsed("align", anchor, f"{donor}+{tmp_path / 'lora'}", tmp_path / "out")
+    words = {name: x.dtype for name, x in state(tmp_path / "out").items() if "language_model.layers" in name}
+    assert words
+    assert set(words.values()) == {torch.bfloat16}
 
 
 def test_another_family_is_none(tmp_path: Path) -> None:
