@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import json
 import tempfile
 import time
@@ -33,7 +32,7 @@ from merging import STILL, quiet
 from merging import merge as merge_models
 from record import Table
 from shipped import load
-from train_checkpoints import warm_cosine
+from train_checkpoints import fit, warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
 
 import rotation_merge as rm
@@ -85,17 +84,13 @@ def train(task: Task, encoder: str, out: Path) -> None:
     model = BertForTokenClassification.from_pretrained(encoder, num_labels=len(task.classes)).eval()
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     fit_head(model, tokenizer, task.training)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_cosine(STEPS, STEPS // 10, 0.0))
-    draw = torch.Generator().manual_seed(0)
-    for part in itertools.islice(like_length(task.training, draw), STEPS):
-        loss = torch.nn.functional.cross_entropy(answers(model, encoded(tokenizer, part)), labels_of(part))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    batches = ((encoded(tokenizer, part), labels_of(part)) for part in like_length(task.training))
+    factor = warm_cosine(STEPS, STEPS // 10, 0.0)
+
+    def loss(model: Any, batch: tuple[dict[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(answers(model, batch[0]), batch[1])
+
+    fit(model, batches, STEPS, factor, loss, lr=1e-4, weight_decay=0.01)
     save(model, encoder, out)
 
 
@@ -140,8 +135,9 @@ def mean_of(given: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor
     return (given * kept).sum(1) / kept.sum(1)
 
 
-def like_length(texts: Texts, draw: torch.Generator) -> Iterator[Texts]:
+def like_length(texts: Texts) -> Iterator[Texts]:
     """All texts, again and again, in batches of 32: in random order, but sorted by length among each 256."""
+    draw = torch.Generator().manual_seed(0)
     while True:
         order = [texts[i] for i in torch.randperm(len(texts), generator=draw).tolist()]
         near = [sorted(order[i : i + 256], key=lambda one: len(one[0])) for i in range(0, len(order), 256)]

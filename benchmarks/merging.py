@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,57 @@ STILL: dict[str, Any] = {"attention": "none", "heads": "none", "ffn": "none", "s
 WHOLE: dict[str, Any] = {"heads": "permutation", "residual": "rotation"}
 Models = Mapping[Path | str, Mapping[str, Any]]
 """Parameters of each model, by its path."""
+BIN = Path(sys.executable).parent
+"""Where commands lie."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a command took.
+
+    Attributes:
+        wall, processor: seconds.
+        peak: resident bytes at most; allocated: without mapped files, which the system takes back when it needs memory.
+        output: what it printed; code: its exit code.
+    """
+
+    wall: float
+    processor: float
+    peak: int
+    allocated: int
+    output: str
+    code: int
+
+
+def process(command: Sequence[object], threads: int | None = None, may_fail: bool = False) -> Cost:
+    """A command in a process of its own; ends everything where it fails.
+
+    Args:
+        threads: of torch; 0: as many as it takes by itself; None: as many as this process was told to take.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS" or threads is None}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    begin, allocated = time.perf_counter(), 0
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=environment)
+        while not (ended := os.wait4(child.pid, os.WNOHANG))[0]:
+            allocated = max(allocated, _allocated(child.pid))
+            time.sleep(0.02)
+        wall, (_, status, used) = time.perf_counter() - begin, ended
+        child.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        text = output.read()
+    if child.returncode and not may_fail:
+        sys.exit(f"{' '.join(map(str, command))}\n{text}")
+    seconds = used.ru_utime + used.ru_stime
+    return Cost(wall, seconds, used.ru_maxrss * 1024, allocated, text, child.returncode)
+
+
+def _allocated(pid: int) -> int:
+    """Resident bytes of a process without mapped files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def recipe(base: Path | str, models: Models, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +115,7 @@ def halves(*paths: Path | str, **of_last: Any) -> Models:
 
 def command(*arguments: object, ends: tuple[int, ...] = (0,)) -> str:
     """What one of our commands prints; ends the script where it ends with another code."""
-    program = Path(sys.executable).with_name("rotation-merge")
-    done = subprocess.run([str(word) for word in (program, *arguments)], capture_output=True, text=True)
+    done = subprocess.run([str(word) for word in (BIN / "rotation-merge", *arguments)], capture_output=True, text=True)
     if done.returncode not in ends:
         sys.exit(done.stderr + done.stdout)
     return done.stdout

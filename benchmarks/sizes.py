@@ -1,4 +1,4 @@
-"""What merges cost at the sizes that people have: plain linear and ours in the same run, by phase.
+"""What merges cost at the sizes that people have: plain linear and ours in the same run.
 
     python benchmarks/sizes.py --shape llama-300m             whole models
     python benchmarks/sizes.py --shape llama-300m --threads 0            wall time at torch's default of threads
@@ -8,41 +8,34 @@
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
 
-Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own: once
-as users run it, which gives time and memory, and once watched, which gives phases (`phases.py`). The donor is a
-fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a title does not say wall.
-"Start" is what Python and its libraries take before a merge begins.
+Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own, as
+users run it. The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a
+title does not say wall; "after the start" leaves out what Python and its libraries take before a merge begins, as much
+as `mergekit-yaml --help` takes.
 
-With `--whole` some layers and a part of the vocabulary are measured and the whole shape is extrapolated from them: what
-was spent in layers by their number, the rest by the weights outside of layers. For a residual stream of independent
-models two passes are measured and `PASSES` counted.
+With `--whole` so many layers, then twice as many, with a part of the vocabulary are measured, and the whole shape is
+extrapolated from them: their difference is what layers take, the rest goes by the weights outside of layers. Passes
+over a residual stream are as many as the measured part takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from merging import STILL, halves, recipe
+from merging import BIN, STILL, Cost, halves, process, recipe
 from record import Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
-
-from rotation_merge.matching.match import PARTS, SAMPLE
 
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {
@@ -53,89 +46,33 @@ CASES: dict[str, tuple[str, Mapping[str, object]]] = {
     "far, residual: rotation": ("far", TURNED),
 }
 LINEAR = "mergekit's linear"
-PASSES = 4
-"""Passes over two independent models that matching their stream takes from its better start, about as many as between
-ViTs and between Llamas of other seeds."""
-EACH_PASS = ("reading", "matching", "stream")
-"""Phases that every pass over the model takes anew."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What one merge took.
-
-    Attributes:
-        wall, processor: seconds of the whole command.
-        peak: resident bytes at most.
-        found: what `phases.py` wrote.
-    """
-
-    wall: float
-    processor: float
-    peak: int
-    found: Mapping[str, Any]
-
-    @property
-    def total(self) -> float:
-        """Seconds after the start."""
-        return self.found["total"]
-
-    @property
-    def solved(self) -> int:
-        """How often the stream was solved for."""
-        return self.found["calls"].get("solve, not in a layer", 0)
-
-    def rounds(self, layers: int) -> float:
-        """How often a layer was matched."""
-        return self.found["calls"].get("match_block", 0) / layers
-
-
-def run(
-    options: Mapping[str, object],
-    anchor: Path,
-    donors: Sequence[Path],
-    threads: int,
-    passes: int = 0,
-    plain: bool = False,
-) -> Cost:
+def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], threads: int) -> Cost:
     """One merge in a process of its own, all models alike.
 
     Args:
         options: none: by mergekit's own linear.
         threads: of torch; 0: as many as it takes by itself.
-        passes: at most so many for a residual stream; 0: as ever.
-        plain: take time and memory from a second run, of mergekit's own command with nobody watching.
     """
     with tempfile.TemporaryDirectory(dir=anchor.parent) as name:
         folder = Path(name)
         merge = recipe(anchor, halves(anchor, *donors), {"delegate": "linear", **options} if options else {})
         merge |= {"dtype": "bfloat16"} if options else {"dtype": "bfloat16", "merge_method": "linear"}
         (folder / "recipe.yml").write_text(yaml.safe_dump(merge))
-        command = [sys.executable, Path(__file__).with_name("phases.py"), folder / "recipe.yml", folder / "out"]
-        command += [folder / "found.json", *(["--passes", passes] if passes else [])]
-        used = process(command, threads)
-        if plain:
-            shutil.rmtree(folder / "out")
-            command = [Path(sys.executable).with_name("mergekit-yaml"), folder / "recipe.yml", folder / "out"]
-            used = process([*command, "--quiet", "--out-shard-size", "1B"], threads)
-        return replace(used, found=json.loads((folder / "found.json").read_text()))
+        command = [BIN / "mergekit-yaml", folder / "recipe.yml", folder / "out", "--quiet", "--out-shard-size", "1B"]
+        return process(command, threads)
 
 
-def process(command: Sequence[object], threads: int) -> Cost:
-    """A command in a process of its own; ends everything where it fails."""
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=environment)
-        _, status, used = os.wait4(child.pid, 0)
-        wall = time.perf_counter() - begin
-        child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode:
-            log.seek(0)
-            sys.exit(log.read().decode())
-    return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, {})
+def after_start(cost: Cost, threads: int) -> float:
+    """Processor seconds of a merge after the start."""
+    return cost.processor - started(threads)
+
+
+@cache
+def started(threads: int) -> float:
+    """Processor seconds of mergekit's help."""
+    return process([BIN / "mergekit-yaml", "--help"], threads).processor
 
 
 def middle(costs: Sequence[Cost]) -> Cost:
@@ -144,20 +81,25 @@ def middle(costs: Sequence[Cost]) -> Cost:
     return replace(typical, wall=statistics.median(cost.wall for cost in costs), peak=max(cost.peak for cost in costs))
 
 
+def written(shape: Shape, cases: Sequence[str], folder: Path) -> tuple[Path, dict[str, Path]]:
+    """The anchor of a shape, and the donor of every kind that is asked for."""
+    kinds = dict.fromkeys(CASES[case][0] for case in cases)
+    return write(shape, folder / "anchor"), {kind: write(shape, folder / kind, kind) for kind in kinds}
+
+
 def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, table: Table, folder: Path) -> None:
     """Plain linear and each case in turn, so often."""
-    anchor = write(shape, folder / "anchor")
-    donors = {kind: write(shape, folder / kind, kind) for kind in dict.fromkeys(CASES[case][0] for case in cases)}
+    anchor, donors = written(shape, cases, folder)
     costs: dict[str, list[Cost]] = {LINEAR: [], **{case: [] for case in cases}}
     for turn in range(repeats):
-        costs[LINEAR].append(run({}, anchor, list(donors.values())[:1], threads, plain=True))
+        costs[LINEAR].append(run({}, anchor, list(donors.values())[:1], threads))
         for case in cases:
             kind, options = CASES[case]
             if turn == 0 or kind != "far":
-                costs[case].append(run(options, anchor, [donors[kind]], threads, plain=True))
+                costs[case].append(run(options, anchor, [donors[kind]], threads))
     linear = middle(costs[LINEAR])
-    for case, found in costs.items():
-        cost = middle(found)
+    for case, measured in costs.items():
+        cost = middle(measured)
         table.add(
             {
                 "merge": case,
@@ -167,63 +109,38 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
                 "processor, times linear": f"{cost.processor / linear.processor:.2f}",
                 "peak, MB": f"{cost.peak / 1e6:.0f}",
                 "peak, times linear": f"{cost.peak / linear.peak:.2f}",
-                "after the start": f"{cost.total:.1f}",
+                "after the start": f"{after_start(cost, threads):.1f}",
             }
         )
 
 
-def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, solved: float) -> tuple[float, float]:
-    """Seconds of a layer, and of what stands outside of layers, in the whole shape.
-
-    Args:
-        rounds: how often a layer is matched in a whole model.
-        solved: how often the stream is.
-    """
-    again = rounds / cost.rounds(part.layers) if cost.rounds(part.layers) else 1.0
-    outside = [shape.parameters - shape.layers * _layer(shape) for shape in (full, part)]
-    layer, other = 0.0, cost.found["spent"]["rest"]
-    for phase, spent in cost.found["spent"].items():
-        inside = cost.found["inside"].get(phase, 0.0)
-        times = again if phase in EACH_PASS else 1.0
-        if phase == "solving":
-            other += spent * solved / max(cost.solved, 1)
-        elif phase == "writing":  # whole files, wherever their last tensor stands
-            layer += spent * _layer(part) / part.parameters
-            other += spent * outside[0] / part.parameters
-        elif phase != "rest":
-            layer += inside / part.layers * times
-            other += (spent - inside) * outside[0] / outside[1]
-    return layer, other
-
-
-def _layer(shape: Shape) -> int:
-    return sum(math.prod(size) for name, size in shape.sizes.items() if ".layers.0." in name)
-
-
 def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, table: Table, folder: Path) -> None:
-    """Some layers measured, the whole shape extrapolated."""
-    anchor = write(part, folder / "anchor")
-    donors = {kind: write(part, folder / kind, kind) for kind in dict.fromkeys(CASES[case][0] for case in cases)}
+    """Some layers and twice as many measured, the whole shape extrapolated."""
+    parts = [replace(part, layers=count * part.layers) for count in (1, 2)]
+    models = [written(shape, cases, folder / str(shape.layers)) for shape in parts]
+    outside = [shape.parameters - shape.layers * layer_size(shape) for shape in (full, part)]
     linear = 0.0
     for case in (LINEAR, *cases):
-        kind, options = CASES.get(case, (next(iter(donors)), {}))
-        turned = CASES.get(case) == ("far", TURNED)
-        cost = run(options, anchor, [donors[kind]], threads, passes=2 if turned else 0)
-        rounds = PASSES + 1 + 2 * SAMPLE / full.layers if turned else cost.rounds(part.layers)
-        solved = 2 + PARTS * PASSES if turned else cost.solved
-        layer, other = extrapolated(cost, part, full, rounds, solved)
-        whole = full.layers * layer + other
+        kind, options = CASES.get(case, (CASES[cases[0]][0], {}))
+        few, many = (run(options, anchor, [donors[kind]], threads) for anchor, donors in models)
+        layer = (many.processor - few.processor) / part.layers
+        rest = (after_start(few, threads) - part.layers * layer) * outside[0] / outside[1]
+        whole = full.layers * layer + rest
         linear = linear or whole
         table.add(
             {
                 "merge": case,
                 "a layer, s": f"{layer:.2f}",
-                "outside of layers, s": f"{other:.1f}",
+                "outside of layers, s": f"{rest:.1f}",
                 f"{full.layers} layers, min": f"{whole / 60:.1f}",
                 "times linear": f"{whole / linear:.2f}",
-                "peak of the part, MB": f"{cost.peak / 1e6:.0f}",
+                "peak of the part, MB": f"{many.peak / 1e6:.0f}",
             }
         )
+
+
+def layer_size(shape: Shape) -> int:
+    return sum(math.prod(size) for name, size in shape.sizes.items() if ".layers.0." in name)
 
 
 def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -231,13 +148,13 @@ def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     anchor, donor = write(shape, folder / "anchor"), write(shape, folder / "near", "near")
     tokens = torch.randint(0, shape.vocabulary, (64, 128), generator=torch.Generator().manual_seed(0))
     np.savez(samples := folder / "samples.npz", input_ids=tokens.numpy())
-    measure = [Path(sys.executable).with_name("rotation-merge"), "measure", anchor, "--data", samples, "--by-layer"]
+    measure = [BIN / "rotation-merge", "measure", anchor, "--data", samples, "--by-layer"]
     refit = {**OPTIONS, "delegate": "refit", "data": str(samples), "targets": "mean"}
-    done = {
+    commands = {
         "`measure`, gram": lambda: process([*measure, "--out", folder / "statistics.safetensors"], threads),
         "`delegate: refit` of two models": lambda: run(refit, anchor, [donor], threads),
     }
-    one_by_one(done, table)
+    one_by_one(commands, table)
 
 
 def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -246,26 +163,25 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
     for delegate in ("linear", "wudi", "iso"):
         cost = run({"delegate": delegate, **STILL}, anchor, donors, threads)
-        cells = {"after the start, s": f"{cost.total:.0f}", "peak, MB": f"{cost.peak / 1e6:.0f}"}
+        cells = {"after the start, s": f"{after_start(cost, threads):.0f}", "peak, MB": f"{cost.peak / 1e6:.0f}"}
         table.add({"merge": delegate, **cells})
 
 
 def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """`align` of an independent model, and `carry` of a fine-tune to one, under a rotation of the stream."""
     anchor, far, near = (write(shape, folder / str(kind), kind) for kind in (None, "far", "near"))
-    program = Path(sys.executable).with_name("rotation-merge")
     turned = ["--residual", "rotation", "--untie"]
-    align = [program, "align", anchor, far, folder / "aligned", *turned, "--no-verify"]
-    carry = [program, "carry", near, folder / "carried", "--from", anchor, "--to", far, *turned]
+    align = [BIN / "rotation-merge", "align", anchor, far, folder / "aligned", *turned, "--no-verify"]
+    carry = [BIN / "rotation-merge", "carry", near, folder / "carried", "--from", anchor, "--to", far, *turned]
     one_by_one({"`align`": lambda: process(align, threads), "`carry`": lambda: process(carry, threads)}, table)
 
 
-def one_by_one(done: Mapping[str, Callable[[], Cost]], table: Table) -> None:
+def one_by_one(commands: Mapping[str, Callable[[], Cost]], table: Table) -> None:
     """What each takes."""
-    for what, work in done.items():
+    for words, work in commands.items():
         cost = work()
         cells = {"wall, s": f"{cost.wall:.0f}", "processor, s": f"{cost.processor:.0f}"}
-        table.add({"what": what, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
+        table.add({"what": words, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
 
 
 def curves(table: Table, folder: Path) -> None:
@@ -279,13 +195,11 @@ def curves(table: Table, folder: Path) -> None:
     shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048)}
     shapes |= {("donors", n): (base, n) for n in (1, 2, 3)}
     for kind in ("near", "far"):
-        costs = {
-            case: apart(*case, kind, folder / f"{kind}-{i}") for i, case in enumerate(dict.fromkeys(shapes.values()))
-        }
-        for (what, count), case in shapes.items():
-            cost = costs[case]
-            cells = {"by": what, "number": str(count), "donor": kind, "after the start, s": f"{cost.total:.2f}"}
-            table.add(cells | {"matching, s": f"{cost.found['spent']['matching']:.2f}"})
+        places = {case: folder / f"{kind}-{i}" for i, case in enumerate(dict.fromkeys(shapes.values()))}
+        costs = {case: apart(*case, kind, place) for case, place in places.items()}
+        for (by, count), case in shapes.items():
+            cells = {"by": by, "number": str(count), "donor": kind}
+            table.add({**cells, "after the start, s": f"{after_start(costs[case], 1):.2f}"})
 
 
 def apart(shape: Shape, number: int, kind: str, place: Path) -> Cost:

@@ -1,21 +1,21 @@
-"""Train the small checkpoints that the demo and the benchmarks measure on.
+"""Train the small checkpoints that the demo and the benchmarks measure on, by their names.
 
+    python benchmarks/train_checkpoints.py train NAME ...     into --out (checkpoints)
+    python benchmarks/train_checkpoints.py papers             what benchmarks/papers needs and is not there
+    python benchmarks/train_checkpoints.py ship NAME ...      copies in float16 that come with the package
+    python benchmarks/train_checkpoints.py evaluate NAME ...
     python benchmarks/train_checkpoints.py texts
-    python benchmarks/train_checkpoints.py vit --seed 0
-    python benchmarks/train_checkpoints.py vit --seed 0 --digits 01234
-    python benchmarks/train_checkpoints.py llama --seed 0
-    python benchmarks/train_checkpoints.py encoder --seed 0
-    python benchmarks/train_checkpoints.py classifier --base checkpoints/encoder-0 --domain c10
-    python benchmarks/train_checkpoints.py papers --out checkpoints
-    python benchmarks/train_checkpoints.py finetune --base checkpoints/llama-0 --domain english --schedule short
-    python benchmarks/train_checkpoints.py adapter --base checkpoints/llama-0 --teacher checkpoints/llama-0-english
-    python benchmarks/train_checkpoints.py ship checkpoints/llama-0
-    python benchmarks/train_checkpoints.py evaluate checkpoints/llama-0
 
-Each training writes a Hugging Face checkpoint in float32 to OUT/NAME. It needs no network: the ViTs see scikit-learn's
-digits, the Llamas bytes (token id = byte) of files that come with Python. The files of a domain are sorted by name and
-every tenth is held out; `texts` cut the shipped evaluation texts from held-out files of CPython 3.11.7. Another version
-of Python has other files, so a checkpoint trained with it may have seen parts of those texts.
+    vit-0, vit-0-digits-01234       a ViT of seed 0, one that has seen these digits alone
+    llama-0, llama-0-english, llama-0-english-long      a Llama of bytes, its short and its long fine-tune on a domain
+    llama-0-lora-english            an adapter of llama-0 that learns what llama-0-english answers
+    encoder-0, encoder-0-c10        a BERT of bytes, a classifier of tokens on top of it
+
+Each training writes a Hugging Face checkpoint in float32 to OUT/NAME; a base is sought in OUT, then in the package. It
+needs no network: the ViTs see scikit-learn's digits, the Llamas bytes (token id = byte) of files that come with Python.
+The files of a domain are sorted by name and every tenth is held out; `texts` cut the shipped evaluation texts from
+held-out files of CPython 3.11.7. Another version of Python has other files, so a checkpoint trained with it may have
+seen parts of those texts.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import kinds
 import shipped
@@ -104,25 +105,31 @@ def new_llama() -> LlamaForCausalLM:
 # ---- Training ----
 
 
-def fit(model: nn.Module, batches: Iterator[dict[str, Tensor]], steps: int, rate: Callable, **adam) -> None:
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss that a model gives itself."""
+    return model(**batch).loss
+
+
+def fit(
+    model: nn.Module, batches: Iterator[Any], steps: int, rate: Callable, loss_of: Callable = own_loss, **adam: Any
+) -> None:
     """`steps` steps of AdamW, gradients clipped to norm 1; `rate(step)` multiplies the learning rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), **adam)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, **adam)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
     start, total = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
-        loss = model(**next(batches)).loss
+        loss = loss_of(model, next(batches))
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
         total += loss.item()
         if step % 100 == 0 or step == steps:
-            print(
-                f"step {step}: loss {total / ((step - 1) % 100 + 1):.4f}, {time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
+            mean, seconds = total / ((step - 1) % 100 + 1), time.perf_counter() - start
+            print(f"step {step}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
             total = 0.0
     model.eval()
 
@@ -208,14 +215,14 @@ def train_classifier(base: Path, domain: str, seed: int, steps: int | None) -> P
 
 def finetune(base: Path, domain: str, schedule: str, seed: int, steps: int | None) -> PreTrainedModel:
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    before = [weight.detach().clone() for weight in model.parameters()]
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     planned, rate = SCHEDULES[schedule]
     steps = steps or planned
     batches = text_batches(domain, torch.Generator().manual_seed(seed))
-    warm_up = min(100, steps // 10)
-    fit(model, batches, steps, warm_cosine(steps, warm_up, 0.05), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
-    change = sum((new - old).square().sum().item() for new, old in zip(model.parameters(), before, strict=True))
-    print(f"squared change relative to the base: {change / sum(old.square().sum().item() for old in before):.4f}")
+    factor = warm_cosine(steps, min(100, steps // 10), 0.05)
+    fit(model, batches, steps, factor, lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
+    change = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    print(f"squared change relative to the base: {float(change.square().sum() / before.square().sum()):.4f}")
     return model
 
 
@@ -231,15 +238,14 @@ def adapter(base: Path, teacher: Path, seed: int, out: Path, rank: int = 2, step
     targets = ["v_proj", "o_proj", "up_proj", "down_proj"]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=7e-4, weight_decay=0)
     draw = torch.Generator().manual_seed(seed + 1)
-    for _ in range(steps):
-        picked = torch.randperm(len(ids), generator=draw)[:16]
-        given = model(input_ids=ids[picked]).logits.log_softmax(-1)
-        loss = (answers[picked].exp() * (answers[picked] - given)).sum(-1).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def apart(model: nn.Module, rows: Tensor) -> Tensor:
+        given = model(input_ids=ids[rows]).logits.log_softmax(-1)
+        return (answers[rows].exp() * (answers[rows] - given)).sum(-1).mean()
+
+    rows = (torch.randperm(len(ids), generator=draw)[:16] for _ in range(steps))
+    fit(model, rows, steps, lambda _: 1.0, apart, lr=7e-4, weight_decay=0)
     model.half().save_pretrained(out)
 
 
@@ -310,94 +316,56 @@ def _line(metrics: dict[str, float]) -> str:
 
 # ---- Command line ----
 
-
-def parser() -> argparse.ArgumentParser:
-    main = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = main.add_subparsers(dest="command", required=True)
-    training = argparse.ArgumentParser(add_help=False)
-    training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--steps", type=int, help="stop early, for a trial run")
-    training.add_argument("--out", type=Path, default=Path("checkpoints"))
-    images = commands.add_parser("vit", parents=[training])
-    images.add_argument("--digits", default=DIGITS, help="those it learns")
-    commands.add_parser("llama", parents=[training])
-    commands.add_parser("encoder", parents=[training])
-    telling = commands.add_parser("classifier", parents=[training])
-    telling.add_argument("--base", type=Path, required=True)
-    telling.add_argument("--domain", choices=kinds.DOMAINS, required=True)
-    tune = commands.add_parser("finetune", parents=[training])
-    tune.add_argument("--base", type=Path, required=True)
-    tune.add_argument("--domain", choices=("english", "c", "cpp"), required=True)
-    tune.add_argument("--schedule", choices=tuple(SCHEDULES), default="short")
-    small = commands.add_parser("adapter", parents=[training])
-    small.add_argument("--base", type=Path, required=True)
-    small.add_argument("--teacher", type=Path, required=True)
-    shipping = commands.add_parser("ship")
-    shipping.add_argument("--out", type=Path, default=CHECKPOINTS)
-    for command in (shipping, commands.add_parser("evaluate")):
-        command.add_argument("checkpoints", type=Path, nargs="+")
-    commands.add_parser("texts")
-    missing = commands.add_parser("papers", help="what benchmarks/papers needs and OUT lacks")
-    missing.add_argument("--out", type=Path, default=Path("checkpoints"))
-    return main
+PAPERS = [
+    *(f"vit-{seed}" for seed in range(2, 6)),
+    *(f"llama-{seed}" for seed in (2, 3)),
+    *(f"llama-{seed}-{domain}" for seed in (1, 2) for domain in ("english", "c")),
+    *(f"encoder-{seed}" for seed in range(3)),
+    *(f"encoder-{seed}-{domain}" for seed in range(3) for domain in kinds.DOMAINS),
+]
+"""What benchmarks/papers measures on beside the checkpoints that come with the package."""
 
 
-PAPERS = {
-    **{f"vit-{seed}": f"vit --seed {seed}" for seed in range(2, 6)},
-    **{f"llama-{seed}": f"llama --seed {seed}" for seed in (2, 3)},
-    **{f"llama-{s}-{of}": f"finetune --seed {s} --domain {of}" for s in (1, 2) for of in ("english", "c")},
-    **{f"encoder-{seed}": f"encoder --seed {seed}" for seed in range(3)},
-    **{f"encoder-{s}-{of}": f"classifier --seed {s} --domain {of}" for s in range(3) for of in kinds.DOMAINS},
-}
-"""What benchmarks/papers measures on beside the checkpoints that come with the package: name, and how it is trained."""
+def place(name: str, out: Path) -> Path:
+    """Where a checkpoint lies: in a folder, or in the package."""
+    return out / name if (out / name).exists() else CHECKPOINTS / name
 
 
-def base_of(name: str, out: Path) -> Path:
-    """The checkpoint that another is a fine-tune of."""
-    base = name.rpartition("-")[0]
-    return out / base if (out / base).exists() else CHECKPOINTS / base
+def train(name: str, out: Path, steps: int | None) -> None:
+    """Train a checkpoint as its name says, with the seed in it."""
+    kind, number, *rest = name.split("-")
+    base, seed = place(f"{kind}-{number}", out), int(number)
+    torch.manual_seed(seed)
+    if rest[:1] == ["lora"]:
+        return adapter(base, place(f"{kind}-{number}-{rest[1]}", out), seed, out / name)
+    if kind == "vit":
+        model = train_vit(seed, steps, *rest[1:])
+    elif kind == "llama":
+        schedule = "long" if rest[1:] else "short"
+        model = finetune(base, rest[0], schedule, seed, steps) if rest else train_llama(seed, steps)
+    else:
+        model = train_classifier(base, rest[0], seed, steps) if rest else train_encoder(seed, steps)
+    save(model, out / name)
+    print(f"{name}: {_line(evaluate(model))}")
 
 
 def main() -> None:
-    args = parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("train", "papers", "ship", "evaluate", "texts"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="where trained ones lie")
+    parser.add_argument("--steps", type=int, help="stop early, for a trial run")
+    asked = parser.parse_args()
     torch.set_num_threads(1)  # sums, and so the weights, depend on the number of threads
-    if args.command == "texts":
+    if asked.what == "texts":
         write_texts()
-    elif args.command == "papers":
-        for name, words in PAPERS.items():
-            if not (args.out / name).exists() and not (CHECKPOINTS / name).exists():
-                base = ["--base", str(base_of(name, args.out))] if "--domain" in words else []
-                _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))
-    elif args.command in ("ship", "evaluate"):
-        for path in args.checkpoints:
-            if args.command == "ship":
-                ship(path, args.out)
-            else:
-                print(f"{path.name}: {_line(evaluate(load(path)))}")
-    else:
-        _train(args)
-
-
-def _train(args: argparse.Namespace) -> None:
-    torch.manual_seed(args.seed)
-    if args.command == "adapter":
-        name = f"{args.base.name}-lora-{args.teacher.name.rpartition('-')[2]}"
-        return adapter(args.base, args.teacher, args.seed, args.out / name)
-    if args.command == "finetune":
-        name = f"{args.base.name}-{args.domain}" + ("-long" if args.schedule == "long" else "")
-        model = finetune(args.base, args.domain, args.schedule, args.seed, args.steps)
-    elif args.command == "encoder":
-        name, model = f"encoder-{args.seed}", train_encoder(args.seed, args.steps)
-    elif args.command == "classifier":
-        name = f"{args.base.name}-{args.domain}"
-        model = train_classifier(args.base, args.domain, args.seed, args.steps)
-    elif args.command == "vit":
-        name = f"vit-{args.seed}" + (f"-digits-{args.digits}" if args.digits != DIGITS else "")
-        model = train_vit(args.seed, args.steps, args.digits)
-    else:
-        name, model = f"llama-{args.seed}", train_llama(args.seed, args.steps)
-    save(model, args.out / name)
-    print(f"{name}: {_line(evaluate(model))}")
+    for name in PAPERS if asked.what == "papers" else asked.names:
+        if asked.what == "ship":
+            ship(asked.out / name, CHECKPOINTS)
+        elif asked.what == "evaluate":
+            print(f"{name}: {_line(evaluate(load(place(name, asked.out))))}")
+        elif asked.what == "train" or not place(name, asked.out).exists():
+            train(name, asked.out, asked.steps)
 
 
 if __name__ == "__main__":

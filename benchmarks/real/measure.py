@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +31,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from journal import Journal
+from merging import BIN, process, recipe
 from random_changes import DRAWS, random_change
 from record import Table
 
@@ -44,35 +42,29 @@ PIECES, LENGTH = 8, 256
 SEEDS = (0, 1)
 """Of the fine-tunes."""
 SCALES = (0.4, 0.7, 1.0, 1.3)
-BIN = Path(sys.executable).parent
 ON_DEVICE = ("--device", DEVICE)
 NOT_ALIGNED = {"attention": "none", "ffn": "none", "scaling": False}
-REFIT = {"method": "refit", "ours": True, "samples": 32, "weight": 1.0}
+OWN_METHODS = ("wudi", "tsv", "iso", "regmean", "refit")
+"""Which are delegates of our method."""
+REFIT = {"method": "refit", "samples": 32, "weight": 1.0}
 MERGES: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear", "weight": 1.0},
     "slerp": {"method": "slerp", "t": 0.5},
     "task_arithmetic": {"method": "task_arithmetic", "weight": 1.0, "searched": True},
     "ties, density 0.5": {"method": "ties", "weight": 1.0, "density": 0.5, "searched": True},
     "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5},
-    "wudi": {"method": "wudi", "ours": True, "searched": True},
-    "wudi, sides: both": {"method": "wudi", "ours": True, "sides": "both", "searched": True},
-    "tsv": {"method": "tsv", "ours": True},
-    "iso": {"method": "iso", "ours": True},
-    "regmean, own text": {"method": "regmean", "ours": True, "measured": "self", "weight": 1.0},
-    "refit, own text": {"method": "refit", "ours": True, "data": "self", "samples": 32, "weight": 1.0},
-    "refit, 32 texts": {"method": "refit", "ours": True, "data": "file", "samples": 32, "weight": 1.0},
-    "refit from wudi, 32 texts": {
-        "method": "refit",
-        "ours": True,
-        "data": "file",
-        "samples": 32,
-        "weight": 1.0,
-        "start": "wudi",
-    },
-    "wudi, polished, 64 texts": {"method": "wudi", "ours": True, "polished": 64},
+    "wudi": {"method": "wudi", "searched": True},
+    "wudi, sides: both": {"method": "wudi", "sides": "both", "searched": True},
+    "tsv": {"method": "tsv"},
+    "iso": {"method": "iso"},
+    "regmean, own text": {"method": "regmean", "measured": "self", "weight": 1.0},
+    "refit, own text": {**REFIT, "data": "self"},
+    "refit, 32 texts": {**REFIT, "data": "file"},
+    "refit from wudi, 32 texts": {**REFIT, "data": "file", "start": "wudi"},
+    "wudi, polished, 64 texts": {"method": "wudi", "polished": 64},
 }
-"""By title: the merge method and its settings; `ours`: as a delegate; `searched`: also at the best of SCALES;
-`polished`: then polished on so many texts of each task."""
+"""By title: the merge method and its settings; `searched`: also at the best of SCALES; `polished`: then polished on so
+many texts of each task."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
 NAMES = ("de", "fr", "c", "own")
 OWN = "each fine-tune on its own text"
@@ -87,7 +79,7 @@ SHORT = (
     "refit, 32 texts",
 )
 """Rows that the README shows."""
-NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "ours", "method", "polished")
+NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "method", "polished")
 FINE_TUNES = {
     "two": (("de-0", "fr-0"), ("de-1", "fr-1")),
     "three": (("de-0", "fr-0", "c-0"), ("de-1", "fr-1", "c-1")),
@@ -102,8 +94,8 @@ class Bench:
     def __init__(self, root: Path, only: list[str]) -> None:
         self.root, self.only = root.resolve(), only
         self.tokenizer = AutoTokenizer.from_pretrained(root / "base")
+        self.journal = Journal(self.root / "measured.jsonl")
         (self.root / "texts").mkdir(exist_ok=True)
-        (self.root / "measured").mkdir(exist_ok=True)
 
     def pieces(self, name: str, part: str = "held-out", count: int = PIECES) -> list[Tensor]:
         """Token ids of one text: `own` is what the base writes."""
@@ -137,25 +129,18 @@ class Bench:
 
     def once(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `make` measured, now or in an earlier run."""
-        if not self.known(key):
-            figures = make()
-            self.file(key).write_text(json.dumps(figures) + "\n")
+        known = self.known(key)
+        figures: dict[str, Any] = self.journal.kept(key, make)
+        if not known:
             print(key, figures, flush=True)
-        return self.figures(key)
-
-    def file(self, key: str) -> Path:
-        return self.root / "measured" / f"{key}.json"
+        return figures
 
     def known(self, key: str) -> bool:
-        return self.file(key).exists()
+        return key in self.journal.found
 
     def made(self, name: str) -> bool:
         """Whether there is such a model, or an earlier run has judged it."""
         return (self.root / name).exists() or self.known(name)
-
-    def figures(self, key: str) -> dict[str, Any]:
-        figures: dict[str, Any] = json.loads(self.file(key).read_text())
-        return figures
 
 
 @torch.no_grad()
@@ -179,31 +164,10 @@ def read(folder: Path | str) -> PreTrainedModel:
 def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
     """One command as a process of its own: seconds of the processor and on the clock, largest resident memory in GB,
     with mapped files and without, its output, its exit code."""
-    began, allocated = time.monotonic(), 0.0
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen([str(word) for word in words], stdout=output, stderr=subprocess.STDOUT)
-        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
-            allocated = max(allocated, allocated_memory(process.pid))
-            time.sleep(0.1)
-        _, status, usage = ended
-        output.seek(0)
-        text, code = output.read(), os.waitstatus_to_exitcode(status)
-    if code and not may_fail:
-        sys.exit(f"{' '.join(map(str, words))}\n{text}")
-    return {
-        "seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "clock": round(time.monotonic() - began, 1),
-        "GB": round(usage.ru_maxrss / 2**20, 2),
-        "GB allocated": round(allocated, 2),
-        "output": text,
-        "code": code,
-    }
-
-
-def allocated_memory(pid: int) -> float:
-    """Resident memory of a process in GB without mapped files, which the system takes back when it needs memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 2**20
+    cost = process(words, may_fail=may_fail)
+    memory = {"GB": round(cost.peak / 2**30, 2), "GB allocated": round(cost.allocated / 2**30, 2)}
+    seconds = {"seconds": round(cost.processor, 1), "clock": round(cost.wall, 1)}
+    return {**seconds, **memory, "output": cost.output, "code": cost.code}
 
 
 def merged(
@@ -212,7 +176,7 @@ def merged(
     """The commands that merge by one method: their seconds and largest memory; the merge lies in `out`."""
     of_recipe = {key: value for key, value in settings.items() if key not in NOT_OF_RECIPE}
     method, data, measured = settings["method"], settings.get("data"), settings.get("measured")
-    steps, entries = [], []
+    steps, entries = [], dict[Path | str, dict[str, Any]]()
     for model, task in zip(models, tasks, strict=True):
         parameters: dict[str, Any] = {key: settings[key] for key in ("weight", "density") if key in settings}
         if data:
@@ -222,18 +186,17 @@ def merged(
             kinds = ("--kinds", "gram", "--samples", 32, "--out", file, "--force")
             steps.append(run(BIN / "rotation-merge", "measure", model, "--data", measured, *kinds, *ON_DEVICE))
             parameters["statistics"] = str(file)
-        entries.append({"model": str(model), "parameters": parameters})
+        entries[model] = parameters
     if method in ("regmean", "refit"):  # averages: the base is the anchor, with no share of its own
-        without_share = {**entries[0]["parameters"], "weight": 0.0}
-        entries.insert(0, {"model": str(bench.root / "base"), "parameters": without_share})
-    recipe: dict[str, Any] = ours(bench.root / "base", entries, {"delegate": method, **NOT_ALIGNED, **of_recipe})
-    if not settings.get("ours"):
-        recipe = {**recipe, "merge_method": method, "parameters": of_recipe}
+        entries = {bench.root / "base": {**entries[models[0]], "weight": 0.0}, **entries}
+    merge = recipe(bench.root / "base", entries, {"delegate": method, **NOT_ALIGNED, **of_recipe})
+    if method not in OWN_METHODS:
+        merge |= {"merge_method": method, "parameters": of_recipe}
     if method == "linear":
-        del recipe["base_model"]
+        del merge["base_model"]
     if method == "slerp":
-        recipe["base_model"] = str(models[0])
-    steps.append(by_recipe(recipe, out))
+        merge["base_model"] = str(models[0])
+    steps.append(by_recipe(merge, out))
     if texts := settings.get("polished"):
         unpolished = out.with_name("unpolished")
         shutil.rmtree(unpolished, ignore_errors=True)
@@ -329,9 +292,9 @@ def write_merges(bench: Bench, size: str, groups: tuple[tuple[str, ...], ...]) -
     for title in MERGES:
         for variant in (title, f"{title}, best lambda"):
             keys[variant] = [f"{size}-{seed} {variant}" for seed in seeds]
-    rows = {title: [bench.figures(key) for key in each if bench.known(key)] for title, each in keys.items()}
+    rows = {title: [bench.journal.found[key] for key in each if bench.known(key)] for title, each in keys.items()}
     rows[OWN] = [
-        {task: bench.figures(name)[task] for task, name in zip(tasks, names, strict=True)}
+        {task: bench.journal.found[name][task] for task, name in zip(tasks, names, strict=True)}
         for names in groups
         if all(bench.known(name) for name in names)
     ]
@@ -396,9 +359,8 @@ def loras(bench: Bench) -> None:
         return {**bench.judge(read(out), NAMES), **step}
 
     def merged_models(adapters: list[Path], delegate: str) -> dict[str, Any]:
-        models = [{"model": f"{base}+{adapter}"} for adapter in adapters]
-        parameters = {"delegate": delegate, **NOT_ALIGNED}
-        step = by_recipe(ours(base, models, parameters), bench.root / "merged-loras")
+        models = {f"{base}+{adapter}": dict[str, Any]() for adapter in adapters}
+        step = by_recipe(recipe(base, models, {"delegate": delegate, **NOT_ALIGNED}), bench.root / "merged-loras")
         return {**bench.judge(read(bench.root / "merged-loras"), NAMES), **step}
 
     rows: dict[str, list[dict[str, Any]]] = {"base": [bench.judged("base")]}
@@ -415,23 +377,12 @@ def loras(bench: Bench) -> None:
         table.add({"merge": title, **losses(figures, tasks), **costs(figures)})
 
 
-def ours(base: Path, models: list[dict[str, Any]], parameters: dict[str, Any]) -> dict[str, Any]:
-    """A recipe of this package's merge method."""
-    return {
-        "merge_method": "rotation_merge",
-        "base_model": str(base),
-        "models": models,
-        "parameters": parameters,
-        "dtype": "float32",
-    }
-
-
-def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, Any]:
+def by_recipe(merge: dict[str, Any], out: Path) -> dict[str, Any]:
     """`mergekit-yaml` on a recipe."""
     file = out.with_suffix(".yml")
-    file.write_text(yaml.safe_dump(recipe))
+    file.write_text(yaml.safe_dump(merge))
     shutil.rmtree(out, ignore_errors=True)
-    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *ON_DEVICE, *options)
+    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *ON_DEVICE)
 
 
 WAYS: dict[str, tuple[object, ...]] = {
@@ -551,7 +502,7 @@ def changed(model: PreTrainedModel, changes: dict[str, Tensor]) -> PreTrainedMod
 
 def controls_of(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Any]:
     """Controls of a change that `added` has measured."""
-    reached = bench.figures(f"carry {tuned} {way}")[task_of(tuned)]
+    reached = bench.journal.found[f"carry {tuned} {way}"][task_of(tuned)]
     return controls(bench, tuned, base, changes_of(bench, tuned, base, way), reached)
 
 
@@ -628,22 +579,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of models.py")
     parser.add_argument("what", choices=PARTS)
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        default=[],
-        help="titles of the rows to measure; the others show what an earlier run measured",
-    )
+    words = "titles of the rows to measure; the others show what an earlier run measured"
+    parser.add_argument("--only", nargs="*", default=[], help=words)
     options = parser.parse_args()
     PARTS[options.what](Bench(options.root, options.only))
 
 
-PARTS = {
-    "merges": merges,
-    "loras": loras,
-    "carry": carry,
-    "command": command,
-}
+PARTS = {part.__name__: part for part in (merges, loras, carry, command)}
 
 if __name__ == "__main__":
     main()

@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import random
 import re
 import shutil
 import sys
 import sysconfig
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,9 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from train_checkpoints import fit, warm_cosine
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENS = 512  # a step's batch: one sequence
@@ -109,32 +110,19 @@ def held_out(domain: str, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tens
     return pieces[:HELD_OUT]
 
 
-def train(
-    model: torch.nn.Module, pieces: list[torch.Tensor], *, steps: int, rate: float, seed: int, label: str
-) -> None:
+def train(model: torch.nn.Module, pieces: list[torch.Tensor], steps: int, rate: float, seed: int) -> None:
     """AdamW, cosine schedule after a tenth of warm-up, one sequence of `TOKENS` a step."""
     torch.manual_seed(seed)
     order = random.Random(seed)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
-    warm_up = max(1, steps // 10)
-    model.train()
-    started = time.monotonic()
-    for step in range(steps):
-        progress = max(0.0, (step - warm_up) / max(1, steps - warm_up))
-        factor = min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * factor
-        ids = order.choice(pieces)[None].to(DEVICE)
+
+    def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
         with in_halves():
-            value = model(input_ids=ids, labels=ids).loss
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 10 == 9:
-            seconds = time.monotonic() - started
-            print(f"{label}: step {step + 1}/{steps}, loss {float(value):.3f}, {seconds:.0f} s", flush=True)
+            value: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return value
+
+    batches = (order.choice(pieces)[None].to(DEVICE) for _ in range(steps))
+    factor = warm_cosine(steps, max(1, steps // 10), 0.0)
+    fit(model, batches, steps, factor, loss_of, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
 
 
 def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, figures: dict[str, Any]) -> None:
@@ -172,7 +160,8 @@ def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: i
 
         torch.manual_seed(seed)
         trained = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    train(trained, pieces, steps=steps, rate=1e-3 if rank else 1e-4, seed=seed, label=name)
+    print(name, flush=True)
+    train(trained, pieces, steps, 1e-3 if rank else 1e-4, seed)
     figures = {domain: loss(trained, held_out(domain, tokenizer)) for domain in DOMAINS}
     write(
         trained, tokenizer, out / name, {"source": source, "domains": domains, "steps": steps, "seed": seed, **figures}
@@ -181,28 +170,21 @@ def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: i
 
 def recipes_of_models() -> dict[str, dict[str, Any]]:
     """Every model by name: what `fine_tune` is called with."""
-    models: dict[str, dict[str, Any]] = {}
+    texts = ("de", "fr", "c")
+
+    def tuned(*domains: str, source: str = "base", steps: int = 50, seed: int = 0, rank: int = 0) -> dict[str, Any]:
+        return {"source": source, "domains": list(domains), "steps": steps, "seed": seed, "rank": rank}
+
+    models = {f"{domain}-{seed}": tuned(domain, seed=seed) for seed in (0, 1) for domain in texts}
+    models["all-0"] = tuned(*texts, steps=150)
+    models["de-long"] = tuned("de", steps=150)
     for seed in (0, 1):
-        for domain in ("de", "fr", "c"):
-            models[f"{domain}-{seed}"] = {"source": "base", "domains": [domain], "steps": 50, "seed": seed}
-    models["all-0"] = {"source": "base", "domains": ["de", "fr", "c"], "steps": 150, "seed": 0}
-    models["de-long"] = {"source": "base", "domains": ["de"], "steps": 150, "seed": 0}
-    for seed in (0, 1):
-        new_base = f"new-base-{seed}"
-        models[new_base] = {"source": "base", "domains": ["python", "english"], "steps": 120, "seed": seed + 2}
-        for domain in ("de", "fr", "c"):  # what fine-tuning the second base itself gains: the ceiling of carrying
-            models[f"{domain}-new-{seed}"] = {"source": new_base, "domains": [domain], "steps": 50, "seed": seed}
-        for domain in ("de", "fr", "c", "python"):
-            models[f"{domain}-lora8-{seed}"] = {
-                "source": "base",
-                "domains": [domain],
-                "steps": 50,
-                "seed": seed,
-                "rank": 8,
-            }
-    for domain in ("de", "fr", "c"):
-        models[f"{domain}-lora16"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 1, "rank": 16}
-    return models
+        base = f"new-base-{seed}"
+        models[base] = tuned("python", "english", steps=120, seed=seed + 2)
+        # what fine-tuning the second base itself gains: the ceiling of carrying
+        models |= {f"{domain}-new-{seed}": tuned(domain, source=base, seed=seed) for domain in texts}
+        models |= {f"{domain}-lora8-{seed}": tuned(domain, seed=seed, rank=8) for domain in (*texts, "python")}
+    return models | {f"{domain}-lora16": tuned(domain, seed=1, rank=16) for domain in texts}
 
 
 def main() -> None:
