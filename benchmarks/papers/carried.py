@@ -10,20 +10,19 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from apparatus import Given
-from shipped import digits, load, next_token, windows
+from shipped import Batches, digits, next_token, windows
 from torch import Tensor
 from train_checkpoints import fit, image_batches, save, warm_cosine
-from transformers import AutoConfig, ViTForImageClassification
+from transformers import ViTForImageClassification
 
-from rotation_merge import AlignConfig, Alignment
-from rotation_merge.architecture import Architecture
+import rotation_merge as rm
+from rotation_merge import AlignConfig
 from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
     Plans,
@@ -33,15 +32,10 @@ from rotation_merge.averaging.ot_fusion import (
     transported,
     weight_points,
 )
-from rotation_merge.carrying.delta import Delta
-from rotation_merge.matching.match import match_model
 from rotation_merge.model.apply import read_block, unstack
+from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
-from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import architecture_of
-from rotation_merge.run.runner import Runner
 
 STEPS = 100
 """Of tuning a ViT."""
@@ -65,19 +59,8 @@ Found = dict[str, list[float]]
 """By scale: gain on the task in nats and in points of accuracy, and what is lost of the own skill in both."""
 
 
-@dataclass
-class Model:
-    """A trained checkpoint."""
-
-    name: str
-    state: dict[str, Tensor]
-    architecture: Architecture
-
-
-@functools.cache
-def _opened(folder: Path) -> Model:
-    model = load(folder)
-    return Model(folder.name, model.state_dict(), architecture_of(model))
+Change = Callable[[float], View]
+"""A new base with a moved change at any scale."""
 
 
 @dataclass(frozen=True)
@@ -85,32 +68,15 @@ class Work:
     """One fine-tune of the old base, and what to measure it on.
 
     Attributes:
+        tuned: the fine-tune's folder.
         test: of its task.
         own: of what the new bases know by themselves.
     """
 
     task: str
-    tuned: Model
-    test: Data
-    own: Data
-
-
-@dataclass
-class ScaledChange:
-    """A new base with a moved change at any scale.
-
-    Attributes:
-        ends: by tensor: its value in the base (folded, where the alignment folds), and its change.
-    """
-
-    architecture: Architecture
-    config: Any
-    ends: dict[str, tuple[Tensor, Tensor]]
-
-    def model(self, scale: float) -> Any:
-        tensors = {name: start + scale * change for name, (start, change) in self.ends.items()}
-        view = View("scaled", self.config.to_dict(), self.architecture, as_tensors(tensors), untie=True)
-        return Runner(view, []).fill_all()
+    tuned: Path
+    test: Batches
+    own: Batches
 
 
 @dataclass
@@ -119,7 +85,7 @@ class Family:
 
     name: str
     given: Given
-    old: Model
+    old: Path
     works: list[Work]
     seeds: tuple[int, ...]
 
@@ -128,31 +94,24 @@ class Family:
         kind = self.old.name.rpartition("-")[0]
         return [f"{kind}-{seed}" for seed in self.seeds]
 
-    def path(self, base: str) -> str:
-        return str(self.given.model(base))
-
-    def carried(self, base: str, method: AlignConfig | str | None) -> dict[str, ScaledChange]:
+    def carried(self, base: str, method: AlignConfig | str | None) -> dict[str, Change]:
         """The new base with the change of every fine-tune, by task, whatever the scale."""
-        new, config = _opened(self.given.model(base)), AutoConfig.from_pretrained(self.path(base))
-        options = method if isinstance(method, AlignConfig) else None
-        alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
-        base, old = View("new", {}, new.architecture, as_tensors(new.state)), as_tensors(self.old.state)
-        plans = _plans(new, self.old) if isinstance(method, str) else None
+        new, old = open_model(self.given.model(base)), open_model(self.old)
+        if isinstance(method, str):
+            plans = _plans(new, old)
+            return {work.task: _transported(new, old, open_model(work.tuned), plans) for work in self.works}
+        alignment = rm.align(new, old, method) if method else rm.Alignment({})
+        changes = {work.task: rm.Delta.between(old, work.tuned).moved(alignment, new) for work in self.works}
         return {
-            work.task: ScaledChange(
-                new.architecture,
-                config,
-                _moved(change) if plans is None else dict(_transported(change, plans)),
-            )
-            for work in self.works
-            for change in [Delta(base, old, as_tensors(work.tuned.state), alignment)]
+            task: lambda scale, c=change: c.scaled(scale).applied().to(torch.float32)
+            for task, change in changes.items()
         }
 
-    def alone(self, base: str, work: Work, ends: ScaledChange) -> list[tuple[float, float]]:
+    def alone(self, base: str, work: Work) -> list[tuple[float, float]]:
         """Losses and accuracies of a new base by itself: on the task, and on what it knows."""
 
         def compute() -> list[tuple[float, float]]:
-            return [scored(ends.model(0.0), data) for data in (work.test, work.own)]
+            return [scored(open_model(self.given.model(base)), data) for data in (work.test, work.own)]
 
         first, second = self.given.kept(f"carried, {self.name}, {base} alone, {work.task}", compute)
         return [(first[0], first[1]), (second[0], second[1])]
@@ -162,15 +121,8 @@ class Family:
         """What fine-tuning gained at home, by task: nats, points."""
 
         def compute() -> dict[str, list[float]]:
-            old = as_tensors(self.old.state)
-            base = View("old", {}, self.old.architecture, old)
-            config = AutoConfig.from_pretrained(self.path(self.old.name))
-            found = {}
-            for work in self.works:
-                change = Delta(base, old, as_tensors(work.tuned.state))
-                ends = ScaledChange(self.old.architecture, config, _moved(change))
-                found[work.task] = gained(scored(ends.model(0.0), work.test), ends.model(1.0), work.test)
-            return found
+            old = open_model(self.old)
+            return {work.task: gained(scored(old, work.test), open_model(work.tuned), work.test) for work in self.works}
 
         return dict(self.given.kept(f"carried, {self.name}, at home", compute))
 
@@ -182,18 +134,18 @@ class Family:
 def families(given: Given, llamas: bool = False) -> Iterator[Family]:
     """ViTs, and Llamas: in quick runs only where `llamas` says so."""
     seeds = tuple(range(1, 1 + given.seeds))
-    yield Family("ViTs", given, _opened(given.model("vit-0")), _images(given), seeds)
+    yield Family("ViTs", given, given.model("vit-0"), _images(given), seeds)
     if llamas or not given.quick:
-        yield Family("Llamas", given, _opened(given.model("llama-0")), _texts(given), seeds)
+        yield Family("Llamas", given, given.model("llama-0"), _texts(given), seeds)
 
 
-def scored(model: Any, data: Data) -> tuple[float, float]:
+def scored(model: View, data: Batches) -> tuple[float, float]:
     """A model's loss and accuracy."""
-    scores = score(model, data)
-    return scores.loss, scores.main
+    figures = rm.evaluate(model, data)
+    return figures["loss"], figures["accuracy"]
 
 
-def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
+def gained(before: tuple[float, float], model: View, data: Batches) -> list[float]:
     """How much lower a model's loss is than before, in nats, and how much higher its accuracy, in points."""
     loss, right = scored(model, data)
     return [before[0] - loss, 100 * (right - before[1])]
@@ -202,86 +154,66 @@ def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
 # --- tasks -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _alignment(new: Path, old: Path, options: AlignConfig | None) -> Alignment:
-    if options is None:
-        return Alignment({})
-    anchor, donor = _opened(new), _opened(old)
-    return match_model(anchor.architecture, anchor.state, donor.state, options)
-
-
 def _texts(given: Given) -> list[Work]:
-    count = 4 if given.quick else 48
-    own = _next(windows("python")[:count])
-    return [
-        Work(
-            task,
-            _opened(given.model(f"llama-0-{short}")),
-            _next(windows(short)[:count]),
-            own,
-        )
-        for task, short in (("English", "english"), ("C", "c"))[: 1 if given.quick else None]
-    ]
-
-
-def _next(ids: Tensor) -> Data:
-    return Data(next_token(ids), "next token", len(ids))
+    count, domains = (4, ["english"]) if given.quick else (48, ["english", "c"])
+    own = next_token(windows("python")[:count])
+    tests = {domain: next_token(windows(domain)[:count]) for domain in domains}
+    titles = {"english": "English", "c": "C"}
+    return [Work(titles[name], given.model(f"llama-0-{name}"), test, own) for name, test in tests.items()]
 
 
 def _images(given: Given) -> list[Work]:
     _, _, unseen, answers = digits()
-    own, works = _classes(unseen, answers), []
+    own, works = [{"pixel_values": unseen, "labels": answers}], []
     for task in list(IMAGES)[: 1 if given.quick else None]:
-        drawn = IMAGES[task]
-        tuned = _tuned(given.model("vit-0"), task, 10 if given.quick else STEPS)
-        works.append(Work(task, tuned, _classes(drawn(unseen), answers), own))
+        tuned = _tuned(given, task, 10 if given.quick else STEPS)
+        works.append(Work(task, tuned, [{"pixel_values": IMAGES[task](unseen), "labels": answers}], own))
     return works
 
 
-def _classes(pixels: Tensor, labels: Tensor) -> Data:
-    return Data([{"pixel_values": pixels, "labels": labels}], "class", len(labels))
-
-
 @functools.cache
-def _tuned(base: Path, task: str, steps: int) -> Model:
-    """A ViT tuned on a task."""
-    model = ViTForImageClassification.from_pretrained(base, dtype=torch.float32)
-    plain = image_batches(torch.Generator().manual_seed(0))
-    batches = ({**batch, "pixel_values": IMAGES[task](batch["pixel_values"])} for batch in plain)
-    fit(model, batches, steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
-    with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
-        save(model, Path(scratch) / f"{base.name}-{task}")
-        return _opened(Path(scratch) / f"{base.name}-{task}")
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="papers-")
 
 
-def _moved(change: Delta) -> dict[str, tuple[Tensor, Tensor]]:
-    """A fine-tune's change moved by an alignment, as `ScaledChange` has it."""
-    start, end = (dict(change.scaled(scale).applied().to(torch.float32).blocks()) for scale in (0.0, 1.0))
-    return {name: (tensor, end[name] - tensor) for name, tensor in start.items()}
+def _tuned(given: Given, task: str, steps: int) -> Path:
+    """ViT 0 tuned on a task, once."""
+    path = Path(_scratch().name) / f"vit-0-{task}-{steps}"
+    if not path.exists():
+        model = ViTForImageClassification.from_pretrained(given.model("vit-0"), dtype=torch.float32)
+        plain = image_batches(torch.Generator().manual_seed(0))
+        batches = ({**batch, "pixel_values": IMAGES[task](batch["pixel_values"])} for batch in plain)
+        fit(model, batches, steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
+        save(model, path)
+    return path
 
 
 # --- optimal transport of a change -----------------------------------------------------------------------------
 
 
-def _plans(new: Model, old: Model) -> Plans:
+def _plans(new: View, old: View) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
     solver, architecture = Solver(hard=False, regularisation=REGULARISATION["weights"]), new.architecture
-    ends = stream_ends(architecture, new.state, old.state)
+    ends = stream_ends(architecture, new.tensors, old.tensors)
     streams = plans_of(architecture.streams.values(), ends, solver)
     plans = dict(streams)
     for block in architecture.blocks:
-        points = weight_points(block, read_block(block, new.state), read_block(block, old.state), streams)
+        points = weight_points(block, read_block(block, new.tensors), read_block(block, old.tensors), streams)
         plans |= plans_of(block.spaces.values(), points, solver)
     return plans
 
 
-def _transported(delta: Delta, plans: Plans) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """A fine-tune's change moved by plans, as `ScaledChange` has it."""
-    for block in delta.base.architecture.blocks:
-        old, fine, new = (read_block(block, source) for source in (delta.old, delta.tuned, delta.base.tensors))
-        for info in block.tensors:
-            if info.key in new:
-                moved = transported(fine[info.key] - old[info.key], info, plans)
-                starts = unstack(info, new[info.key])
-                for name, change in unstack(info, moved.float()).items():
-                    yield name, (starts[name], change)
+def _transported(new: View, old: View, tuned: View, plans: Plans) -> Change:
+    """The new base with a fine-tune's change moved by plans."""
+    starts, changes = dict[str, Tensor](), dict[str, Tensor]()
+    for block in new.architecture.blocks:
+        before, after, base = (read_block(block, view.tensors) for view in (old, tuned, new))
+        for info in (info for info in block.tensors if info.key in base):
+            change = transported(after[info.key] - before[info.key], info, plans).float()
+            starts |= unstack(info, base[info.key].float())
+            changes |= unstack(info, change)
+
+    def at(scale: float) -> View:
+        return replace(new, tensors=as_tensors({name: starts[name] + scale * changes[name] for name in starts}))
+
+    return at

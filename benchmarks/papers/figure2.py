@@ -7,12 +7,15 @@ and distances; mean and spread over pairs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from apparatus import Given, run, spread
-from landscape import CALLED, VITS, Two, distance, mixed, pairs
+from landscape import CALLED, DATA, VITS, Two, distance, moved, pairs
 from record import Row
 
+import rotation_merge as rm
 from rotation_merge.diagnose.matchings import NAMED
+from rotation_merge.run.data import read_samples
 
 NAME = "papers-figure2"
 MATCHED = ("paper", "residual")
@@ -31,12 +34,11 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
 
 def points(two: Two, name: str) -> dict[str, float]:
     """Losses at the ends and of both averages, barriers by them, distances."""
-    a, b, c = two.moved(NAMED[name])
-    ends = two.loss_and_accuracy(a)[0], two.loss_and_accuracy(b)[0]
-    middles = [two.loss_and_accuracy(mixed({"A": a, "B": one}, [0.5, 0.5]))[0] for one in (b, c)]
-    rises = [middle - sum(ends) / 2 for middle in middles]
-    values = (*ends, *middles, *rises, distance(a, c), distance(a, b))
-    return dict(zip(TABLES[NAME][1:], values, strict=True))
+    a, b, c = moved(*map(Path, two.ends), NAMED[name])
+    data = read_samples(two.ends[0], DATA[VITS], **two.reading).batches
+    losses = [rm.evaluate(view, data)["loss"] for view in (a, b, rm.average([a, b]), rm.average([a, c]))]
+    rises = [middle - sum(losses[:2]) / 2 for middle in losses[2:]]
+    return dict(zip(TABLES[NAME][1:], (*losses, *rises, distance(a, c), distance(a, b)), strict=True))
 
 
 run(__name__)

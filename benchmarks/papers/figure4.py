@@ -17,9 +17,9 @@ from landscape import distance, moved
 from merges import MATCHINGS, RESIDUAL, Pair
 from merging import STILL, halves, merge
 from record import Row
-from shipped import load
 
 from rotation_merge import AlignConfig
+from rotation_merge.model.open import open_model
 
 NAME = "papers-figure4"
 TABLES = {NAME: ("matching", "distance")}
@@ -47,14 +47,14 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
 
 def share(pair: Pair, words: str) -> float:
     """The distance after a matching over that without it."""
-    way, anchor, donor = WAYS[words], load(pair.anchor), load(pair.donor)
+    way = WAYS[words]
     if way is None:
         return 1.0
     if isinstance(way, dict):  # the merge is halfway
         merge(pair.anchor, halves(pair.anchor, pair.donor), pair.scratch / "halfway", way)
-        middle, first, second = (model.state_dict() for model in (load(pair.scratch / "halfway"), anchor, donor))
+        middle, first, second = map(open_model, (pair.scratch / "halfway", pair.anchor, pair.donor))
         return 2 * distance(middle, first) / distance(second, first)
-    first, second, third = moved(anchor, donor, way)
+    first, second, third = moved(pair.anchor, pair.donor, way)
     return distance(third, first) / distance(second, first)
 
 

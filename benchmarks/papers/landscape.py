@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from apparatus import Given
 from digits import SAMPLES
 from merges import LEARNED
 from merging import command
-from shipped import images, load
-from torch import Tensor
+from shipped import images
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
+from rotation_merge.model.view import View
 from rotation_merge.run.curves import Barrier, Curve
-from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import score
 
-State = dict[str, Tensor]
 VITS, LLAMAS = "ViTs", "Llamas"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python"}
 LLAMA_PAIRS = [(0, 1), (2, 3), (1, 2)]
@@ -55,47 +53,13 @@ class Two:
     def names(self) -> str:
         return f"{self.anchor} {self.donor}"
 
-    @cached_property
-    def models(self) -> tuple[Any, Any]:
-        """Anchor and donor."""
-        return load(self.ends[0]), load(self.ends[1])
-
-    @cached_property
-    def network(self) -> Any:
-        return load(self.ends[0])
-
     @property
     def reading(self) -> dict[str, Any]:
         limit = 8 if self.given.quick else 540 if self.kind == VITS else WINDOWS
         return {"limit": limit, "batch_size": 64, "length": 128}
 
-    @cached_property
-    def data(self) -> Data:
-        return read_samples(str(self.given.model(self.anchor)), DATA[self.kind], module=self.network, **self.reading)
-
     def kept(self, key: str, compute: Callable[[], Any]) -> Any:
         return self.given.kept(f"landscape, {self.names}, {key}", compute)
-
-    def loss_and_accuracy(self, state: State) -> tuple[float, float]:
-        """Loss and accuracy of weights."""
-        self.network.load_state_dict(state)
-        scores = score(self.network, self.data)
-        return scores.loss, scores.main
-
-    def accuracies(self) -> list[float]:
-        return [self.loss_and_accuracy(model.state_dict())[1] for model in self.models]
-
-    def moved(self, options: AlignConfig | None) -> tuple[State, State, State]:
-        """Anchor, donor and donor as `align` writes it, all with norms folded where matching folds them."""
-        if options is None:
-            first, second = (model.state_dict() for model in self.models)
-            return first, second, second
-        return moved(*self.models, options)
-
-    def halfway(self, options: AlignConfig | None) -> tuple[float, float]:
-        """Loss and accuracy of the average."""
-        anchor, _, donor = self.moved(options)
-        return self.loss_and_accuracy(mixed({"anchor": anchor, "donor": donor}, [0.5, 0.5]))
 
     @cached_property
     def ends(self) -> list[str]:
@@ -125,23 +89,15 @@ class Two:
         return Barrier(**facts, curves=[Curve(**curve) for curve in found["curves"]])
 
 
-def moved(anchor: Any, donor: Any, options: AlignConfig) -> tuple[State, State, State]:
-    """Weights of two modules as `Two.moved` has them."""
+def moved(anchor: Path, donor: Path, options: AlignConfig) -> tuple[View, View, View]:
+    """Anchor, donor, and donor as `align` writes it, all with norms folded where matching folds them."""
     alignment = rm.align(anchor, donor, options)
     folded = replace(alignment, transforms={})
-    views = alignment.apply_anchor(anchor), folded.apply(donor), alignment.apply(donor)
-    return tuple(view.state_dict() for view in views)  # type: ignore[return-value]
+    exact = torch.float32
+    return alignment.apply_anchor(anchor, exact), folded.apply(donor, exact), alignment.apply(donor, exact)
 
 
-def mixed(states: dict[str, State], shares: Sequence[float]) -> State:
-    """Their sum with these shares."""
-    return {
-        name: sum(share * state[name] for share, state in zip(shares, states.values(), strict=True))
-        for name in next(iter(states.values()))
-    }
-
-
-def distance(a: State, b: State) -> float:
+def distance(a: View, b: View) -> float:
     return float(sum((a[name].double() - b[name].double()).square().sum() for name in a)) ** 0.5
 
 

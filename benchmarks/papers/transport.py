@@ -53,11 +53,10 @@ def measured(family: Family, base: str, way: str, options: AlignConfig | str | N
         found: dict[str, Found] = {}
         carried = family.carried(base, options)
         for work in family.works:
-            ends = carried[work.task]
-            test, own = family.alone(base, work, ends)
+            test, own = family.alone(base, work)
             found[work.task] = at = {}
             for scale in _scales(family) if way in METHODS else QUICK:
-                model = ends.model(scale)
+                model = carried[work.task](scale)
                 lost = [-value for value in gained(own, model, work.own)]
                 at[f"{scale:g}"] = [*gained(test, model, work.test), *lost]
         return found
