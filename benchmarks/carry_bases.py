@@ -25,26 +25,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from corpora import documents
+from corpora import documents, in_windows
 from random_changes import DRAWS, random_change
 from record import Table
-from shipped import NAMES, load
+from shipped import NAMES, Batches, load, next_token
 from shipped import windows as shipped_windows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import rotation_merge as rm
-from rotation_merge.architecture import Architecture
-from rotation_merge.carrying.bases import Bases, Transfer
-from rotation_merge.carrying.transfer import carried
-from rotation_merge.model.forms import named_as
-from rotation_merge.model.tensors import TensorSource
-from rotation_merge.run.data import Data
-from rotation_merge.run.functions import architecture_of
+from rotation_merge.model.open import open_model
+from rotation_merge.model.tensors import as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.run.sources import self_written
 
 WHOLE = rm.AlignConfig(heads="permutation", residual="rotation")
@@ -54,6 +50,8 @@ LENGTH, WINDOWS, RANK = 128, 80, 16
 SAMPLES = 512
 Way = rm.TransferConfig | None
 """How a change is carried; None: it is added as it stands."""
+Controls = tuple[Tensor, Tensor]
+"""Losses of each sample with random changes, (draws, samples), and with the negated change."""
 
 
 @dataclass(frozen=True)
@@ -62,99 +60,91 @@ class Task:
 
     Attributes:
         tuned: the fine-tune.
-        data, own: held-out samples of it, and of what the new bases know by themselves.
+        held_out, own: samples of it, and of what the new bases know by themselves.
         samples: the file of what the change is solved from.
     """
 
     title: str
-    tuned: str
-    data: Data
-    own: Data
+    tuned: Path
+    held_out: Batches
+    own: Batches
     samples: str
 
 
-def windows(domain: str) -> Data:
+def windows(domain: str) -> Batches:
     """Held-out text of a domain."""
-    if domain in NAMES:
-        tokens = shipped_windows(domain)[:WINDOWS]
-    else:
-        held_out = torch.frombuffer(bytearray(b"".join(documents(domain)[1])), dtype=torch.uint8).long()
-        tokens = held_out[: WINDOWS * LENGTH].view(WINDOWS, LENGTH)
-    return Data([{"input_ids": part, "labels": part} for part in tokens.split(40)], "next token", WINDOWS)
+    tokens = shipped_windows(domain) if domain in NAMES else in_windows(b"".join(documents(domain)[1]), LENGTH)
+    return next_token(tokens[:WINDOWS], 40)
 
 
 def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]], scratch: Path) -> Iterator[Task]:
     """Fine-tunes of Llama 0, and the text that each writes itself."""
     for title, (name, domain) in names.items():
-        if (checkpoints / name).exists():
-            tuned, file = str(checkpoints / name), scratch / f"{name}.jsonl"
-            rows = self_written(load(tuned), tuned, SAMPLES, LENGTH).tolist()
+        if (tuned := checkpoints / name).exists():
+            file = scratch / f"{name}.jsonl"
+            rows = self_written(load(tuned), str(tuned), SAMPLES, LENGTH).tolist()
             file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows), encoding="utf-8")
             yield Task(title, tuned, windows(domain), windows("python"), str(file))
 
 
+def with_tensors(view: View, tensors: Mapping[str, Tensor]) -> View:
+    """A model with other tensors, in memory."""
+    return replace(view, tensors=as_tensors(tensors), at=None)
+
+
 @torch.no_grad()
-def losses(model: Any, data: Data) -> Tensor:
+def losses(model: View | Path, batches: Batches) -> Tensor:
     """Mean loss of each sample, in nats, float64."""
-    means = []
-    for batch in data.batches:
-        labels = batch["labels"]
-        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-        if logits.ndim > labels.ndim + 1 or labels.ndim > 1:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        each = cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
-        means.append(each.double().reshape(len(labels), -1).mean(1))
+    module, means = open_model(model).to(torch.float32).to_module(), []
+    for ids in (batch["input_ids"] for batch in batches):
+        logits = module(input_ids=ids).logits[:, :-1]
+        means.append(cross_entropy(logits.movedim(-1, 1), ids[:, 1:], reduction="none").double().mean(1))
     return torch.cat(means)
 
 
-def loss(model: Any, data: Data) -> float:
-    return float(losses(model, data).mean())
+@dataclass(frozen=True)
+class Bases:
+    """The old base and a new one."""
 
+    old: Path
+    new: Path
 
-def tensors_of(source: TensorSource, architecture: Architecture) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by its names, in float32."""
-    return {name: source[name].float() for info in architecture.tensors() for name in info.names if name in source}
+    @cached_property
+    def alignment(self) -> rm.Alignment:
+        """Of the old base to the new one."""
+        return rm.align(self.new, self.old, WHOLE)
 
+    @cached_property
+    def base(self) -> View:
+        """The new base."""
+        return open_model(self.new)
 
-class Pair:
-    """The old base and a new one, matched."""
-
-    def __init__(self, old: str, new: str) -> None:
-        self.old, self.new, self.bases = old, new, Bases.of(new, old)
-        self.model = load(new)
-        self.stored = tensors_of(self.bases.sources[0], self.bases.architecture)
-        self.alignment = rm.align(new, old, WHOLE)
-
-    def carried(self, tuned: str, text: str, way: Way) -> dict[str, Tensor]:
-        """The new base's tensors that change.
-
-        Args:
-            text: a file of what the fine-tune learned.
-        """
+    def carried(self, task: Task, way: Way) -> View:
+        """The new base with the change of a fine-tune."""
         if way is None:
-            sources = self.bases.sources[1], self.bases.tuned(tuned)
-            old, fine = (tensors_of(source, self.bases.architecture) for source in sources)
-            return {name: self.stored[name] + fine[name] - tensor for name, tensor in old.items()}
-        config = replace(way, data=text, alignment=self.alignment)
-        job = Transfer.of(tuned, self.old, self.new, config, dtype="float32", untie=True)
-        return dict(carried(job).blocks())
+            return rm.Delta.between(self.old, task.tuned).moved(rm.Alignment({}), self.new).applied().to(torch.float32)
+        result = rm.transfer(task.tuned, self.old, self.new, replace(way, data=task.samples, alignment=self.alignment))
+        return result.to(torch.float32) if isinstance(result, View) else open_model(self._written(result))
 
-    def losses(self, tensors: Mapping[str, Tensor], data: Data) -> Tensor:
-        """Of each sample, with some of the new base's tensors, by their names in the checkpoint, replaced."""
-        named = named_as(architecture_of(self.model), {**self.stored, **tensors}, self.bases.architecture)
-        self.model.load_state_dict({name: named[name] for name in self.model.state_dict()})
-        return losses(self.model, data)
+    def _written(self, adapter: rm.Adapter) -> str:
+        """The new base and an adapter, as a model is named."""
+        folder = tempfile.mkdtemp(prefix="carried-")
+        adapter.save_pretrained(folder)
+        return f"{self.new}+{folder}"
 
-    def changed(self, changes: Mapping[str, Tensor], data: Data) -> Tensor:
-        return self.losses({name: self.stored[name].double() + change for name, change in changes.items()}, data)
-
-    def controls(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[Tensor, Tensor]:
-        """Losses of each sample with random changes, (draws, samples), and with the negated change."""
-        changes = {name: tensor.double() - self.stored[name].double() for name, tensor in tensors.items()}
+    def controls(self, carried: View, batches: Batches) -> Controls:
+        """Losses with random changes that have the carried one's singular values, and with the negated one."""
+        start = {name: self.base[name].double() for name in carried}
+        changes = {name: carried[name].double() - tensor for name, tensor in start.items()}
         changes = {name: change for name, change in changes.items() if bool(change.any())}
         draw = torch.Generator().manual_seed(0)
-        drawn = [self.changed({n: random_change(c, draw) for n, c in changes.items()}, data) for _ in range(DRAWS)]
-        return torch.stack(drawn), self.changed({name: -change for name, change in changes.items()}, data)
+
+        def changed(control: Mapping[str, Tensor]) -> Tensor:
+            tensors = {name: (start[name] + change).float() for name, change in control.items()}
+            return losses(with_tensors(self.base, {**self.base, **tensors}), batches)
+
+        drawn = [changed({name: random_change(change, draw) for name, change in changes.items()}) for _ in range(DRAWS)]
+        return torch.stack(drawn), changed({name: -change for name, change in changes.items()})
 
 
 def ways(long: bool, distil: bool) -> dict[str, Way]:
@@ -182,68 +172,55 @@ def main() -> None:
         parser.error(f"{odd.pop()}: long or distil")
     torch.set_num_threads(1)
     long = "long" in args.asked
-    table = Table(
-        "-".join(["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])])
-    )
-    old = str(args.checkpoints / "llama-0")
+    words = ["carry-bases", *sorted(args.asked, reverse=True), *(["controls"] if args.controls else [])]
+    table, old = Table("-".join(words)), args.checkpoints / "llama-0"
     news = [args.checkpoints / f"llama-{number}" for number in (1, 2, 3)]
-    pairs = [Pair(old, str(new)) for new in news if new.exists()]
-    with tempfile.TemporaryDirectory() as name:
-        scratch, names = Path(name), LONG if long else SHORT
-        for task in texts(args.checkpoints, names, scratch):
-            home = loss(load(old), task.data) - loss(load(task.tuned), task.data)
-            for words, way in ways(long, "distil" in args.asked).items():
+    pairs = [Bases(old, new) for new in news if new.exists()]
+    for pair in pairs:
+        pair.alignment  # noqa: B018 - so that no row's seconds have it
+    with tempfile.TemporaryDirectory() as scratch:
+        for task in texts(args.checkpoints, LONG if long else SHORT, Path(scratch)):
+            home = float((losses(old, task.held_out) - losses(task.tuned, task.held_out)).mean())
+            for how, way in ways(long, "distil" in args.asked).items():
                 began = time.process_time()
-                carried = [pair.carried(task.tuned, task.samples, way) for pair in pairs]
+                carried = [with_tensors(view, dict(view)) for view in (pair.carried(task, way) for pair in pairs)]
                 seconds = (time.process_time() - began) / len(pairs)
-                table.add(row(task, words, home, pairs, carried, seconds, args.controls))
+                cells = row(task, home, pairs, carried, args.controls)
+                table.add({"fine-tune": task.title, "how": how, **cells, "seconds": f"{seconds:.0f}"})
 
 
-def row(
-    task: Task,
-    way: str,
-    home: float,
-    pairs: list[Pair],
-    carried: list[dict[str, Tensor]],
-    seconds: float,
-    controls: bool,
-) -> dict[str, str]:
+def row(task: Task, home: float, pairs: list[Bases], carried: list[View], controls: bool) -> dict[str, str]:
     """The cells of one way of carrying.
 
     Args:
         home: what fine-tuning gained at home.
-        carried: at each pair, the new base's tensors that change.
+        carried: each new base with the change.
     """
-    results = list(zip(pairs, carried, strict=True))
     before, after = (
-        torch.stack([pair.losses(tensors, task.data) for pair, tensors in ends])
-        for ends in ([(pair, {}) for pair in pairs], results)
+        torch.stack([losses(model, task.held_out) for model in models])
+        for models in ([pair.base for pair in pairs], carried)
     )
     shares = ((before - after).mean(1) / home).tolist()
-    own = [[float(pair.losses(tensors, task.own).mean()) for tensors in (both, {})] for pair, both in results]
-    lost, known = (sum(column) / len(pairs) for column in zip(*own, strict=True))
-    names = (Path(pair.new).name.replace("llama-", "Llama ") for pair in pairs)
-    each = dict(zip(names, shares, strict=True))
-    return {
-        "fine-tune": task.title,
-        "how": way,
-        **{base: f"{share:.0%}" for base, share in each.items()},
-        "mean": f"{sum(shares) / len(shares):.0%}",
-        **(control_cells(results, task.data, before, after, home) if controls else {}),
-        "own domain": f"{known:.3f} to {lost:.3f}",
-        "seconds": f"{seconds:.0f}",
-    }
+    known, lost = (
+        sum(float(losses(model, task.own).mean()) for model in models) / len(pairs)
+        for models in ([pair.base for pair in pairs], carried)
+    )
+    names = (pair.new.name.replace("llama-", "Llama ") for pair in pairs)
+    cells = {base: f"{share:.0%}" for base, share in zip(names, shares, strict=True)}
+    cells["mean"] = f"{sum(shares) / len(shares):.0%}"
+    if controls:
+        each = [pair.controls(model, task.held_out) for pair, model in zip(pairs, carried, strict=True)]
+        cells |= control_cells(each, before, after, home)
+    return {**cells, "own domain": f"{known:.3f} to {lost:.3f}"}
 
 
-def control_cells(
-    results: list[tuple[Pair, dict[str, Tensor]]], data: Data, before: Tensor, after: Tensor, home: float
-) -> dict[str, str]:
+def control_cells(controls: list[Controls], before: Tensor, after: Tensor, home: float) -> dict[str, str]:
     """Shares of both controls, mean of the bases, and what the carried change has above the better of the two.
 
     Args:
         before, after: losses (bases, samples).
     """
-    drawn, negated = (torch.stack(rows) for rows in zip(*(p.controls(t, data) for p, t in results), strict=True))
+    drawn, negated = (torch.stack(rows) for rows in zip(*controls, strict=True))
     random = (before[:, None] - drawn).mean((0, 2)) / home  # of each draw
     opposite = float((before - negated).mean()) / home
     of_draws = float(random.std()) / math.sqrt(DRAWS)
