@@ -180,15 +180,11 @@ def kept_figures(folder: str) -> list[dict[str, Any]]:
 
 
 def section(
-    report: MergeReport, name: str, config: Mapping[str, Any], first: Sequence[str] = (), picture: str | None = None
+    report: MergeReport, name: str, config: Mapping[str, Any], first: Sequence[str], picture: str | None
 ) -> str:
     """Markdown between our marks: moved donors with distances, models and licences, data, usage.
 
-    Args:
-        name: name to load the model by.
-        config: of the model.
-        first: commands that make the recipe's unpublished inputs.
-        picture: file beside the card that shows the distances.
+    The arguments are those of `updated_card`.
     """
     lines = [BEGIN, "### Models"]
     if report.relation == "merge":

@@ -70,11 +70,12 @@ def settings_of(contents: Contents) -> Any:
     import transformers
 
     config = contents.config
-    classes = config.get("architectures") or [""]
-    if not config or (config.get("auto_map") and not hasattr(transformers, str(classes[0]))):
+    if not config:
         return None
     try:
         check_config(contents.folder)
+        if config.get("auto_map") and not hasattr(transformers, (config.get("architectures") or [""])[0]):
+            return None
         with _quiet():
             return transformers.AutoConfig.from_pretrained(contents.folder, local_files_only=True)
     except Exception as error:  # of many classes
