@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rotation_merge.averaging.config import AdapterMergeConfig as AdapterMergeConfig
@@ -24,7 +23,7 @@ from rotation_merge.carrying.delta import Delta as Delta
 from rotation_merge.carrying.transfer import carried
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.errors import RotationMergeError as RotationMergeError
-from rotation_merge.files import FOLDER, Input, Output, TemporaryFolder, check_output
+from rotation_merge.files import FOLDER, Input, Output, Store, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit as fit
@@ -373,7 +372,7 @@ def polish(
     config = PolishConfig.of(config)
     opened, parents = open_model(merged), [open_model(teacher) for teacher in several(teachers)]
     with TemporaryFolder() as folder:
-        result, _ = polished(opened, parents, samples, replace(config, merge_lora=True), Path(folder))
+        result, _ = polished(opened, parents, samples, replace(config, merge_lora=True), Store(folder, ""))
     assert isinstance(result, View)
     return result
 

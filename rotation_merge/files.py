@@ -309,8 +309,8 @@ class TemporaryFolder:
 
 UNFINISHED, MATCHING_UNFINISHED = ".unfinished", ".matching.unfinished"
 """Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
-KEY, PART = "run.txt", ".pt"
-"""In such a folder, the file that says which run it belongs to, and the ending of the others."""
+KEY = "run.txt"
+"""In such a folder, the file that says which run it belongs to."""
 
 
 class Store:
@@ -385,51 +385,34 @@ class Store:
         return self.path / name
 
     def put(self, name: str, part: Any) -> None:
-        """Keep a part (see `write_part`); one of the same name is replaced."""
-        write_part(self._file(name), part)
+        """Keep a part, atomically: dictionaries and lists of numbers, words and tensors; one of its name is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        import torch
+
+        with replacing(self._file(name)) as temporary:
+            try:
+                torch.save(part, temporary)
+            except RuntimeError as error:  # how torch's writer says that the disk is full
+                raise OSError(str(error)) from error
 
     def get(self, name: str, device: str = "cpu", mapped: bool = False) -> Any:
-        """A part that is kept (see `read_part`); None if there is none, or it is damaged."""
+        """A part that is kept; None if there is none, or it is damaged.
+
+        Args:
+            mapped: tensors are read from the file when they are used.
+        """
+        import torch
+
         path = self._file(name)
         try:
-            return read_part(path, device, mapped) if path.exists() else None
-        except ValueError as error:
+            return torch.load(path, device, weights_only=True, mmap=mapped) if path.exists() else None
+        except Exception as error:  # torch has one of its own for every kind of damage
             LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
             return None
 
     def _file(self, name: str) -> Path:
         words = re.sub(r"[^\w.]+", "-", name)[-80:]
-        return self.file(f"{words}-{zlib.crc32(name.encode()):08x}{PART}")
-
-
-def write_part(path: Path, part: Any) -> None:
-    """Write a part of a run to a file, atomically: dictionaries and lists of numbers, words and tensors.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    import torch
-
-    with replacing(path) as temporary:
-        try:
-            torch.save(part, temporary)
-        except RuntimeError as error:  # how torch's writer says that the disk is full
-            raise OSError(str(error)) from error
-
-
-def read_part(path: Path, device: str = "cpu", mapped: bool = False) -> Any:
-    """Read a part from its file.
-
-    Args:
-        mapped: tensors are read from the file when they are used.
-
-    Raises:
-        ValueError: the file cannot be read, or is damaged.
-    """
-    import torch
-
-    try:
-        with open(path, "rb") as file:  # a name that ends in .safetensors would be taken for that format
-            return torch.load(path if mapped else file, device, weights_only=True, mmap=mapped)
-    except Exception as error:  # torch has one of its own for every kind of damage
-        raise ValueError(short(error)) from error
+        return self.file(f"{words}-{zlib.crc32(name.encode()):08x}.pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import Tensor
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody, with_lora
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files import PART, TemporaryFolder
+from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.matching.objective import Answered, read_answers, write_answers
+from rotation_merge.matching.objective import Answered, write_answers
 from rotation_merge.model.adapters import WEIGHTS, Adapter
 from rotation_merge.model.contents import ADAPTER_CONFIG, read_json
 from rotation_merge.model.forms import restructured
@@ -40,7 +39,7 @@ def polished(
     teachers: Sequence[View],
     samples: Samples,
     config: PolishConfig,
-    work: Path,
+    work: Store,
     *,
     state: Path | None = None,
     device: str = "cpu",
@@ -51,7 +50,7 @@ def polished(
     Args:
         merged: where it has heads (`heads_of: each`), each of their teachers trains the body under its own.
         samples: for all teachers, or a list with those of each (`run.data.for_each`).
-        work: a folder for the teachers' answers; those that are there already are used.
+        work: keeps the teachers' answers; those that are there already are used.
         state: folder for the state of unfinished training, which continues from there.
 
     Returns:
@@ -134,21 +133,20 @@ def _answers(
     teachers: Sequence[View],
     sources: Sequence[Samples],
     config: PolishConfig,
-    work: Path,
+    work: Store,
     device: str,
 ) -> list[Answered]:
     """The answers of every teacher, in its student's order of classes; existing ones are used."""
     answered, size = [], max(1, min(TOGETHER // len(teachers), config.samples // 4))
     for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
         seed, name = config.seed + number, source if isinstance(source, str | os.PathLike) else "in memory"
-        mark = f"{teacher.name} {name} {config.samples} {config.length} {seed}"
-        path = work / f"answers-{number}-{zlib.crc32(mark.encode()):08x}{PART}"
-        if not path.exists():
+        part = f"answers {number} {teacher.name} {name} {config.samples} {config.length} {seed}"
+        if (answers := work.get(part, mapped=True)) is None:
             module = _in_memory(teacher, student).to(device)
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
-            write_answers(module, unpadded(data.batches, data.source), path, teacher.name)
+            answers = write_answers(module, unpadded(data.batches, data.source), work, part, teacher.name)
             del module
-        answered.append(read_answers(path))
+        answered.append(answers)
     return answered
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import PART, Store, TemporaryFolder
-from rotation_merge.matching.objective import Answered, is_distribution, main_output, read_answers, write_answers
+from rotation_merge.files import Store, TemporaryFolder
+from rotation_merge.matching.objective import Answered, is_distribution, main_output, write_answers
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.run.batches import Batch, inputs_for
 from rotation_merge.run.data import Data
@@ -33,6 +33,9 @@ SHARES = (1.0, 0.5)
 
 AT_A_STEP = 4
 """Batches of a step."""
+
+OF_BASE = "answers of the new base"
+"""Name under which these are kept."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,17 @@ def answered_by_target(
     Returns:
         The target's share of the new base's logits, and the answers; those to the texts only where there are any.
     """
-    paths = [work.file(f"answers{PART}"), work.file(f"answers-of-new-base{PART}")]
-    if (share := work.get("share")) is None:
+    share, answers, of_base = work.get("share"), work.get("answers", mapped=True), work.get(OF_BASE, mapped=True)
+    if share is None or answers is None:
         loaded = {name: give() for name, give in models.items()}
         targets = [TransferTarget(**loaded, share=share) for share in SHARES]
         target = min(targets, key=lambda target: score(target, choice).loss)
-        write_answers(target, samples, paths[0])
-        share = target.share
+        share, answers = target.share, write_answers(target, samples, work, "answers")
         work.put("share", share)
         del target, targets, loaded
-    if base_texts and not paths[1].exists():
-        write_answers(models["new"](), base_texts, paths[1])
-    return share, [read_answers(path) for path in paths[: 1 + bool(base_texts)]]
+    if base_texts and of_base is None:
+        of_base = write_answers(models["new"](), base_texts, work, OF_BASE)
+    return share, [answers, *([of_base] if base_texts else [])]
 
 
 def adapter_in_training(model: Any, written: Adapter) -> Any:

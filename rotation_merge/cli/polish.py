@@ -79,7 +79,7 @@ def command(
     with Store(out) as work:
         work.begin("polish")
         more: dict[str, Any] = {"state": work.file("state"), "device": device, "progress": progress}
-        result, report = polished(base, parents, sources, config, work.path, **more)
+        result, report = polished(base, parents, sources, config, work, **more)
         if report.gained:
             record = _record(merged, teachers, sources, report, config)
             with staged(out) as staging:

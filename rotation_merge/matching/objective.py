@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, short
-from rotation_merge.files import read_part, write_part
+from rotation_merge.files import Store
 from rotation_merge.matching.options import Objective
 from rotation_merge.run.batches import Batch, inputs_for
 from rotation_merge.run.functions import check_answers
@@ -97,10 +96,11 @@ def labels_loss(outputs: Any) -> Tensor:
 
 
 @torch.no_grad()
-def write_answers(model: Any, batches: Sequence[Batch], path: Path, label: str | None = None) -> None:
-    """Run a teacher over its samples and write these with its answers to a file, atomically; `read_answers` reads it.
+def write_answers(model: Any, batches: Sequence[Batch], work: Store, name: str, label: str | None = None) -> Answered:
+    """A teacher's samples with its answers to them, which stay in their file.
 
     Args:
+        name: of the part of `work` that holds them.
         label: what the model is called.
 
     Raises:
@@ -112,15 +112,11 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, label: str |
         check_answers(model, answers.values(), label)
         samples.append(({name: tensor.clone() for name, tensor in batch.items()}, answers))
     try:
-        write_part(path, samples)
+        work.put(name, samples)
     except OSError as error:
         problem, remedy = f"answers cannot be written ({short(error)})", "free some space, or give fewer samples"
-        raise RotationMergeError(problem, where=str(path.parent), remedy=remedy) from error
-
-
-def read_answers(path: Path) -> Answered:
-    """A teacher's samples and answers, which stay in their file."""
-    samples: Answered = read_part(path, mapped=True)
+        raise RotationMergeError(problem, where=str(work.path), remedy=remedy) from error
+    samples = work.get(name, mapped=True)
     return samples
 
 

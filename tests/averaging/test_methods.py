@@ -25,7 +25,8 @@ from rotation_merge.averaging.registry import METHODS
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.averaging.ridge import ridge_change
 from rotation_merge.averaging.softmax import softmax_change
-from rotation_merge.matching.objective import answer, divergence, read_answers, write_answers
+from rotation_merge.files import Store
+from rotation_merge.matching.objective import answer, divergence, write_answers
 from rotation_merge.model.open import open_model
 from rotation_merge.run.fisher import LabelScores
 
@@ -255,8 +256,7 @@ def test_divergence_is_that_of_all_classes() -> None:
 def test_answers_come_back_with_their_samples(tmp_path: Path) -> None:
     teacher = build("llama").eval()
     ids = torch.randint(40, (24, 8), generator=torch.Generator().manual_seed(0))
-    write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.pt")
-    answered = read_answers(tmp_path / "a.pt")
+    answered = write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], Store(str(tmp_path)), "a")
     assert torch.equal(torch.cat([batch["input_ids"] for batch, _ in answered]), ids)
     for batch, known in answered:
         assert all(torch.equal(known[name], x) for name, x in answer(teacher(**batch)).items())

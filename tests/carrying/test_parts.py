@@ -29,8 +29,9 @@ from rotation_merge.carrying.lora import of_low_rank
 from rotation_merge.carrying.refit import of_rank, refit_change
 from rotation_merge.carrying.sampled import ChangeCandidate, best_of
 from rotation_merge.files import Store
+from rotation_merge.matching import moving
 from rotation_merge.matching.match import match_model
-from rotation_merge.model import apply, vocabulary
+from rotation_merge.model import vocabulary
 from rotation_merge.model.apply import read_tensor, transform_tensor
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.open import open_model
@@ -68,7 +69,7 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(module, "transform_tensor", watched)
 
-    for module in (apply, carry):
+    for module in (moving, carry):
         watch(module)
     results, sizes = list[dict[str, State]](), list[dict[str, int]]()
     for most in (vocabulary.LONG, 1000):
