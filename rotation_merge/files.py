@@ -76,9 +76,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_json(path: str, content: object) -> None:
     """Write a JSON file into a folder that is replaced as a whole."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
+    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def sync(path: str) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rotation_merge.errors import CheckpointError
@@ -53,8 +54,7 @@ def write_checkpoint(
 def write_notes(folder: str, report: MergeReport, text: str) -> None:
     """Write the report and the card beside a model."""
     report.write(os.path.join(folder, REPORT_FILE))
-    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
-        file.write(text)
+    Path(folder, "README.md").write_text(text, encoding="utf-8")
 
 
 READ = (".safetensors", ".bin", ".index.json", "config.json")
