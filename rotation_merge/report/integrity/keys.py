@@ -69,8 +69,7 @@ def settings_of(contents: Contents) -> Any:
     """The config as transformers reads it, or a defect; None for custom code."""
     import transformers
 
-    config = contents.config
-    if not config:
+    if not (config := contents.config):
         return None
     try:
         check_config(contents.folder)
