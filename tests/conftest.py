@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -67,12 +68,37 @@ def pytest_collection_finish() -> None:
 
 
 def _spared() -> None:
-    """Work for nobody, which all tests together do for a quarter of a minute: whenever transformers reads a config it
-    prints it for a log of a level that is off, and with all families' names for weights it compiles more patterns than
-    Python remembers, over and over."""
+    """Work for nobody, which all tests together do for minutes: whenever transformers reads a config it prints it for
+    a log of a level that is off, and with all families' names for weights it compiles more patterns than Python
+    remembers, over and over; a card's picture takes two fifths of the time of a tiny merge (see `drawn`)."""
     if configs := sys.modules.get("transformers.configuration_utils"):
         vars(re)["_MAXCACHE"] = 100_000
         configs.PreTrainedConfig.__repr__ = object.__repr__
+    if find_spec("matplotlib"):
+        from matplotlib.figure import Figure
+
+        Figure.drawn, Figure.savefig = Figure.savefig, lambda figure, path, **_: Path(path).touch()
+
+
+@pytest.fixture
+def soon() -> Iterator[None]:
+    """The test fails when it has computed for twenty seconds: what counts more than it holds is refused before."""
+
+    def ended(*_: object) -> None:
+        pytest.fail("it takes too long")  # no Exception: nobody catches it
+
+    before = signal.signal(signal.SIGVTALRM, ended)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 20)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at pictures: these are drawn."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure, "savefig", figure.drawn)
 
 
 @pytest.fixture(scope="module")

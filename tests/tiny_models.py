@@ -47,20 +47,31 @@ class Planted:
 
     Attributes:
         made: the model that was saved; who puts other tensors into it puts its own back.
-        loaded: the model that was loaded again; its tensors are those that were last asked for.
         config: as mergekit reads it.
         state: its tensors, as they are named on disk; of an untied one, the head among them.
         folder: where other tensors are put for `differs`.
+        tied_one: the model that an untied one was made of, whose answers it gives.
     """
 
     case: Case
     made: Any
-    loaded: Any
     config: dict[str, Any]
     state: dict[str, Tensor]
     folder: Path
-    given: dict[str, Tensor]
-    expected: dict[str, Tensor]
+    tied_one: Planted | None = None
+
+    @functools.cached_property
+    def loaded(self) -> Any:
+        """The model that was loaded again; its tensors are those that were last asked for."""
+        return reload(self.case, self.folder, self.state)
+
+    @functools.cached_property
+    def given(self) -> dict[str, Tensor]:
+        return inputs(self.case, self.made)
+
+    @functools.cached_property
+    def expected(self) -> dict[str, Tensor]:
+        return outputs(self.loaded, self.given) if self.tied_one is None else self.tied_one.expected
 
     @functools.cached_property
     def architecture(self) -> Architecture:
@@ -105,7 +116,8 @@ class Planted:
         return places if all(torch.equal(flat[x].to(own[n].dtype), own[n]) for n, x in places.items()) else None
 
     def holding(self, state: dict[str, Tensor]) -> Any:
-        """The model with other tensors, until others are asked for."""
+        """The model with other tensors, until others are asked for; what it answers itself is computed before."""
+        assert self.expected
         if state.keys() != self.state.keys() or self._places is None:
             return reload(self.case, self.folder, state)
         flat = _flat({name: state[name] for name in self.state})
@@ -130,8 +142,8 @@ class Planted:
         folder = Path(tempfile.mkdtemp(dir=_folder()))
         config = {**json.loads((self.folder / "config.json").read_text()), "tie_word_embeddings": False}
         (folder / "config.json").write_text(json.dumps(config))
-        loaded, config = reload(self.case, folder, state), self.config | {"tie_word_embeddings": False}
-        return replace(self, loaded=loaded, config=config, state=state, folder=folder)
+        untied = {**self.config, "tie_word_embeddings": False}
+        return replace(self, config=untied, state=state, folder=folder, tied_one=self)
 
 
 def _flat(state: dict[str, Tensor]) -> Tensor:
@@ -158,13 +170,9 @@ _CASES: dict[tuple[str, str, str], Case] = {}
 @functools.cache
 def _planted(family: str, name: str, class_name: str) -> Planted:
     case = _CASES[family, name, class_name]
-    model = make(case)
-    given = inputs(case, model)
-    folder = Path(tempfile.mkdtemp(dir=_folder()))
+    model, folder = make(case), Path(tempfile.mkdtemp(dir=_folder()))
     config, state = save(model, folder)
-    state = {key: tensor.clone() for key, tensor in state.items()}
-    loaded = reload(case, folder, state)
-    return Planted(case, model, loaded, config, state, folder, given, outputs(loaded, given))
+    return Planted(case, model, config, {key: tensor.clone() for key, tensor in state.items()}, folder)
 
 
 def twin_of(model: Any, config: rm.AlignConfig | None = None, seed: int = 5, **options: Any) -> dict[str, Tensor]:

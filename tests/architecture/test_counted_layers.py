@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,20 +16,6 @@ from rotation_merge import RotationMergeError, average
 ENDLESS = 400_000_000
 
 
-@pytest.fixture(autouse=True)
-def soon() -> Iterator[None]:
-    """Each test ends, or fails, after seconds."""
-
-    def ended(*_: object) -> None:
-        pytest.fail("it takes too long")  # no Exception: nobody catches it
-
-    before = signal.signal(signal.SIGVTALRM, ended)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 20)
-    yield
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    signal.signal(signal.SIGVTALRM, before)
-
-
 def by_name(config: Any, entry: str = "") -> Iterator[str]:
     """The entries of a config that count layers or experts, by their paths."""
     for name, value in config.items():
@@ -40,6 +25,7 @@ def by_name(config: Any, entry: str = "") -> Iterator[str]:
             yield entry + name
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("family", sorted({case.family for case in ALL}))
 def test_no_architecture_is_laid_out_beyond_its_tensors(family: str) -> None:
     """In Python, too: layers and experts are counted before they are made."""

@@ -44,10 +44,10 @@ from spoiling import (
     quantised,
     rewritten,
     sharded,
-    tensor_in_two_pickles,
     tensor_in_two_shards,
     tensors,
     two_files,
+    two_pickles,
     typed,
     write_gguf,
 )
@@ -94,37 +94,44 @@ BETTER = both(
     lambda bench: shutil.copy(f"donor/{WEIGHTS}", "donor/better.safetensors"),
     config(transformers_weights="better.safetensors"),
 )
+SECOND, NO_CLASS = "pytorch_model-00002-of-00002.bin", "donor: its config cannot be loaded"
+CODE = put("donor/evil.py", "open('ran', 'w')\nclass Own: pass\nclass Config: pass\n")
+AUTO = {"AutoConfig": "evil.Config", "AutoModel": "evil.Own", "AutoModelForCausalLM": "evil.Own"}
+OWN_CLASS = both(config(architectures=["Own"], model_type="own", auto_map=AUTO), CODE)
 OUTSIDE = "outside of its directory"
+DAMAGED = f"donor/{WEIGHTS}: cannot be read: it is truncated, damaged or no weight file"
 FILES = [
     *rows(
         {
-            "no folder": (gone("donor"), "donor", "no such directory"),
+            "no folder": (gone("donor"), "donor: no such directory"),
             "config that is not JSON": (put("donor/config.json", "{"), "config.json", "cannot be read"),
-            "config that is a list": (put("donor/config.json", "[]"), "config.json", "JSON object"),
-            "config that is a folder": (folder_for("donor/config.json"), "config.json", "directory"),
-            "config of no known type": (config(model_type="nothing"), "donor", "config"),
-            "class that nobody knows": (config(architectures=["NoSuchModel"], model_type="none"), "donor"),
+            "config that is a list": (put("donor/config.json", "[]"), "config.json: does not hold a JSON object"),
+            "config that is a folder": (folder_for("donor/config.json"), "config.json: cannot be read: is a directory"),
+            "config of no known type": (config(model_type="nothing"), "config cannot be loaded", "nothing"),
+            "class that nobody knows": (config(architectures=["NoSuchModel"]), "NoSuchModel"),
             "no weights": (gone(f"donor/{WEIGHTS}"), "no weights", "donor"),
             "weights that are a folder": (folder_for(f"donor/{WEIGHTS}"), WEIGHTS, "directory"),
-            "truncated weights": (weights(lambda x: x[:-100]), WEIGHTS, "ownload"),
-            "empty weights": (put(f"donor/{WEIGHTS}"), "donor", "ownload"),
-            "damaged header": (put(f"donor/{WEIGHTS}", HEADER), "ownload"),
-            "page of the web for weights": (put(f"donor/{WEIGHTS}", "<html>Not found</html>"), "donor", "ownload"),
+            "truncated weights": (weights(lambda x: x[:-100]), DAMAGED),
+            "empty weights": (put(f"donor/{WEIGHTS}"), DAMAGED),
+            "damaged header": (put(f"donor/{WEIGHTS}", HEADER), DAMAGED),
+            "page of the web for weights": (put(f"donor/{WEIGHTS}", "<html>Not found</html>"), DAMAGED),
             "lost shard": (shards(gone(f"donor/{SHARDS[1]}")), "shard", "00002"),
             "truncated shard": (shards(bytes_of(f"donor/{SHARDS[1]}", lambda x: x[:-8])), SHARDS[1], "truncated"),
             "index that is not JSON": (shards(put(f"donor/{INDEX}", "{")), "index.json", "cannot be read"),
             "index without a map": (shards(put(f"donor/{INDEX}", "{}")), "index.json", "weight_map"),
-            "index of another model": (shards(OTHER_INDEX), "mlp.up_proj"),
+            "index of another model": (shards(OTHER_INDEX), "9.mlp.up_proj.weight' first, into files that"),
             "index that leads above": (index_to("../secret.safetensors"), OUTSIDE),
             "index that leads to the root": (index_to("/etc/secret.safetensors"), OUTSIDE),
             "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),
             "tensor in two shards": (tensor_in_two_shards, f"{SHARDS[0]} and in {SHARDS[1]}"),
-            "tensor in two pickles": (tensor_in_two_pickles, "pytorch_model-00001-of-00002.bin and in"),
+            "tensor in two pickles": (two_pickles(dict), "pytorch_model-00001-of-00002.bin and in"),
             "adapter beside weights": (adapter("donor"), "model.safetensors and adapter_config.json"),
-            "config that names another file": (BETTER, "better.safetensors"),
+            "config that names another file": (BETTER, "two sets of weights", "better.safetensors"),
             "pickle of a list": (pickled([1, 2, 3]), "pytorch_model.bin", "no tensors"),
             "pickle of numbers": (pickled({"a": 1}), "pytorch_model.bin", "no tensors"),
             "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors"),
+            "shard that runs code": (two_pickles(lambda _: {"x": torch.ones(2), "y": Evil()}), SECOND, "tensors"),
+            "class in a file of its own": (OWN_CLASS, NO_CLASS),
             "old pickle that runs code": (OLD_PICKLE, "pytorch_model.bin", "tensors"),
             "truncated pickle": (SHORT_PICKLE, "pytorch_model.bin", "damaged"),
         }
@@ -132,7 +139,7 @@ FILES = [
     *rows(
         {
             "no config": (gone("donor/config.json"), "config.json is missing", "donor"),
-            "noise for weights": (put(f"donor/{WEIGHTS}", b"\xff" * 4096), "donor", "ownload"),
+            "noise for weights": (put(f"donor/{WEIGHTS}", b"\xff" * 4096), DAMAGED),
         },
         commands=ALIGN_AND_VERIFY,
     ),
@@ -140,7 +147,7 @@ FILES = [
         {"pickle that runs code, read lazily": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors")},
         flags=("--lazy-unpickle",),
     ),
-    Row("adapter on nothing", ("adapter",), both(adapter("lora"), edit(("model: donor", "model: lora"))), BOTH),
+    Row("adapter on nothing", ("is an adapter",), both(adapter("lora"), edit(("model: donor", "model: lora"))), BOTH),
 ]
 
 LLAMA, QUERY = "LlamaForCausalLM", "model.layers.1.self_attn.q_proj.weight"
@@ -157,13 +164,13 @@ FITTING = [
     *rows(
         {
             "another architecture": (another("BertForMaskedLM"), "bert", "llama", "one architecture"),
-            "other KV heads": (another(LLAMA, num_key_value_heads=4), "groups 4", "2"),
-            "other width": (another(LLAMA, hidden_size=48), "48", "32"),
-            "other FFN": (another(LLAMA, intermediate_size=64), "64", "48"),
-            "other depth": (another(LLAMA, num_hidden_layers=3), "3", "2"),
-            "config of other heads": (config(num_attention_heads=8), "config"),
-            "heads that do not divide": (config(num_attention_heads=5), "donor", "5"),
-            "config of another FFN": (config(intermediate_size=40), "donor", "40"),
+            "other KV heads": (another(LLAMA, num_key_value_heads=4), "'layers.0.attn' has groups 4, against 2"),
+            "other width": (another(LLAMA, hidden_size=48), "'residual' has size 48, against 32"),
+            "other FFN": (another(LLAMA, intermediate_size=64), "'layers.0.ffn' has size 64, against 48"),
+            "other depth": (another(LLAMA, num_hidden_layers=3), "has 3 layers, anchor has 2"),
+            "config of other heads": (config(num_attention_heads=8), "[32, 32], its config says 64 x 32"),
+            "heads that do not divide": (config(num_attention_heads=5), "config cannot be loaded", "5"),
+            "config of another FFN": (config(intermediate_size=40), "has shape [48, 32], its config says 40 x 32"),
             "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
             "transposed tensor": (
                 tensors(lambda stored: stored.update({FLOATS: stored[FLOATS].T.contiguous()})),
@@ -182,37 +189,31 @@ FITTING = [
             ),
             "rotary in other layers": (
                 configured("SmolLM3ForCausalLM", SMOL, no_rope_layers=[1, 1]),
-                *("against", "no_rope_layers"),
+                "'no_rope_layers' is [1, 1], against [1, 0]",
             ),
             "rotary by another kind of layer": (
                 configured("Cohere2ForCausalLM", COHERE, layer_types=["full_attention"] * 2),
-                *("against", "has rotary"),
+                "has rotary 0, against 8",
             ),
-            "ALiBi and rotary": (configured("FalconForCausalLM", FALCON, alibi=True), "against", "alibi"),
+            "ALiBi and rotary": (configured("FalconForCausalLM", FALCON, alibi=True), "'alibi' is True, against False"),
             "another share of rotary": (
                 configured(NEOX, {"rope_parameters": ROTARY}, rope_parameters=HALF_ROTARY),
-                *("against", "has rotary"),
+                "has rotary 2, against 4",
             ),
             "another place of norms": (
                 configured(NEOX, {}, use_parallel_residual=False),
-                *("against", "use_parallel_residual"),
+                "'use_parallel_residual' is False, against True",
             ),
-            "another activation": (
-                configured("BertForMaskedLM", {}, hidden_act="relu2"),
-                *("against", "degree"),
-            ),
+            "another activation": (configured("BertForMaskedLM", {}, hidden_act="relu2"), "has degree 2, against 0"),
         }
     ),
-    *rows({"other vocabulary": (another(LLAMA, vocab_size=41), "41", "tokenizer")}, faults=2, **OF_RECIPES),
-    *rows(
-        {"missing tensor": (tensors(lambda stored: stored.pop(QUERY)), QUERY, "missing")},
-        commands=ALIGN_AND_VERIFY,
-    ),
+    *rows({"other vocabulary": (another(LLAMA, vocab_size=41), "[41, 32]", "tokenizer: {")}, faults=2, **OF_RECIPES),
+    *rows({"missing tensor": (tensors(lambda stored: stored.pop(QUERY)), QUERY, "missing")}, commands=ALIGN_AND_VERIFY),
     *rows(
         {
             "tensor too many": (
                 tensors(lambda stored: stored.update({"model.layers.0.extra.weight": torch.ones(3)})),
-                *("extra.weight", "not part"),
+                *("extra.weight", "1 tensors are not part of"),
             )
         },
         **OF_RECIPES,
@@ -244,7 +245,7 @@ FITTING = [
     ),
     Row(
         "rotation of a tied stream",
-        ("tied", "untie"),
+        ("needs an untied head", "set 'untie: true'"),
         both(
             *(another(LLAMA, name, tie_word_embeddings=True) for name in ("anchor", "donor")),
             edit(("delegate: linear", "delegate: linear\n  residual: rotation")),
@@ -278,6 +279,8 @@ EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
     "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),
     "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
     "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first"),
+    "class in a file of its own": (OWN_CLASS, "donor: "),
+    "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin"),
 }
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
 
@@ -308,20 +311,20 @@ ALIGNMENTS: dict[str, tuple[Change, str]] = {
     "map of ones": (lambda x, _: x[MAP].fill_(1), NO_MAP),
     "map of no numbers": (lambda x, _: x[MAP].fill_(torch.nan), NO_MAP),
     "smaller map": (lambda x, _: x.update({MAP: torch.eye(31)[None]}), NO_MAP),
-    "nothing folded": (in_head(folded=[]), "folded"),
-    "unknown stream folded": (lambda _, header: header["head"]["folded"].append("other"), "folded"),
-    "folded is a number": (in_head(folded=3), "damaged"),
-    "folded holds numbers": (in_head(folded=[3]), "damaged"),
+    "nothing folded": (in_head(folded=[]), "folded streams: none; rotated streams: residual"),
+    "unknown stream folded": (lambda _, header: header["head"]["folded"].append("other"), "folded streams: other"),
+    "folded is a number": (in_head(folded=3), "damaged (folded: "),
+    "folded holds numbers": (in_head(folded=[3]), "damaged (folded.0: "),
     "no transform of a space": (without_ffn, "space 'layers.0.ffn' is only in the file, or only in the models"),
-    "no tensor of a transform": (lambda x, _: x.pop(INDEX_OF_FFN), "no group element"),
-    "moved and unmoved": (lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": ""}), "damaged"),
+    "no tensor of a transform": (lambda x, _: x.pop(INDEX_OF_FFN), "no group element has the tensors ['factor']"),
+    "moved and unmoved": (lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": ""}), "header lists other"),
     "another kind": (lambda _, header: header["head"]["kinds"].update({"layers.0.ffn": "attention"}), NO_ORDER),
-    "head that is no JSON": (lambda _, header: header.update(head="{"), "damaged"),
-    "kinds that are a list": (in_head(kinds=[1]), "damaged"),
+    "head that is no JSON": (lambda _, header: header.update(head="{"), "damaged (Expecting"),
+    "kinds that are a list": (in_head(kinds=[1]), "damaged (kinds: "),
     "no models": (lambda _, header: header["head"].pop("models"), "is damaged (it lacks 'models')"),
-    "no family": (lambda _, header: header["head"].pop("family"), "damaged"),
-    "record that is no mapping": (in_head(made="x"), "damaged"),
-    "head without end": (lambda _, header: header.update(head="[" * 100000), "damaged"),
+    "no family": (lambda _, header: header["head"].pop("family"), "damaged (it lacks 'family')"),
+    "record that is no mapping": (in_head(made="x"), "damaged (made: "),
+    "head without end": (lambda _, header: header.update(head="[" * 100000), "damaged ("),
 }
 WITH_ALIGNMENT = edit((DONORS, "{weight: 0.5, alignment: map}\np"))
 ALIGNED = [
@@ -329,7 +332,7 @@ ALIGNED = [
     *(
         Row(
             f"alignment: another {name}",
-            ("map", "other weights"),
+            ("map", f"other weights than those of {name}"),
             mapped(lambda _, header, number=number: header["head"]["models"][number].__setitem__(1, "0" * 40)),
             ("merge",),
         )
@@ -338,7 +341,7 @@ ALIGNED = [
     Row("alignment that is not there", ("map", "o such file"), both(gone("map"), WITH_ALIGNMENT), BOTH),
     Row(
         "alignment that is a model",
-        ("map", "alignment"),
+        ("map: is not an alignment file",),
         both(lambda bench: shutil.copy(f"donor/{WEIGHTS}", "map"), WITH_ALIGNMENT),
         BOTH,
     ),
@@ -390,8 +393,8 @@ GGUFS = [
     in_gguf("token that is no text", NO_TEXT, "its metadata are damaged"),
     in_gguf("several models in a folder", in_folder("a-Q4.gguf", "a-Q8.gguf"), "holds 2 models in GGUF", file="x"),
     in_gguf("vision tower alone", in_folder("mmproj-F16.gguf"), "no language model", "only mmproj-F16.gguf", file="x"),
-    in_gguf("no file", gone(WHOLE), "no such file"),
-    in_gguf("link to nothing", NO_TARGET, "check the path"),
+    in_gguf("no file", gone(WHOLE), "whole.gguf: no such file"),
+    in_gguf("link to nothing", NO_TARGET, "whole.gguf: no such file; check the path"),
     in_gguf("unknown architecture", OTHER_KIND, "'rwkv7' cannot be read"),
     *(
         in_gguf(f"{key} {value}", rewritten(**{key: value}), words)
@@ -404,11 +407,11 @@ GGUFS = [
             ("llama.block_count", 0, "'llama.block_count' is 0, which is no size"),
             ("llama.block_count", "two", "'llama.block_count' is 'two', which is no size"),
             ("llama.expert_count", 2_000_000_000, "has no place in a MixtralForCausalLM"),
-            ("llama.attention.head_count", 5, "download it again"),
+            ("llama.attention.head_count", 5, "its metadata are damaged"),
             ("llama.feed_forward_length", [48, 64], "not the same in all layers"),
-            ("llama.rope.scaling.type", "of-nobody", "'of-nobody'"),
+            ("llama.rope.scaling.type", "of-nobody", "rotary positions are scaled by 'of-nobody'"),
             ("tokenizer.ggml.model", "of-nobody", "put the model's tokenizer.json beside the file"),
-            ("tokenizer.ggml.pre", "of-nobody", "'of-nobody'"),
+            ("tokenizer.ggml.pre", "of-nobody", "splits text by 'of-nobody'"),
             ("tokenizer.ggml.pre", None, "in a way that it does not name"),
             ("tokenizer.ggml.eos_token_id", [1, 2], "its tokenizer cannot be read by transformers"),
         )

@@ -6,33 +6,52 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bad_checkpoints import CHECKPOINTS, EVERY_READER, WITH_ALIGNMENT
+from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, WITH_ALIGNMENT
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
-from spoiling import WEIGHTS, Bench, Row, adapter, both, call, config, edit, index, put, python, tokenizer
+from spoiling import WEIGHTS, Bench, Row, adapter, another, both, call, config, edit, index, put, python, tokenizer
 
 import rotation_merge as rm
 
 OUTPUTS = [
-    Row("output under a file", ("file", "in the way"), recipe=("merge",), out="file/out"),
-    Row("output that is a file", ("file", "in the way"), recipe=("merge",), out="file"),
-    Row("output that is an input", ("donor", "one of the inputs"), recipe=("merge",), out="donor"),
-    Row("output inside an input", ("donor", "one of the inputs"), recipe=("merge",), out="donor/out"),
-    Row("output around the inputs", ("one of the inputs",), recipe=("merge",), out="."),
+    Row("output under a file", ("file: a file stands in the way",), recipe=("merge",), out="file/out"),
+    Row("output that is a file", ("file: is a file, which is in the way",), recipe=("merge",), out="file"),
+    Row("output that is an input", ("donor: is one of the inputs",), recipe=("merge",), out="donor"),
+    Row("output inside an input", ("donor/out: is inside one of the inputs",), recipe=("merge",), out="donor/out"),
+    Row("output around the inputs", (".: holds one of the inputs",), recipe=("merge",), out="."),
     Row(
         "output that cannot be made",
-        ("/proc",),
+        ("/proc/none/out: cannot be written",),
         recipe=("merge",),
         commands=("align anchor donor /proc/none/out",),
         out="/proc/none/out",
     ),
-    call("align anchor donor donor", "is one of the inputs"),
-    call("align anchor donor recipe.yml", "is a file"),
-    call("align anchor donor vit", "already exists", "--force"),
-    call("align anchor donor --alignment file", "already exists", "--force"),
+    call("align anchor donor donor", "donor: is one of the inputs"),
+    call("align anchor donor recipe.yml", "recipe.yml: is a file, which is in the way", "--force"),
+    call("align anchor donor vit", "vit: already exists", "--force"),
+    call("align anchor donor --alignment file", "file: already exists", "--force"),
 ]
 
+NOWHERE = {
+    "check": "nowhere",
+    "inspect": "nowhere",
+    "align": "nowhere nowhere out",
+    "carry": "nowhere out --from nowhere --to nowhere",
+    "verify": "nowhere nowhere",
+    "barrier": "nowhere nowhere --data demo:python",
+    "merge": "nowhere nowhere out",
+    "doctor": "nowhere",
+    "polish": "nowhere out --teachers nowhere",
+    "evaluate": "nowhere --data demo:python",
+    "measure": "nowhere --data self --out out",
+    "lora": "nowhere nowhere out",
+    "push": "nowhere org/name",
+    "demo": "--only nowhere",
+}
+"""Every command, given what is not there."""
+
 LINES = [
+    *(call(f"{name} {words}", "nowhere") for name, words in NOWHERE.items()),
     call("align anchor donor --steps 3", "--steps needs --learn"),
     call("align anchor donor --learn --data text.txt", "--learn needs --data, and OUT or --alignment"),
     call("align anchor donor out --learn", "--learn needs --data, and OUT or --alignment"),
@@ -42,15 +61,15 @@ LINES = [
     call("fit anchor donor", "there is no command 'fit'"),
     call("align anchor donor out --dtype float23", "'float23'", "'float32'"),
     call("align anchor donor out --shard-size x", "is not a size"),
-    call("align anchor donor out --layers x", "ranges"),
-    call("align anchor donor out --layers 9", "layer 9"),
-    call("align anchor donor out --heads permute", "permute", "permutation"),
+    call("align anchor donor out --layers x", "'--layers' is 'x'; it must be all, or ranges"),
+    call("align anchor donor out --layers 9", "the model has no layer 9"),
+    call("align anchor donor out --heads permute", "'--heads' is 'permute'; did you mean 'permutation'?"),
     call("align anchor donor out --device cuda:99", "'cuda:99' cannot be used"),
     call("align anchor donor out --device gpu", "'gpu' cannot be used"),
     call("align anchor donor out --device meta", "use --device cpu, or auto"),
-    call("align anchor vit out", "one architecture"),
-    call("align anchor donor out --nonsense", "--nonsense"),
-    call("align anchor donor out --backend spark", "'spark'", "ray"),
+    call("align anchor vit out", "vit: architecture is vit, that of anchor is llama"),
+    call("align anchor donor out --nonsense", "No such option '--nonsense'"),
+    call("align anchor donor out --backend spark", "'--backend' is 'spark'; it must be one of: threads, ray, dask"),
     call(
         "carry donor --from anchor --to anchor out",
         "donor: has 1 token",
@@ -66,50 +85,58 @@ LINES = [
         spoil=both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new")),
     ),
     call("mearge", "mearge", "did you mean 'merge'?"),
+    call("inspct anchor", "did you mean 'inspect'?"),
     call("inspect ./nothing", "./nothing", "no such directory"),
     call("inspect", "name a model, a recipe or a file"),
-    call("inspect anchor --report", "no such file"),
+    call("inspect anchor --report", "anchor/rotation_merge.json: no such file"),
     call("inspect anchor --layers 9", "the model has no layer 9"),
     call("inspect anchor --methods", "takes no model"),
     call("inspect anchor --draft --fingerprint", "use one at a time"),
     call("inspect anchor --config file", "--config needs --prove"),
-    call("inspect --prove nowhere", "nowhere", "o such file"),
+    call("inspect --prove nowhere", "nowhere: cannot be read", "o such file"),
     call("inspect anchor/model.safetensors", "neither an alignment nor statistics"),
-    call("inspect junk.npz", "junk.npz"),
-    call("barrier anchor donor", "--data"),
-    call("barrier anchor --data demo:python", "two models"),
-    call("barrier anchor donor --data ./gone.txt", "no such file"),
-    call("barrier anchor donor --data demo:latin", "demo:english"),
+    call("inspect junk.safetensors", "junk.safetensors: cannot be read"),
+    call("inspect junk.safetensors --fingerprint", "junk.safetensors: cannot be read"),
+    call("inspect half.yml --fingerprint", "nor a report (.json)"),
+    call("inspect half.yml", "not valid YAML"),
+    call("inspect bytes.yml", "bytes.yml: cannot be read"),
+    call("inspect list/rotation_merge.json", "is not a report"),
+    call("inspect list --report", "is not a report"),
+    call("inspect list --fingerprint", "config.json is missing"),
+    call("inspect other --report", "it lacks 'anchor'"),
+    call("inspect nowhere --draft", "nowhere: no such directory"),
+    call("inspect none.yml --heads permutation", "an option of aligning a model"),
+    call("inspect lora --fingerprint", "is an adapter, not a model", spoil=adapter("lora")),
+    call("inspect junk.npz", "junk.npz: its merge_method is not rotation_merge"),
+    call("barrier anchor donor", "Missing option '--data'"),
+    call("barrier anchor --data demo:python", "give a recipe (a YAML file), or two models"),
+    call("barrier anchor donor --data ./gone.txt", "./gone.txt: no such file"),
+    call("barrier anchor donor --data demo:latin", "the demo has no data 'latin'", "demo:english"),
     call("barrier anchor donor --data bad.jsonl", "bad.jsonl", "is not JSON"),
-    call("barrier anchor donor --data text.txt", "tokenizer"),
-    call("barrier anchor anchor --data demo:digits", "input_ids"),
-    call("barrier vit vit --data demo:python", "pixel_values"),
+    call("barrier anchor donor --data text.txt", "anchor: no tokenizer can be loaded"),
+    call("barrier anchor anchor --data demo:digits", "LlamaForCausalLM takes input_ids"),
+    call("barrier vit vit --data demo:python", "ViTForImageClassification takes pixel_values"),
     call("evaluate anchor --data junk.npz", "is not an archive of arrays"),
-    call("evaluate anchor --data a.csv", "a.csv"),
+    call("evaluate anchor --data few.txt", "give more text", spoil=tokenizer("anchor", "AB")),
+    call("evaluate anchor --data ./none.txt", "./none.txt: no such file"),
+    call("evaluate anchor --data a.csv", "a.csv, record 1", "'input_ids' is missing"),
     call("evaluate lora --data demo:bytes", "is an adapter, not a model; write org/base+", spoil=adapter("lora")),
-    call("verify anchor ./nothing", "no such directory"),
-    call("verify anchor vit", "one class"),
-    call("verify vit anchor", "one class"),
-    call("doctor vit/preprocessor", "vit/preprocessor"),
+    call("verify anchor ./nothing", "./nothing: no such directory"),
+    call("verify anchor vit", "vit: is of another class than anchor"),
+    call("verify vit anchor", "anchor: is of another class than vit"),
+    call("doctor vit/preprocessor", "vit/preprocessor: no such file or directory"),
     call("doctor empty", "config.json is missing", spoil=lambda bench: Path("empty").mkdir()),
-    call("doctor file", "names no merge_method"),
+    *(call(f"doctor {name}", "names no merge_method") for name in ("file", "list.yml")),
+    call("doctor none.yml", "none.yml"),
+    call("doctor bytes.yml", "bytes.yml: is not a text file"),
     call("push anchor a/b/c", "names no repository"),
-    call("push anchor org/name", "no such file"),
-    call("push file org/name", "no such file"),
-    Row(
-        "code of a checkpoint",
-        ("donor",),
-        both(
-            config(architectures=["Own"], model_type="own", auto_map={"AutoModel": "evil.Own"}),
-            put("donor/evil.py", "open('ran', 'w')"),
-        ),
-        commands=("verify donor donor",),
-    ),
+    call("push anchor org/name", "anchor/rotation_merge.json: no such file"),
+    call("push file org/name", "file/rotation_merge.json: no such file"),
 ]
 
 PYTHON = [
-    python("models of two architectures", lambda: rm.align("anchor", "vit"), "one architecture"),
-    python("no model", lambda: rm.align("anchor", 3), "int"),
+    python("models of two architectures", lambda: rm.align("anchor", "vit"), "vit: architecture is vit, that of"),
+    python("no model", lambda: rm.align("anchor", 3), "donor: is of type int, which is not a model"),
     python(
         "unknown option",
         lambda: rm.align("anchor", "donor", hedas="permutation"),
@@ -126,7 +153,7 @@ PYTHON = [
     python(
         "groups of no stream", lambda: rm.align("anchor", "donor", residual="nosuch=permutation"), "no stream 'nosuch'"
     ),
-    python("no group of a stream", lambda: rm.AlignConfig(residual="decoder=turning"), "option 'residual'"),
+    python("no group of a stream", lambda: rm.AlignConfig(residual="decoder=turning"), "is 'decoder=turning'"),
     python("one model to merge", lambda: rm.merge(["anchor"], "out"), "1 models are given"),
     python("text for models", lambda: rm.merge("anchor", "out"), "one str stands where models belong"),
     python("object for a model", lambda: rm.merge([object(), "donor"], "out"), "one model is of type object"),
@@ -137,7 +164,7 @@ PYTHON = [
         "data that are not there", lambda: rm.merge(["anchor", "donor"], "out", "none.txt"), "none.txt: no such file"
     ),
     python("unknown method", lambda: rm.average(["anchor", "donor"], "lienar"), "did you mean 'linear'?"),
-    python("no alignment", lambda: rm.Alignment.load("file"), "file"),
+    python("no alignment", lambda: rm.Alignment.load("file"), "file: cannot be read"),
 ]
 
 ON_THE_HUB = [
@@ -157,6 +184,18 @@ ON_THE_HUB = [
 
 ROWS = [*RECIPES, *CHECKPOINTS, *OUTPUTS, *LINES, *ON_THE_HUB, *PYTHON]
 
+OWN_TOKENIZER = '{"auto_map": {"AutoTokenizer": ["evil.Own", "evil.Own"]}, "tokenizer_class": "Own"}'
+BESIDE: dict[str, Callable[[Bench], object]] = {
+    "code for a class that transformers has": both(config(auto_map={"AutoConfig": "evil.Config"}), CODE),
+    "code for tokenizers that are compared": both(
+        another("LlamaForCausalLM", vocab_size=44),
+        *(put(f"{name}/tokenizer_config.json", OWN_TOKENIZER) for name in ("anchor", "donor")),
+        CODE,
+        edit(("delegate: linear", "delegate: linear\n  residual: permutation\n  exclude: embed,lm_head")),
+    ),
+}
+"""Code beside a checkpoint, which is used as if the file were not there."""
+
 GOOD: dict[str, Callable[[Bench], object]] = {
     "as it is": lambda bench: None,
     "known chat template": edit(("dtype:", "chat_template: chatml\ndtype:")),
@@ -169,5 +208,6 @@ GOOD: dict[str, Callable[[Bench], object]] = {
         torch.save(load_file(f"donor/{WEIGHTS}"), "donor/pytorch_model.bin"),
     ),
     "alignment file": WITH_ALIGNMENT,
+    "code for a class that transformers has": BESIDE["code for a class that transformers has"],
 }
 """Inputs near to bad ones, which are good."""

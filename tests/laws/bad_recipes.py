@@ -18,7 +18,9 @@ from spoiling import (
     texts,
 )
 
-STEERS = Row("key that steers a terminal", ("gpj",), edit(("dtype:", '"x\\e]0;owned\\a\\u202Egpj": 1\ndtype:')), BOTH)
+STEERS = Row(
+    "key that steers a terminal", ("gpj' here",), edit(("dtype:", '"x\\e]0;owned\\a\\u202Egpj": 1\ndtype:')), BOTH
+)
 KEYS = [
     at_top("tokeniser: base", "tokeniser", "did you mean 'tokenizer'"),
     misspelt("base_model", "base_mdoel"),
@@ -53,8 +55,8 @@ PARAMETERS = [
     option("hedas: permutation", "hedas", "did you mean 'heads'"),
     in_recipe("misspelt delegate", "delegate: linear", "delegate: lienar", "'lienar'", "did you mean 'linear'"),
     in_recipe("unknown delegate", "delegate: linear", "delegate: mean", "no merge method 'mean' to delegate to"),
-    in_recipe("ourselves for a delegate", "delegate: linear", "delegate: rotation_merge", "no merge method"),
-    in_recipe("list for a delegate", "delegate: linear", "delegate: [linear]", "no merge method"),
+    in_recipe("ourselves for a delegate", "delegate: linear", "delegate: rotation_merge", "method 'rotation_merge' to"),
+    in_recipe("list for a delegate", "delegate: linear", "delegate: [linear]", "no merge method '['linear']'"),
     option("density: 0.5", "there is no parameter 'density'", "linear"),
     of_anchor("{}", "needs the parameter 'weight'", "linear"),
     models(f"{PAIR} {{delegate: slerp}}", "needs the parameter 't'", "slerp"),
@@ -68,27 +70,27 @@ PARAMETERS = [
     of_anchor("{weight: .inf}", "'weight' is inf"),
     of_anchor("{weight: inf}", "'weight' is 'inf'"),
     of_anchor("{weight: [{filter: x, value: .inf}]}", "'weight' is inf"),
-    of_anchor("{weight: {a: 1}}", "weight"),
-    option("ffn:", "ffn"),
+    of_anchor("{weight: {a: 1}}", "weight.a: there is no key 'a' here"),
+    option("ffn:", "ffn: this is not a value"),
     option("ffn: 3", "'ffn' is 3", "permutation"),
     option("ffn: rotation", "'ffn' is 'rotation'", "permutation"),
     option("attention: rotations", "rotations", "did you mean 'rotation'"),
     models(
         f"{SETTINGS} {{delegate: della, rescale: sequential}}", "'rescale' is 'sequential'; it must be true or false"
     ),
-    option("residual: orthogonal", "orthogonal", "rotation"),
+    option("residual: orthogonal", "'residual' is 'orthogonal'; it must be one of: none, permutation"),
     option("residual: [none, rotation]", "'residual' applies to the whole model"),
     option("layers: [{filter: x, value: 0-3}, {value: all}]", "'layers' applies to the whole model"),
-    option("layers: 0..3", "0..3", "0-5,11"),
-    option("layers: 5-2", "5-2", "all, or ranges"),
-    option("layers: [0, 1]", "layers", "whole model"),
+    option("layers: 0..3", "'layers' is '0..3'", "all, or ranges such as 0-5,11"),
+    option("layers: 5-2", "'layers' is '5-2'", "all, or ranges"),
+    option("layers: [0, 1]", "'layers' applies to the whole model"),
     *(
         option(f"layers: '{layers}'", words, commands=tuple(f"{c} --layers {layers}" for c in OF_LAYERS))
         for layers, words in LAYERS.items()
     ),
-    option("exclude: lm_haed", "lm_head"),
-    option("exclude: lm_head, up_prj", "up_proj"),
-    option("exclude: 3", "'exclude' is 3"),
+    option("exclude: lm_haed", "contains 'lm_haed'", "did you mean 'lm_head'"),
+    option("exclude: lm_head, up_prj", "contains 'up_prj'", "did you mean 'up_proj'"),
+    option("exclude: 3", "'exclude' is 3; it must be names"),
     of_donor("{weight: 0.5, finetuned_from: 3}", "'finetuned_from' is 3"),
     of_donor("{weight: 0.5, alignment: [a, b]}", "'alignment' applies"),
     option("untie: yes please", "'untie' is 'yes please'"),
@@ -98,21 +100,21 @@ PARAMETERS = [
     option("ffn: [{filter: up_proj, value: none}, {value: permutation}]", "'up_proj'", "model.layers.0"),
     option(
         "exclude: 3\n  attention: rotate",
-        "parameters.exclude",
+        "parameters.exclude: parameter 'exclude' is 3; it must be names",
         "(1 more: rotation-merge check recipe.yml)",
         recipe=("merge",),
     ),
     option("data: self", "'data' has no effect with delegate linear"),
     of_donor("{weight: 0.5, alignment: map, ffn: none}", "has no effect", "ffn"),
-    models(f"{PAIR} {{delegate: slerp, t: 7}}", SHARE),
-    models(f"{SETTINGS} {{delegate: ties, density: -1}}", SHARE),
-    models(f"{SETTINGS} {{delegate: dare_ties, density: 1.5}}", SHARE),
-    models(f"{SETTINGS} {{delegate: dare_linear, density: [0.5, 2]}}", SHARE),
+    models(f"{PAIR} {{delegate: slerp, t: 7}}", "'t' is 7", SHARE),
+    models(f"{SETTINGS} {{delegate: ties, density: -1}}", "'density' is -1", SHARE),
+    models(f"{SETTINGS} {{delegate: dare_ties, density: 1.5}}", "'density' is 1.5", SHARE),
+    models(f"{SETTINGS} {{delegate: dare_linear, density: [0.5, 2]}}", "'density' is 2", SHARE),
     in_recipe("misspelt dtype", "dtype: float32", "dtype: flaot32", "flaot32", "did you mean 'float32'"),
     in_recipe("dtype of integers", "dtype: float32", "dtype: int64", "dtype is 'int64'"),
     in_recipe("unknown out_dtype", "dtype: float32", "out_dtype: half16", "out_dtype is 'half16'"),
-    at_top("chat_template: nosuch", "no chat template"),
-    at_top('chat_template: "{"', "no chat template"),
+    at_top("chat_template: nosuch", "no chat template 'nosuch'"),
+    at_top('chat_template: "{"', "no chat template '{'"),
 ]
 
 
@@ -121,12 +123,13 @@ def slices(*sources: str, before: str = "", parameters: str = "delegate: slerp, 
     return f"slices: [{{{before}sources: [{pieces}]}}]\nparameters: {{{parameters}}}"
 
 
+ONE_OF = "Exactly one of 'models', 'slices', or 'modules' must be present"
 FIRST, SECOND = "anchor, layer_range: [0, 2]", "donor, layer_range: [0, 2]"
 BOMB = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
 STRUCTURE = [
     in_recipe("no base_model", "base_model: anchor\n", "", "base_model is missing", "aligned to"),
-    models("parameters: {delegate: linear}", "'models'"),
-    at_top("slices: [{sources: [{model: anchor, layer_range: [0, 2], parameters: {weight: 1}}]}]", "models", "slices"),
+    models("parameters: {delegate: linear}", ONE_OF),
+    at_top("slices: [{sources: [{model: anchor, layer_range: [0, 2], parameters: {weight: 1}}]}]", ONE_OF),
     models(f"{PAIR} {{delegate: model_stock}}", "model_stock", "at least 3"),
     models(
         "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters: {delegate: slerp, t: 0.5}",
@@ -137,7 +140,7 @@ STRUCTURE = [
         "model twice",
         "  - model: donor",
         "  - model: donor\n    parameters: {weight: 0.5}\n  - model: donor",
-        "uplicate",
+        "Duplicate merge inputs",
     ),
     models(slices(FIRST, SECOND, before="base_model: donor, "), "base_model is donor, that of the recipe is anchor"),
     models(slices(FIRST, "donor, layer_range: [0, 1]"), "slices[0]", "its sources have 2, 1 layers"),
@@ -152,8 +155,8 @@ STRUCTURE = [
         faults=2,
     ),
     models("models: {model: donor}", "models", "input should be a valid list"),
-    in_recipe("number in the place of a model", "model: donor", "model: 3", "models[1]"),
-    in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "parameters"),
+    in_recipe("number in the place of a model", "model: donor", "model: 3", "a directory or org/name"),
+    in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "input should be"),
 ]
 
 CHECK, INSPECT = "check recipe.yml", "inspect recipe.yml"
@@ -162,15 +165,15 @@ NO_RECIPES = [
     Row("folder for a recipe", ("recipe.yml", "s a directory"), folder_for("recipe.yml"), commands=(CHECK,)),
     in_recipe("half a list", "models:", "models: [", "not valid YAML", recipe=("merge",), commands=(CHECK, INSPECT)),
     in_recipe("tab", "  delegate", "\tdelegate", "not valid YAML", recipe=("merge",), commands=(CHECK,)),
-    at_top("\n".join(["a0: &a0 [x]", *BOMB]), "aliases", recipe=("merge",), commands=(CHECK,)),
-    at_top("a: &a [*a]", "aliases", recipe=("merge",), commands=(CHECK,)),
+    at_top("\n".join(["a0: &a0 [x]", *BOMB]), "100000 values", "aliases", recipe=("merge",), commands=(CHECK,)),
+    at_top("a: &a [*a]", "or 100 levels", "aliases", recipe=("merge",), commands=(CHECK,)),
     Row("list for a recipe", ("a recipe is a mapping of keys",), texts("- a\n- b\n"), recipe=("check",)),
     *(
         Row(f"recipe: {name}", (words,), texts(content), commands=(CHECK, INSPECT))
         for name, content, words in (
-            ("empty", b"", "empty"),
-            ("not UTF-8", b"merge_method: \xff\n", "recipe.yml"),
-            ("deep", b"a: " + b"[" * 1200, "nested too deeply"),
+            ("empty", b"", "the recipe is empty"),
+            ("not UTF-8", b"merge_method: \xff\n", "can't decode byte 0xff"),
+            ("deep", b"a: " + b"[" * 600, "nested too deeply"),
             ("deep mappings", b"".join(b" " * n + b"a:\n" for n in range(2000)), "nested too deeply"),
             ("object of Python", b"a: !!python/object/apply:os.system ['touch ran']\n", "not valid YAML"),
             ("control characters", b"a: \x1b[2J\n", "not valid YAML"),
@@ -200,10 +203,10 @@ MISSPELT = [
         faults=2,
     ),
     in_recipe("misspelt donor", "model: donor", "model: doner", "doner: no such directory", "did you mean './donor'?"),
-    in_recipe("adapter that is none", "model: donor\n", "model: donor+anchor\n", "adapter"),
+    in_recipe("adapter that is none", "model: donor\n", "model: donor+anchor\n", "there is no LoRA adapter"),
     in_recipe("file for a model", "model: donor", "model: donor/model.safetensors", "is a file", "directory"),
-    in_recipe("model that steers a terminal", "model: donor", 'model: "gone\\u202Egpj"', "no such directory"),
-    of_donor("{weight: 0.5, finetuned_from: ./gone}", "gone", "no such directory"),
+    in_recipe("model that steers a terminal", "model: donor", 'model: "gone\\u202Egpj"', "gpj: no such directory"),
+    of_donor("{weight: 0.5, finetuned_from: ./gone}", "gone: no such directory"),
     at_top("tokenizer_source: ./doner", "./doner: no such directory", "did you mean './donor'?"),
     at_top("tokenizer: {source: ./doner}", "./doner: no such directory"),
 ]

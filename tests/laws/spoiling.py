@@ -118,7 +118,7 @@ def llama(folder: str | Path, seed: int = 0, **config: Any) -> None:
 
 
 def make_good_inputs(folder: Path) -> None:
-    """Two Llamas, a ViT, an alignment file of the Llamas, samples, a GGUF."""
+    """Two Llamas, a ViT, an alignment file of the Llamas, samples, a GGUF; and files that no command takes."""
     llama(folder / "anchor")
     llama(folder / "donor", 1)
     model("ViTForImageClassification", folder / "vit", image_size=16, patch_size=8)
@@ -127,9 +127,13 @@ def make_good_inputs(folder: Path) -> None:
     rows = [{"input_ids": list(range(i, i + 8)), "labels": list(range(i, i + 8))} for i in range(16)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_gguf(folder / "whole.gguf", folder / "anchor")
-    files = {"file": "x", "bad.jsonl": "{", "text.txt": "words " * 300, "junk.npz": "x", "a.csv": "one,two\n1,2\n"}
-    for name, text in files.items():
-        (folder / name).write_text(text)
+    files = {"file": b"x", "bad.jsonl": b"{", "text.txt": b"words " * 300, "junk.npz": b"x", "a.csv": b"one,two\n1,2\n"}
+    files |= {"few.txt": b"x", "junk.safetensors": b"x", "list.yml": b"- 1", "half.yml": b"a: [1"}
+    files |= {"none.yml": b"merge_method: linear\nmodels: []", "bytes.yml": b"\xff\xfe\x00"}
+    files |= {"list/rotation_merge.json": b"[]", "other/rotation_merge.json": b'{"version": 99}'}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 # --- spoiling ----------------------------------------------------------------------------------------------------
@@ -249,13 +253,15 @@ def pickled(content: Any) -> Step:
     return both(gone(f"donor/{WEIGHTS}"), lambda bench: torch.save(content, "donor/pytorch_model.bin"))
 
 
-def tensor_in_two_pickles(bench: Bench) -> None:
+@step
+def two_pickles(second: Callable[[dict[str, Tensor]], dict[str, Any]]) -> None:
+    """The donor in one pickle, and another one beside it, from which the index takes its first entry."""
     stored = load_file(f"donor/{WEIGHTS}")
     Path("donor", WEIGHTS).unlink()
-    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    for name in names:
-        torch.save(stored, f"donor/{name}")
-    index(dict.fromkeys(stored, names[0]) | {min(stored): names[1]}, "pytorch_model.bin.index.json")
+    names, parts = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)], (stored, second(stored))
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, f"donor/{name}")
+    index(dict.fromkeys(stored, names[0]) | {min(parts[1]): names[1]}, "pytorch_model.bin.index.json")
 
 
 @step

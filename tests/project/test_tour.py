@@ -15,6 +15,7 @@ CELLS = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cell
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.pyplot as plt
 

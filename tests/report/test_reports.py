@@ -45,8 +45,8 @@ def test_gains_in_words(before: float, after: float, words: str) -> None:
     assert words in gained(before, after)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     rows, pictures = [row(layer, kind, 2.0, 1.0) for layer in (0, 1) for kind in ("attention", "ffn")], []
     for _ in range(2):
         assert save_distances(report(*rows), str(tmp_path)) == DISTANCES
