@@ -1,18 +1,17 @@
-"""Commands in forked processes, killed at any moment."""
+"""Commands in forked processes, which send themselves a signal before one of their steps."""
 
 from __future__ import annotations
 
 import gc
-import glob
 import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from mergekit.io.tasks import LoaderCache
@@ -68,18 +67,31 @@ def forked(name: str, *arguments: object, prepare: Callable[[], object] = int) -
     return subprocess.CompletedProcess([name, *arguments], code, out, err)
 
 
-def run(name: str, *arguments: object, after: float = 0.0, signal_number: int = 0, watched: Path | str = "") -> int:
-    """A command, sent a signal (0: none) some seconds after it began, or after a path has appeared (a pattern).
+STEPS = ("replace", "rename", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "fsync")
+"""Functions of `os` in front of which a writer may be ended."""
 
-    Returns:
-        Its exit code.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        child, ended = start(name, arguments, Path(folder)), (0, 0)
-        while watched and not glob.glob(str(watched)) and not ended[0]:
-            time.sleep(0.0005)
-            ended = os.waitpid(child, os.WNOHANG)
-        if signal_number and not ended[0]:
-            time.sleep(after)
-            os.kill(child, signal_number)
-        return os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(child, 0))[1])
+
+def at_step(number: int, count: Path, sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """Make a process send itself a signal before its step of this number; it counts its steps in a file."""
+
+    def prepare() -> None:
+        steps, parent = 0, os.getpid()
+
+        def counted(name: str) -> Callable[..., Any]:
+            plain = getattr(os, name)
+
+            def step(*arguments: Any, **options: Any) -> Any:
+                nonlocal steps
+                if os.getpid() == parent:
+                    steps += 1
+                    if steps == number:
+                        os.kill(parent, sent)
+                    count.write_text(str(steps))
+                return plain(*arguments, **options)
+
+            return step
+
+        for name in STEPS:
+            setattr(os, name, counted(name))
+
+    return prepare

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import interrupted_support
 import numpy as np
 import pytest
 import torch
 from cli_support import hasten, run
 from click.testing import Result
+from interrupted_support import at_step, forked
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
 from tiny_models import ALL, planted
 
@@ -315,20 +315,25 @@ def recipe(deep_pair: tuple[Path, Path], tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_interrupted_by_the_user(recipe: Path, tmp_path: Path) -> None:
     """Ctrl-C: nothing is left, not even the directories above the output."""
-    out, outcomes = tmp_path / "deep" / "er" / "out", []
-    for delay in (0.0, 0.005, 0.02):
-        arguments = ("mergekit-yaml", recipe, out, "--quiet")
-        partial = out.with_name(".out.partial")
-        outcomes.append(interrupted_support.run(*arguments, watched=partial, after=delay, signal_number=signal.SIGINT))
-        assert (tmp_path / "deep").exists() != bool(outcomes[-1])
+    out, count = tmp_path / "deep" / "er" / "out", tmp_path / "count"
+
+    def merged(number: int) -> int:
+        """With Ctrl-C before the step of this number; whether there is an output agrees with the exit code."""
+        interrupted = at_step(number, count, signal.SIGINT)
+        code = forked("mergekit-yaml", recipe, out, "--quiet", prepare=interrupted).returncode
+        assert (tmp_path / "deep").exists() != bool(code)
         shutil.rmtree(tmp_path / "deep", ignore_errors=True)
-    assert 1 in outcomes
+        return code
+
+    assert merged(0) == 0
+    steps = int(count.read_text())
+    assert [merged(number) for number in (1, steps // 3, steps // 2)] == [1, 1, 1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
 def test_files_that_cannot_grow(recipe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    result = interrupted_support.forked(
+    result = forked(
         *("mergekit-yaml", recipe, tmp_path / "out", "--quiet", *flags),
         prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
     )
@@ -346,7 +351,7 @@ def test_a_full_disk(recipe: Path, tmp_path: Path) -> None:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
-        result = interrupted_support.forked("mergekit-yaml", recipe, small / "out", "--quiet")
+        result = forked("mergekit-yaml", recipe, small / "out", "--quiet")
         assert result.returncode == 2, result.stderr
         assert "disk is full" in one_error(result.stderr)
         assert list(small.iterdir()) == []

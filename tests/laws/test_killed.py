@@ -10,20 +10,16 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 import yaml
-from interrupted_support import start
+from interrupted_support import at_step, start
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
-
-STEPS = ("replace", "rename", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "fsync")
-"""Functions of `os` in front of which a writer may be killed."""
 
 KILLS = 6
 """Kills of one writer: before its last two steps, and spread over the others."""
@@ -99,32 +95,6 @@ def run(words: str, models: Path, folder: Path, prepare: Callable[[], object] = 
     said.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
     return os.waitstatus_to_exitcode(os.waitpid(start(name, arguments, said, prepare), 0)[1])
-
-
-def at_step(number: int, count: Path) -> Callable[[], None]:
-    """Make a process kill itself before its step of this number; it counts its steps in a file."""
-
-    def prepare() -> None:
-        steps, parent = 0, os.getpid()
-
-        def counted(name: str) -> Callable[..., Any]:
-            plain = getattr(os, name)
-
-            def step(*arguments: Any, **options: Any) -> Any:
-                nonlocal steps
-                if os.getpid() == parent:
-                    steps += 1
-                    if steps == number:
-                        os.kill(parent, signal.SIGKILL)
-                    count.write_text(str(steps))
-                return plain(*arguments, **options)
-
-            return step
-
-        for name in STEPS:
-            setattr(os, name, counted(name))
-
-    return prepare
 
 
 def content(path: Path) -> dict[str, torch.Tensor] | None:
