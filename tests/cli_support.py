@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from plugin_support import one_error
 
 import rotation_merge
 from rotation_merge.cli.app import COMMANDS as COMMANDS
@@ -28,6 +29,18 @@ def parsed(*args: object) -> Any:
     done = run(*args, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def output_of(*args: object, code: int = 0) -> str:
+    """What a command prints that ends with this code."""
+    done = run(*args)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def error_of(*args: object) -> str:
+    """The one line of a command that ends with an error."""
+    return one_error(output_of(*args, code=2))
 
 
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:

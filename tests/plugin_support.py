@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from mergekit import merge_methods
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -117,6 +115,26 @@ def write_adapter(config: dict[str, Any], factors: dict[str, torch.Tensor], wher
     return where
 
 
+def lora(where: Path, base: Any, seed: int = 0, spread: float = 0.3, **options: Any) -> Any:
+    """A LoRA of random factors on a module or a checkpoint, written as peft writes it; gives peft's model."""
+    from peft import LoraConfig, get_peft_model
+
+    module = AutoModelForCausalLM.from_pretrained(base) if isinstance(base, Path) else base
+    if "base_model_name_or_path" in options:
+        vars(module)["name_or_path"] = options.pop("base_model_name_or_path")
+    torch.manual_seed(seed)
+    model = get_peft_model(module, LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **options}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                drawn = (
+                    torch.rand_like(parameter) + 0.5 if "magnitude" in name else spread * torch.randn_like(parameter)
+                )
+                parameter.copy_(drawn)
+    model.save_pretrained(where)
+    return model
+
+
 def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:
     assert set(a) == set(b)
     return {name: float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b}
@@ -170,15 +188,6 @@ def merged(recipe: Any, out: Path, *flags: str) -> dict[str, torch.Tensor]:
     return state(out)
 
 
-def command(name: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """One of mergekit's commands in a process of its own, as a user starts it."""
-    program = Path(sys.executable).with_name(name)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300, **options
-    )
-
-
 def reads_of_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """From now on, the folder and the name of each tensor that is read from a file, in order."""
     from rotation_merge.model.folder import ShardReader
@@ -202,6 +211,14 @@ def one_error(text: str) -> str:
     return errors[0]
 
 
+def error_of_merge(recipe: Any, out: Path, *flags: str) -> str:
+    """The one line of a merge that ends with an error and writes nothing."""
+    done = mergekit_yaml(recipe, out, *flags)
+    assert done.exit_code == 2, done.output
+    assert not out.exists()
+    return one_error(done.output)
+
+
 def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """The module at a path: a folder, a GGUF file, or `base+adapter`; complete, in evaluation mode."""
     module = rm.average([path]).to(dtype).to_module()
@@ -212,13 +229,3 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
 def files_of(folder: Path) -> dict[str, bytes]:
     """What every file in a folder holds, by its path there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-class Evil:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import run
+from cli_support import output_of, run
 from plugin_support import make
 from safetensors.torch import load_file
 from tiny_models import ALL
@@ -58,8 +58,7 @@ def test_a_draft_of_one_more_model_extends_its_family(family: str, tmp_path: Pat
     assert json.loads(made.stdout)["extends"] == family
     assert f"those of {family};" in made.stderr
     (tmp_path / "mine.json").write_text(made.stdout)
-    proven = run("inspect", "--prove", str(tmp_path / "mine.json"))
-    assert proven.exit_code == 0, proven.output
+    output_of("inspect", "--prove", str(tmp_path / "mine.json"))
 
 
 @pytest.mark.parametrize("family", ["starcoder2", "olmoe"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models as tiny
-from cli_support import run
+from cli_support import output_of, run
 from plugin_support import make, mergekit_yaml, recipe_for, write_recipe
 
 import rotation_merge as rm
@@ -48,9 +48,7 @@ def test_every_way_says_it(models: tuple[Path, Path], order: int, tmp_path: Path
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert words in (tmp_path / "out" / "README.md").read_text()
-    done = run("align", anchor, donor, tmp_path / "aligned")
-    assert done.exit_code == 0, done.output
-    assert words in done.output
+    assert words in output_of("align", anchor, donor, tmp_path / "aligned")
     report = rm.align(str(anchor), str(donor)).report
     assert report is not None
     assert any(words in note for note in report.notes)

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from cli_support import parsed, run
+from cli_support import error_of, parsed, run
 from click.testing import CliRunner
 from mergekit.scripts.multimerge import main as mergekit_multi
 from plugin_support import (
     EVERYTHING,
     build,
+    error_of_merge,
     from_file,
+    lora,
     make,
     merged,
-    mergekit_yaml,
-    one_error,
     recipe_for,
     save,
     twin,
@@ -118,9 +118,7 @@ def test_twins_give_the_anchor_by_fisher(family: str, tmp_path: Path) -> None:
         measure(model, data_for(anchor, tmp_path / "data.npz"), "fisher")
     result = merged(weighted("fisher", anchor, monomial, attention="none"), tmp_path / "out")
     assert farthest(result, state(anchor)) < TOLERANCE
-    refused = mergekit_yaml(weighted("fisher", anchor, moved), tmp_path / "refused")
-    assert refused.exit_code == 2
-    assert "attention: none" in one_error(refused.output)
+    assert "attention: none" in error_of_merge(weighted("fisher", anchor, moved), tmp_path / "refused")
 
 
 @pytest.mark.slow
@@ -191,13 +189,8 @@ def test_regmean_is_the_least_squares_optimum(tmp_path: Path) -> None:
 def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
     """A donor that is a model and its adapter merges as what the two make, in shards; so does one that a file of maps
     moves, one in a stage, and one that is rounded."""
-    from peft import LoraConfig, get_peft_model
-
     base, file = make("llama", tmp_path / "base"), tmp_path / "alignment.safetensors"
-    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    tuned = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
-    tuned.save_pretrained(tmp_path / "adapter")
+    tuned = lora(tmp_path / "adapter", base, target_modules=["q_proj", "up_proj"])
     whole = save(tuned.merge_and_unload(), tmp_path / "whole", max_shard_size="20KB")
     assert len(list(whole.glob("*.safetensors"))) > 1
     adapted = f"{base}+{tmp_path / 'adapter'}"
@@ -254,13 +247,6 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
 # --- what is refused: one line each, nothing half written -------------------------------------------------------------
 
 
-def refused(document: dict[str, Any], folder: Path) -> str:
-    done = mergekit_yaml(document, folder / "out")
-    assert done.exit_code == 2, done.output
-    assert not (folder / "out").exists()
-    return one_error(done.output)
-
-
 def test_what_has_no_maps_or_runs_them_in_parts(tmp_path: Path) -> None:
     """An unknown architecture would get the plain mean; nomic-bert's file holds as one what runs as three maps."""
     for seed in (0, 1):
@@ -269,12 +255,12 @@ def test_what_has_no_maps_or_runs_them_in_parts(tmp_path: Path) -> None:
         RwkvForCausalLM(config).save_pretrained(tmp_path / str(seed))
     for delegate in ("regmean", "ot_fusion", "refit"):
         document = weighted(delegate, tmp_path / "0", tmp_path / "1", unsupported="merge")
-        assert f"delegate {delegate} does not know this architecture" in refused(document, tmp_path)
+        assert f"delegate {delegate} does not know this architecture" in error_of_merge(document, tmp_path / "out")
     anchor = checkpoint("nomic_bert", "classifier", tmp_path / "anchor").path
     moved = twin(anchor, tmp_path / "twin")
     for path in (anchor, moved):
         measure(path, data_for(path, tmp_path / "data.npz", rows=2), "gram")
-    assert "runs it in parts, use 'refit'" in refused(weighted("regmean", anchor, moved), tmp_path)
+    assert "runs it in parts, use 'refit'" in error_of_merge(weighted("regmean", anchor, moved), tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -314,20 +300,20 @@ def test_parameters_of_a_donor(fault: str, pair: tuple[Path, Path], tmp_path: Pa
     names = {"anchor": pair[0], "donor": pair[1], "name": NAME, "work": tmp_path}
     for name, value in parameters.items():
         document["models"][1]["parameters"][name] = value.format(**names) if isinstance(value, str) else value
-    assert words.format(**names) in refused(document, tmp_path)
+    assert words.format(**names) in error_of_merge(document, tmp_path / "out")
 
 
 def test_models_without_statistics_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """A model without weight needs none. With too few samples their sums are singular."""
     bare, bare_too = (save(build("llama", seed), tmp_path / str(seed)) for seed in (5, 6))
-    assert "--kinds fisher" in refused(weighted("fisher", pair[0], bare, attention="none"), tmp_path)
-    line = refused(weighted("regmean", bare, bare_too), tmp_path)
+    assert "--kinds fisher" in error_of_merge(weighted("fisher", pair[0], bare, attention="none"), tmp_path / "out")
+    line = error_of_merge(weighted("regmean", bare, bare_too), tmp_path / "out")
     assert f"rotation-merge measure {bare} --data DATA" in line
     for path in (bare, bare_too):
         assert "singular" in run("measure", path, "--data", "self", "--samples", 1, "--length", 4).output
     document = weighted("regmean", bare, bare_too)
     document["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
-    assert "set 'ridge'" in refused(document, tmp_path)
+    assert "set 'ridge'" in error_of_merge(document, tmp_path / "out")
     document = weighted("regmean", save(build("llama", 7), tmp_path / "third"), pair[0])
     document["models"][0]["parameters"]["weight"] = 0.0
     merged(document, tmp_path / "out")
@@ -339,13 +325,9 @@ def test_data_and_disk(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     cases = [("pixels.npz", "takes input_ids"), ("empty.jsonl", "no examples"), ("none.txt", "no such file")]
     for data, words in cases:
-        done = run("measure", pair[0], "--data", tmp_path / data, "--out", out)
-        assert done.exit_code == 2
-        assert words in one_error(done.output)
+        assert words in error_of("measure", pair[0], "--data", tmp_path / data, "--out", out)
         assert not out.exists()
-    done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
-    assert done.exit_code == 2
-    one_error(done.output)
+    assert error_of("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
 
 
 def test_a_model_that_answers_with_nan(tmp_path: Path) -> None:
@@ -360,7 +342,5 @@ def test_a_model_that_answers_with_nan(tmp_path: Path) -> None:
     runs += [("polish", whole, out, "--teachers", broken, "--data", source) for source in ("self", data)]
     runs += [("measure", last, "--data", data, "--kinds", kind) for kind in ("gram", "fisher")]
     for arguments in runs:
-        done = run(*arguments)
-        assert done.exit_code == 2
-        assert ("NaN" if last in arguments else "answers with NaN") in one_error(done.output)
+        assert ("NaN" if last in arguments else "answers with NaN") in error_of(*arguments)
         assert sorted(tmp_path.rglob("*")) == before

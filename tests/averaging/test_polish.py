@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import hasten, parsed, run
+from cli_support import hasten, output_of, parsed, run
 from plugin_support import make, merged, state
 from torch import Tensor
 from transformers import (
@@ -108,8 +108,7 @@ def test_models_of_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
         config = RecurrentGemmaConfig(**sizes, intermediate_size=32, block_types=("recurrent", "attention"))
         RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path / str(seed))
     flags = ("--samples", 8, "--steps", 6, "--length", 8, "--learning-rate", 0.03)
-    done = run("polish", tmp_path / "0", tmp_path / "out", "--teachers", tmp_path / "1", *flags)
-    assert done.exit_code == 0, done.output
+    output_of("polish", tmp_path / "0", tmp_path / "out", "--teachers", tmp_path / "1", *flags)
     assert state(tmp_path / "out").keys() == state(tmp_path / "0").keys()
 
 
@@ -207,9 +206,9 @@ def test_heads_that_cannot_be_trained_are_refused(encoders: Any, tmp_path: Path)
     ]
     for named, files, options, words in cases:
         flags = [word for name, value in options.items() for word in (f"--{name}", value)]
-        done = run("polish", before, tmp_path / "out", "--teachers", *named, "--data", *files, *flags)
-        assert done.exit_code == 2
-        assert words in done.output
+        assert words in output_of(
+            "polish", before, tmp_path / "out", "--teachers", *named, "--data", *files, *flags, code=2
+        )
         with pytest.raises(rm.RotationMergeError, match=words):
             rm.polish(before, named, files if len(files) > 1 else files[0], rm.PolishConfig(**options))
     assert not list(tmp_path.glob("out*"))
@@ -242,9 +241,9 @@ def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> None:
     copy = make("llama", tmp_path / "copy", seed=0)
-    done = run("polish", copy, tmp_path / "out", "--teachers", models[0], "--samples", 32, "--steps", 2, "--length", 12)
-    assert done.exit_code == 1, done.output
-    assert "gains nothing" in done.output
+    assert "gains nothing" in output_of(
+        "polish", copy, tmp_path / "out", "--teachers", models[0], "--samples", 32, "--steps", 2, "--length", 12, code=1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -292,8 +291,7 @@ def test_bad_input_is_one_line(
     merge = models[2]
     if "classes" in arguments:
         merge, _ = make("bert", tmp_path / "merge", num_labels=2), make("bert", tmp_path / "classes", 1, num_labels=5)
-    done = run("polish", merge, "out", *(models[0] if x == "A" else x for x in arguments))
-    assert done.exit_code == 2
-    assert expected in done.output
-    assert "Traceback" not in done.output
+    output = output_of("polish", merge, "out", *(models[0] if x == "A" else x for x in arguments), code=2)
+    assert expected in output
+    assert "Traceback" not in output
     assert not list(tmp_path.glob("out*"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, one_error, state, write_state
+from plugin_support import error_of_merge, lora, make, merged, state, write_state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from tiny_models import ALL, save
 from tiny_models import make as tiny
@@ -220,12 +220,7 @@ def of_paths(*models: object, **parameters: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_an_adapter_on_its_base_is_solved_as_the_model_in_shards(models: dict[str, Path], tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(models["base"]), config)
-    model.save_pretrained(tmp_path / "adapter")
+    model = lora(tmp_path / "adapter", models["base"])
     model.merge_and_unload().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
     adapted = merged(of_paths(models["base"], f"{models['base']}+{tmp_path / 'adapter'}"), tmp_path / "one")
@@ -280,7 +275,4 @@ def test_bad_input_is_one_line(name: str, llama: Checkpoint, tmp_path: Path, mon
     elif name == "slices":
         source = {"model": document.pop("models")[0]["model"], "layer_range": [0, 1], "parameters": {"weight": 1.0}}
         document["slices"] = [{"sources": [source]}, {"sources": [source]}]
-    done = mergekit_yaml(document, tmp_path / "out")
-    assert done.exit_code == 2
-    assert expected in one_error(done.output)
-    assert not (tmp_path / "out").exists()
+    assert expected in error_of_merge(document, tmp_path / "out")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from carry_support import make_adapter, merged, other_coordinates
-from cli_support import parsed, run
+from cli_support import error_of, output_of, parsed, run
 from peft import LoraConfig, PeftModel, get_peft_model
-from plugin_support import load, one_error, state, write_adapter
+from plugin_support import load, state, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, Case, difference, inputs, make, outputs, planted, save
 from torch import Tensor
@@ -162,9 +162,8 @@ class Home:
 
 def carry(*arguments: object) -> str:
     """What the command prints."""
-    done = run("carry", *arguments)
-    assert done.exit_code == 0, done.output
-    return done.output
+    output = output_of("carry", *arguments)
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -279,9 +278,7 @@ def test_bad_input_is_one_line(fault: str, llama: Home, tmp_path: Path) -> None:
         new, words = shutil.copytree(new, tmp_path / "int4"), "gptq"
         config = json.loads((new / "config.json").read_text())
         (new / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    done = run("carry", work, "--from", old, "--to", new, tmp_path / "out")
-    assert done.exit_code == 2, done.output
-    assert words in one_error(done.output)
+    assert words in error_of("carry", work, "--from", old, "--to", new, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -302,8 +299,7 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama.where / "new")
     options = ("--heads", "permutation", "--residual", "rotation")
-    aligned = run("align", llama.where / "new", llama.where / "old", "--alignment", maps, *options)
-    assert aligned.exit_code == 0, aligned.output
+    output_of("align", llama.where / "new", llama.where / "old", "--alignment", maps, *options)
     output = carry(work, *llama.bases, tmp_path / "half", "--alignment", maps, "--scale", 0.5, "--lora", 7)
     assert "multiplied by 0.5" in (tmp_path / "half" / "README.md").read_text()
     assert "keeps its rank 3" in output
@@ -415,9 +411,9 @@ def test_experts_that_peft_takes_the_wrong_way_round(tmp_path: Path) -> None:
     home.new(AlignConfig())
     expected = home.adapter(target_modules=[], target_parameters=["experts.down_proj"])
     torch.testing.assert_close(home.as_read(), expected, atol=1e-9, rtol=1e-9)
-    done = run("carry", tmp_path / "adapter", *home.bases, tmp_path / "out")
-    assert done.exit_code == 2
-    assert "peft swaps inputs and outputs of this base's experts; merge the adapter into" in done.output
+    assert "peft swaps inputs and outputs of this base's experts; merge the adapter into" in output_of(
+        "carry", tmp_path / "adapter", *home.bases, tmp_path / "out", code=2
+    )
 
 
 def test_models_of_other_names_and_of_another_family(tmp_path: Path) -> None:
@@ -437,9 +433,9 @@ def test_models_of_other_names_and_of_another_family(tmp_path: Path) -> None:
     phi, llama = (tmp_path / name for name in ("phi3", "llama"))
     for folder in (phi, llama):
         make(next(c for c in ALL if c.family == folder.name)).save_pretrained(folder)
-    done = run("carry", phi, "--from", phi, "--to", llama, tmp_path / "none")
-    assert done.exit_code == 2
-    assert "architecture is phi3, that of" in done.output
+    assert "architecture is phi3, that of" in output_of(
+        "carry", phi, "--from", phi, "--to", llama, tmp_path / "none", code=2
+    )
 
 
 # --- whole fine-tunes as adapters -------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
+from cli_support import error_of, output_of, parsed
 from plugin_support import (
+    error_of_merge,
     make,
     merged,
     mergekit_yaml,
-    one_error,
     recipe_for,
     state,
     twin,
@@ -210,9 +210,10 @@ def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path
     report = (tmp_path / "merged" / "rotation_merge.json").read_text()
     assert "share their coordinates" in report
     assert "is added as it is" in report
-    checked = run("check", write_recipe(recipe(models, models["tuned"], heads="permutation"), tmp_path / "recipe.yml"))
-    assert checked.exit_code == 0
-    assert "'heads' is set" in " ".join(checked.output.split())
+    output = output_of(
+        "check", write_recipe(recipe(models, models["tuned"], heads="permutation"), tmp_path / "recipe.yml")
+    )
+    assert "'heads' is set" in " ".join(output.split())
 
 
 @pytest.mark.slow
@@ -242,17 +243,12 @@ def test_a_merge_of_both_changes_is_tried(name: str, map_name: str, along: int, 
 def test_an_adapter_of_another_base_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     arguments, foreign = command(models, tmp_path / "out", old="neurons", new="old"), "is an adapter of"
     for options in ((), ("--data", models["texts"], "--samples", 32, "--scale", "auto")):
-        done = run("carry", *arguments, *options)
-        assert done.exit_code == 2
-        assert f"{foreign} {models['old']}, not of {models['neurons']}" in one_error(done.output)
+        assert f"{foreign} {models['old']}, not of {models['neurons']}" in error_of("carry", *arguments, *options)
     assert not (tmp_path / "out").exists()
     carry(*arguments, "--force")
     document = recipe(models, f"{models['neurons']}+{models['adapter']}", "neurons")
-    assert foreign in one_error(mergekit_yaml(document, tmp_path / "merged").output)
-    assert not (tmp_path / "merged").exists()
-    checked = run("check", write_recipe(document, tmp_path / "recipe.yml"))
-    assert checked.exit_code == 1
-    assert foreign in checked.output
+    assert foreign in error_of_merge(document, tmp_path / "merged")
+    assert foreign in output_of("check", write_recipe(document, tmp_path / "recipe.yml"), code=1)
     assert mergekit_yaml(document, tmp_path / "forced", "--allow-crimes").exit_code == 0
 
 

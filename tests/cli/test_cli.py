@@ -11,19 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import CHECKPOINTS, COMMANDS, parsed, run
+from cli_support import CHECKPOINTS, COMMANDS, parsed
+from cli_support import output_of as output
 from plugin_support import from_file, make, recipe_for, state, twin, write_recipe
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 Pair = tuple[Path, Path]
 VITS = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
 LLAMAS = CHECKPOINTS / "llama-0-english", CHECKPOINTS / "llama-0-c"
-
-
-def output(*arguments: object, code: int = 0) -> str:
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def close(first: Path, second: Path) -> None:
@@ -186,9 +181,9 @@ def test_random_inputs_for_every_kind(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_a_barrier_of_two_models(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     plot = tmp_path / "b.svg"
     options = ("--data", "demo:digits", "--points", 3, "--limit", 64, "--save", tmp_path, "--plot", plot)
     (facts,) = parsed("barrier", *VITS, *options)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from cli_support import COMMANDS, app, run
+from cli_support import COMMANDS, app, error_of, run
 from click.testing import CliRunner
 from plugin_support import one_error, recipe_for, twin, write_recipe
 
@@ -137,9 +137,7 @@ def test_no_option_replaces_an_input(
         if (word := words.get(parameter.name) or word_for(parameter, tmp_path)) is not None:
             arguments += [*(parameter.opts[:1] if isinstance(parameter, click.Option) else []), word]
     before = snapshot(tmp_path)
-    result = run(name, *arguments, "--force")
-    assert result.exit_code == 2, result.output
-    assert "one of the inputs" in one_error(result.output)
+    assert "one of the inputs" in error_of(name, *arguments, "--force")
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "new").exists()
 
@@ -160,7 +158,7 @@ def test_options_replace_nothing_without_force(tmp_path: Path, pair: Pair) -> No
     barrier = ("barrier", *pair, "--data", "self")
     calls = ("measure", third, "--data", "self"), (*barrier, "--save", tmp_path), (*barrier, "--plot", [*written][2])
     for (file, problem), arguments in zip(written.items(), calls, strict=True):
-        assert f"{file.name}: " in (error := one_error(run(*arguments).output))
+        assert f"{file.name}: " in (error := error_of(*arguments))
         assert problem in error
         assert file.read_text() == "[]"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import CHECKPOINTS, parsed, run
+from cli_support import CHECKPOINTS, output_of, parsed, run
 from click.testing import CliRunner
 from mergekit.scripts.run_yaml import main
 from plugin_support import make, recipe_for, twin, write_recipe
@@ -146,7 +146,6 @@ def test_files_of_ours_and_their_fingerprints(tmp_path: Path) -> None:
 def test_files_that_are_none_of_ours_are_named(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     for question in ((), ("--fingerprint",)):
-        result = run("inspect", tmp_path / name, *question)
-        assert result.exit_code == 2
-        assert name in result.output
-        assert "Traceback" not in result.output
+        output = output_of("inspect", tmp_path / name, *question, code=2)
+        assert name in output
+        assert "Traceback" not in output

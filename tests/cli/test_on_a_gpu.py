@@ -9,7 +9,7 @@ from typing import Any
 import plugin_support
 import pytest
 import torch
-from cli_support import CHECKPOINTS, TEXTS, parsed, run
+from cli_support import CHECKPOINTS, TEXTS, output_of, parsed
 from plugin_support import state
 from safetensors.torch import load_file
 
@@ -47,8 +47,7 @@ def outputs(folder: Path, *arguments: object) -> list[Path]:
     """The outputs of a command that writes a folder `OUT`, on both devices."""
     places = [folder / device for device in DEVICES]
     for place, device in zip(places, DEVICES, strict=True):
-        done = run(*(place if word == "OUT" else word for word in arguments), "--device", device)
-        assert done.exit_code == 0, done.output
+        output_of(*(place if word == "OUT" else word for word in arguments), "--device", device)
     return places
 
 

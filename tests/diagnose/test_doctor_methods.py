@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import CHECKPOINTS, parsed, run
+from cli_support import CHECKPOINTS, output_of, parsed
 from mergekit import merge_methods
 from plugin_support import EVERYTHING, make, merged, recipe_for, state, twin, write_state
 
@@ -56,8 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def measured(models: Models) -> Models:
     """The same, statistics beside those that are merged by them."""
     for name in ("base", "turned", "permuted"):
-        done = run("measure", models[name], "--data", models["texts"], "--kinds", "gram,fisher")
-        assert done.exit_code == 0, done.output
+        output_of("measure", models[name], "--data", models["texts"], "--kinds", "gram,fisher")
     return models
 
 

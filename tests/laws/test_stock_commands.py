@@ -233,22 +233,7 @@ def tuned(models: Models) -> float:
 
 LAWS: dict[str, Callable[[Models], float]] = {
     law.__name__: law
-    for law in (
-        recipe,
-        slerp,
-        ties,
-        wudi,
-        stock,
-        slices,
-        multi,
-        shards,
-        half,
-        tokenizer,
-        untied,
-        donors,
-        lora,
-        tuned,
-    )
+    for law in (recipe, slerp, ties, wudi, stock, slices, multi, shards, half, tokenizer, untied, donors, lora, tuned)
 }
 
 

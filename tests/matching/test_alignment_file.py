@@ -11,18 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
-from plugin_support import (
-    from_file,
-    make,
-    merged,
-    mergekit_yaml,
-    one_error,
-    reads_of_files,
-    recipe_for,
-    state,
-    write_state,
-)
+from cli_support import output_of, parsed
+from plugin_support import error_of_merge, from_file, make, merged, reads_of_files, recipe_for, state, write_state
 from plugin_support import twin as twin_of
 from residual_support import checkpoint, recipe, report, twin
 from safetensors import safe_open
@@ -38,8 +28,7 @@ Tensors = dict[str, torch.Tensor]
 def align(anchor: Any, donor: Any, file: Path, residual: str = "none", *flags: str) -> None:
     """What a user types to write an alignment."""
     arguments = ["align", str(anchor), str(donor), "--alignment", str(file), "--heads", "permutation"]
-    result = run(*arguments, "--residual", residual, *flags)
-    assert result.exit_code == 0, result.output
+    output_of(*arguments, "--residual", residual, *flags)
 
 
 def equal(one: Tensors, two: Tensors) -> bool:
@@ -87,7 +76,7 @@ def test_untied_anchor_and_donor(tmp_path: Path) -> None:
     merged(document, tmp_path / "out")
     assert donor.differs(tmp_path / "out") <= 1e-2
     del document["parameters"]["untie"]
-    assert "untie: true" in one_error(mergekit_yaml(document, tmp_path / "tied").output)
+    assert "untie: true" in error_of_merge(document, tmp_path / "tied")
 
 
 # --- written by recipes
@@ -160,10 +149,9 @@ def test_layers_that_change_places_cannot_be_kept(pair: tuple[Path, Path], tmp_p
     document: dict[str, Any] = recipe_for("slerp", *pair, t=0.5, save_alignment=True)
     ranges = zip(document.pop("models"), ([0, 1], [1, 2]), strict=True)
     document["slices"] = [{"sources": [{"model": entry["model"], "layer_range": span} for entry, span in ranges]}]
-    result = mergekit_yaml(document, tmp_path / "out")
-    assert result.exit_code == 2
-    assert "'save_alignment' cannot be used: the slices pair layers differently" in one_error(result.output)
-    assert not (tmp_path / "out").exists()
+    assert "'save_alignment' cannot be used: the slices pair layers differently" in error_of_merge(
+        document, tmp_path / "out"
+    )
 
 
 def test_a_file_for_each_donor_where_it_is_asked_for(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -205,10 +193,9 @@ def test_other_weights_are_refused(other: str, tmp_path: Path) -> None:
     changed[name][0, 0] = changed[name][0, 0].nextafter(torch.tensor(9.0))
     models[other] = models[other].write(changed, tmp_path / "changed")
     document = from_file(recipe(models["anchor"], models["donor"], residual="none"), tmp_path / "map")
-    message = one_error(mergekit_yaml(document, tmp_path / "out").output)
+    message = error_of_merge(document, tmp_path / "out")
     assert "other weights" in message
     assert str(tmp_path / "changed") in message
-    assert not (tmp_path / "out").exists()
 
 
 def rewritten(path: Path, change: Callable[[Tensors, dict[str, Any]], object], **meta: str) -> None:
@@ -236,7 +223,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(rm.RotationMergeError, match=r"architecture is vit, that of .* is llama"):
         rm.Alignment.load(path).apply(other.path)
     document = from_file(recipe(other, twin(other, tmp_path / "twin", "none"), residual="none"), path)
-    assert "was made for llama models, not for vit" in one_error(mergekit_yaml(document, tmp_path / "out").output)
+    assert "was made for llama models, not for vit" in error_of_merge(document, tmp_path / "out")
     rewritten(path, lambda *_: None, format="rotation_merge.alignment.1")
     with pytest.raises(rm.RotationMergeError, match="another version"):
         rm.Alignment.load(path)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import output_of
 from plugin_support import reads_of_files
 from residual_support import Checkpoint, checkpoint
 from safetensors.torch import load_file, save_file
@@ -253,8 +253,7 @@ def test_a_model_without_its_task_is_moved_under_its_own_names(
     models, moved = {"anchor": anchor, "donor": donor}, aligned.apply(donor.path)
     loaded(models[side], dtype=torch.float32).model.save_pretrained(tmp_path / "body")
     paths = [tmp_path / "body" if name == side else model.path for name, model in models.items()]
-    written = run("align", *paths, tmp_path / "out", "--heads", "permutation")
-    assert written.exit_code == 0, written.output
+    output_of("align", *paths, tmp_path / "out", "--heads", "permutation")
     view = rm.align(*paths, heads="permutation").apply(paths[1])
     for tensors in (view, load_file(tmp_path / "out" / "model.safetensors")):
         for name, tensor in tensors.items():

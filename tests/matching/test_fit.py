@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import tiny_models
 import torch
-from cli_support import CHECKPOINTS, digits, hasten, parsed, run
-from plugin_support import from_file, merged, recipe_for
+from cli_support import CHECKPOINTS, digits, hasten, output_of, parsed, run
+from plugin_support import from_file, lora, merged, recipe_for
 from safetensors.torch import load_file, save_file
 from second_device import Far, second_device
 from test_measuring import tiny
@@ -100,7 +99,7 @@ def test_the_ends_are_the_parents_and_gradients_do_not_depend_on_what_is_kept(fa
     drawn = [Alignment.random(models[0], WIDEST, seed=seed, untie=True) for seed in range(2)]
     architecture, batch = drawn[0].basis.architecture, tiny_models.inputs(case, models[0])
     learned = nn.ModuleList(LearnedTransforms(architecture, a.transforms) for a in drawn).double()
-    gradients = list[dict[str, Tensor]]()
+    gradients, expected = list[dict[str, Tensor]](), [tiny_models.outputs(model, batch) for model in models]
     with tiny_models.keep_float64():
         for keeps, checkpointing in ((True, False), (False, False), (False, True)):
             states = [m.state_dict() for m in models]
@@ -109,7 +108,7 @@ def test_the_ends_are_the_parents_and_gradients_do_not_depend_on_what_is_kept(fa
             for number, share in enumerate(torch.eye(3)):
                 with torch.no_grad(), mixture.at(transforms, share):
                     outputs = dict(tiny_models.floating("", model(**batch)))
-                for name, wanted in tiny_models.outputs(models[number], batch).items():
+                for name, wanted in expected[number].items():
                     torch.testing.assert_close(outputs[name], wanted, rtol=1e-9, atol=1e-9)
             learned.zero_grad()
             with mixture.at(transforms, torch.tensor([0.5, 0.2, 0.3])):
@@ -375,11 +374,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_llama(seed).save_pretrained(folder / name)
         tiny_llama(seed).bfloat16().save_pretrained(folder / f"{name}-half")
         tiny_llama(seed).bfloat16().float().save_pretrained(folder / f"{name}-rounded")
-    tuned = peft.get_peft_model(tiny_llama(1), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    with torch.no_grad():
-        for parameter in (p for p in tuned.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    tuned.save_pretrained(folder / "lora")
+    tuned = lora(folder / "lora", tiny_llama(1))
     tuned.merge_and_unload().save_pretrained(folder / "tuned")
     save_file({"input_ids": torch.cat([batch["input_ids"] for batch in token_batches(2)])}, folder / "data.safetensors")
     return folder
@@ -413,8 +408,7 @@ def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_pa
     assert any("nothing was matched. It was learned: " in note for note in report["notes"])
     data = (f"learning how {donor} is aligned", str(models / "data.safetensors"), 8)
     assert [tuple(used.values()) for used in report["data"]] == [data]
-    verified = run("verify", tmp_path / "out", models / "tuned")
-    assert verified.exit_code == 0, verified.output
+    output_of("verify", tmp_path / "out", models / "tuned")
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_support import parsed, run
-from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin, write_state
+from cli_support import output_of, parsed, run
+from plugin_support import build, error_of_merge, from_file, make, merged, recipe_for, save, twin, write_state
 from safetensors.torch import load_file
 from test_averaging import data_for, farthest, measure, state
 from tiny_models import ALL, Case, Planted, planted
@@ -70,9 +70,8 @@ def checked_without(heads: list[str], model: Planted, names: tuple[str, ...], ow
     paths = [renamed(write_state(model.state, model.folder, at / n), o) for n, o in (("a", names), ("b", own))]
     recipe = recipe_for("linear", *paths, **STILL, heads="none", exclude=",".join(heads))
     (at / "recipe.yml").write_text(yaml.safe_dump(recipe))
-    done = run("check", at / "recipe.yml")
-    assert done.exit_code == 0, done.output
-    return done.output
+    output = output_of("check", at / "recipe.yml")
+    return output
 
 
 def test_names_of_no_ones_making_are_none() -> None:
@@ -120,9 +119,8 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     """And commands that compare models look at classes of one name."""
     (anchor, donor), out, file = models, tmp_path / "out", tmp_path / "maps.safetensors"
     data = ("--data", labelled(models, tmp_path))
-    done = run("align", anchor, donor, out, *HEADS_MOVE, "--alignment", file)
-    assert done.exit_code == 0, done.output
-    assert all("another order" in text for text in (done.output, (out / "README.md").read_text()))
+    output = output_of("align", anchor, donor, out, *HEADS_MOVE, "--alignment", file)
+    assert all("another order" in text for text in (output, (out / "README.md").read_text()))
     assert farthest(state(out), state(anchor)) < TOLERANCE
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in called(NAMES)} == called(NAMES)
@@ -185,8 +183,7 @@ def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], 
         made["models"][1]["parameters"] = {"weight": 1.0, "finetuned_from": str(donor)}
         assert farthest(merged(made, tmp_path / f"recipe-{number}"), wanted) < TOLERANCE
         out = tmp_path / f"carried-{number}"
-        done = run("carry", model, "--from", donor, "--to", anchor, out, *HEADS_MOVE)
-        assert done.exit_code == 0, done.output
+        output_of("carry", model, "--from", donor, "--to", anchor, out, *HEADS_MOVE)
         assert farthest(state(out), wanted) < TOLERANCE
 
 
@@ -213,11 +210,10 @@ def test_every_path_refuses_other_names(models: tuple[Path, Path], tmp_path: Pat
         done = run(*asked)
         assert done.exit_code != 0, asked
         assert "id2label" in done.output, (asked, done.output)
-    assert "'id2label' is" in one_error(mergekit_yaml(recipe.read_text(), tmp_path / "merged").output)
+    assert "'id2label' is" in error_of_merge(recipe.read_text(), tmp_path / "merged")
     recipe.write_text(yaml.safe_dump(recipe_for("linear", a, b, exclude="classifier")))
     for command in ("inspect", "check"):
-        done = run(command, recipe)
-        assert done.exit_code == 0, done.output
+        output_of(command, recipe)
     merged(recipe.read_text(), tmp_path / "merged")
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import run
-from plugin_support import make as checkpoint
-from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
-from plugin_support import twin as twin_of
+from cli_support import error_of, output_of
+from plugin_support import error_of_merge, merged, recipe_for, state
 from residual_support import report
 from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, planted
 
@@ -113,19 +111,11 @@ def test_partial_whitening_turns_with_what_is_whitened() -> None:
     torch.testing.assert_close(after[0] / after[-1], (before[0] / before[-1]).sqrt())
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Llama and a twin of it, as checkpoints."""
-    folder = tmp_path_factory.mktemp("pair")
-    anchor = checkpoint("llama", folder / "anchor")
-    return anchor, twin_of(anchor, folder / "donor")
-
-
 @pytest.mark.slow
 def test_commands_and_recipes_match_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    done = run("align", *pair, tmp_path / "aligned", "--heads", "permutation", "--match-on", "activations")
-    assert done.exit_code == 0, done.output
-    assert "matched on activations" in done.output
+    assert "matched on activations" in output_of(
+        "align", *pair, tmp_path / "aligned", "--heads", "permutation", "--match-on", "activations"
+    )
     close(state(tmp_path / "aligned"), state(pair[0]), 1e-3)
     close(merged(recipe_for("linear", *pair, match_on="both", samples=16), tmp_path / "out"), state(pair[0]), 1e-3)
     made = report(tmp_path / "out")
@@ -133,18 +123,13 @@ def test_commands_and_recipes_match_on_activations(pair: tuple[Path, Path], tmp_
     assert made["data"] == [{"of": f"matching {pair[1]}", "source": "self", "samples": 16}]
     mean = recipe_for("linear", *pair, match_on="both")
     mean["parameters"]["anchor"] = "mean"
-    assert "'match_on' cannot be used: 'anchor: mean'" in one_error(mergekit_yaml(mean, tmp_path / "mean").output)
+    assert "'match_on' cannot be used: 'anchor: mean'" in error_of_merge(mean, tmp_path / "mean")
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [
-        (("--samples", 8), "uses no samples"),
-        (("--match-on", "both", "--data", "nowhere.txt"), "nowhere.txt"),
-    ],
+    [(("--samples", 8), "uses no samples"), (("--match-on", "both", "--data", "nowhere.txt"), "nowhere.txt")],
 )
 def test_what_cannot_be_matched_so(given: tuple[Any, ...], words: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    done = run("align", *pair, tmp_path / "out", *given)
-    assert done.exit_code == 2
-    assert words in one_error(done.output)
+    assert words in error_of("align", *pair, tmp_path / "out", *given)
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_support import merged, mergekit_yaml, one_error
+from plugin_support import error_of_merge, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, case, recipe, report, transport, twin
 from tiny_models import make, save
 from torch import Tensor
@@ -109,4 +109,4 @@ def test_mean_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert "anchor: mean" in one_error(result.output)
     document = recipe(a, b, c, residual="rotation", anchor="mean")
     document["models"][2]["parameters"]["residual"] = "none"
-    assert "same options" in one_error(mergekit_yaml(document, tmp_path / "out").output)
+    assert "same options" in error_of_merge(document, tmp_path / "out")

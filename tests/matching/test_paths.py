@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import output_of
 from plugin_support import state
 from safetensors.torch import save_file
 from tiny_models import Planted, planted
@@ -43,11 +43,10 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
     anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
     monkeypatch.setattr("rotation_merge.cli.align.match_model", drawn_for(model))
-    done = run("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
-    assert done.exit_code == 0, done.output
+    output = output_of("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
     after, moves = state(tmp_path / "out"), residual != "none"
     assert ("mtp.fc.weight" in after) != moves
-    assert ("Left out, because the model does not read them: mtp.fc.weight." in done.output) == moves
+    assert ("Left out, because the model does not read them: mtp.fc.weight." in output) == moves
     assert ("mtp.fc.weight" in (tmp_path / "out" / "README.md").read_text()) == moves
 
 
@@ -78,6 +77,5 @@ def test_carrying_a_whole_model_keeps_them(tmp_path: Path) -> None:
     tensors = {**model.state, "mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
     base, tuned = (written(model, tensors, tmp_path / name) for name in "ab")
     groups = ("--residual", "rotation", "--heads", "permutation")
-    done = run("carry", tuned, "--from", base, "--to", base, tmp_path / "out", *groups, "--force")
-    assert done.exit_code == 0, done.output
+    output_of("carry", tuned, "--from", base, "--to", base, tmp_path / "out", *groups, "--force")
     assert state(tmp_path / "out").keys() == tensors.keys()

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import parsed, run
-from plugin_support import (
-    make,
-    merged,
-    mergekit_yaml,
-    one_error,
-    recipe_for,
-    relative_distances,
-    state,
-    twin,
-    write_state,
-)
+from plugin_support import error_of_merge, make, merged, recipe_for, relative_distances, state, twin, write_state
 from safetensors.torch import load_file
 from tiny_models import ALL, Case, outputs, planted, reload
 
@@ -85,6 +75,20 @@ def test_which_rows_only_a_softmax_sees() -> None:
     }
     assert {case.family for case in WORDS} - heads().keys() == {"gemma2"}
     assert not shifts(laid(next(case for case in WORDS if case.family == "t5")), head=True)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek", "glm4_moe", "glm5", "lfm2", "llama4", "minimax_m2", "nemotron_h", "phimoe"]
+)
+def test_routers_that_see_a_shift(family: str) -> None:
+    """One vector on every row of a router that scores by a sigmoid makes another function."""
+    tried = 0
+    for model in (planted(case) for case in ALL if case.family == family):
+        infos = [info for info in model.architecture.tensors() if info.common is None]
+        routers = [i.name for i in infos if [part.role for axis in i.axes for part in axis.parts] == ["index", "read"]]
+        assert not routers or model.differs(model.state | {n: model.state[n] + 1.0 for n in routers}) > 1e-3
+        tried += len(routers)
+    assert tried
 
 
 def test_biases_of_a_router_lose_their_constant_too() -> None:
@@ -152,4 +156,4 @@ def test_commands_compare_probabilities(tmp_path: Path) -> None:
 def test_it_needs_a_head_of_its_own(family: str, words: str, tmp_path: Path) -> None:
     anchor = make(family, tmp_path / "anchor")
     recipe = recipe_for("linear", anchor, twin(anchor, tmp_path / "donor"), shift_head=True)
-    assert words in one_error(mergekit_yaml(recipe, tmp_path / "out").output)
+    assert words in error_of_merge(recipe, tmp_path / "out")

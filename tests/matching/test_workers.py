@@ -169,7 +169,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Slow(queue.Queue[Any]):
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            time.sleep(0.01)
+            time.sleep(0.003)
             return super().get(block, timeout)
 
     for module in (common, multigpu_executor):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import error_of, output_of, run
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
-from plugin_support import files_of, make, one_error
+from plugin_support import files_of, lora, make
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -185,13 +185,7 @@ def test_peft_reads_it_and_its_own_merges_agree(tmp_path: Path) -> None:
 
     base, inputs, outputs = make("llama", tmp_path / "base"), torch.arange(12)[None], []
     for seed, name in enumerate(("one", "two")):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_pretrained(base)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2 + seed, target_modules=["q_proj", "down_proj"]))
-        for key, value in model.named_parameters():
-            if "lora_" in key:
-                torch.nn.init.normal_(value, std=0.1)
-        model.save_pretrained(tmp_path / name)
+        lora(tmp_path / name, base, seed, spread=0.1, r=2 + seed)
     merge_adapters([tmp_path / "one", tmp_path / "two"], "task_arithmetic", weights=[0.5, 2]).save(tmp_path / "out")
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "one", "one")
     for name in ("two", "out"):
@@ -286,15 +280,15 @@ def test_the_base_weight_that_peft_stores_beside_factors_of_an_embedding(tmp_pat
 
 
 def test_the_command(three: list[str], tmp_path: Path) -> None:
-    done = run("lora", *three, tmp_path / "out", "--method", "ties", "-p", "density=0.4", "--rank", "3", "--json")
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.output)
+    output = output_of(
+        "lora", *three, tmp_path / "out", "--method", "ties", "-p", "density=0.4", "--rank", "3", "--json"
+    )
+    facts = json.loads(output)
     assert list(facts["shares"]) == three
     assert all(fact["rank"] == 3 and 0 < fact["energy"] < 1 for fact in facts["maps"].values())
-    again = one_error(run("lora", *three, tmp_path / "out").output)
+    again = error_of("lora", *three, tmp_path / "out")
     assert "is already there" in again or "--force" in again
-    done = run("lora", *three, tmp_path / "out", "--force", "--rank", "auto", "--weights", "1,1,2")
-    assert done.exit_code == 0, done.output
+    output_of("lora", *three, tmp_path / "out", "--force", "--rank", "auto", "--weights", "1,1,2")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["lora_alpha"]) == (BASE, config["r"])
 
@@ -420,9 +414,7 @@ def test_bad_input_gets_one_line(line: str, words: str, shelf: Path) -> None:
     names, _, options = line.partition(" -")
     adapters = [shelf / name for name in names.split() if name != "out.safetensors"]
     out = shelf / ("out.safetensors" if "out.safetensors" in names else "out")
-    done = run("lora", *adapters, out, *(f"-{options}".split() if options else []))
-    assert done.exit_code == 2, done.output
-    assert words in one_error(done.output)
+    assert words in error_of("lora", *adapters, out, *(f"-{options}".split() if options else []))
     assert not out.exists()
     if names == "one foreign":
         assert run("lora", *adapters, shelf / "forced", "--force").exit_code == 0

@@ -14,10 +14,9 @@ from mergekit import merge_methods
 from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import (
+    error_of_merge,
     make,
     merged,
-    mergekit_yaml,
-    one_error,
     recipe_for,
     relative_distances,
     state,
@@ -163,9 +162,7 @@ def test_a_recipe_may_name_it_alone(models: Models, tmp_path: Path) -> None:
 
 
 def test_it_is_held_to_its_parameters_and_listed_by_us_alone(models: Models, tmp_path: Path) -> None:
-    result = mergekit_yaml(delegated("half", *models[:2], shrae=1), tmp_path / "out")
-    assert result.exit_code == 2
-    assert "did you mean 'share'" in one_error(result.output)
+    assert "did you mean 'share'" in error_of_merge(delegated("half", *models[:2], shrae=1), tmp_path / "out")
     assert "half" not in [method.spec.name for method in merge_methods.registered_methods()]
     listed = json.loads(run("inspect", "--methods", "--json").output)["delegates"]
     assert [entry["own"] for entry in listed if entry["name"] == "half"] == [True]

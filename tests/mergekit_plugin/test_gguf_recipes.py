@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import output_of, run
 from gguf_support import TEXT, byte_tokenizer, saved, written
 from hub_support import at_home, served
-from mergekit.io.tasks import LoaderCache
-from plugin_support import load, merged, state
+from plugin_support import load, lora, merged, state
 from transformers import AutoTokenizer
 
 import rotation_merge as rm
@@ -30,14 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "alone").mkdir()
     shutil.copyfile(folder / "b.gguf", folder / "alone" / "model-F16.gguf")
     return folder
-
-
-def lines(*arguments: object, code: int = 0) -> str:
-    """What a command prints that ends with a code."""
-    LoaderCache.loaders.clear()
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def read(path: object) -> rm.View:
@@ -92,7 +83,7 @@ def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
         assert torch.equal(read(name)["model.norm.weight"], read(models / "b.gguf")["model.norm.weight"])
-    output = lines("verify", "org/b-GGUF:gone.gguf", models / "b", code=2)
+    output = output_of("verify", "org/b-GGUF:gone.gguf", models / "b", code=2)
     assert "org/b-GGUF:gone.gguf: is neither" in output
 
 
@@ -110,22 +101,22 @@ def test_a_repository_of_files_says_how_to_name_one(
             words = f"org/b-GGUF: holds models in GGUF: b-F16.gguf; name one of its files, as {name}"
             assert words in run(*command).output
         assert "did you mean 'b-F16.gguf'?" in run("inspect", "org/b-GGUF:b-F17.gguf").output
-        assert "llama, 37,792 weights" in lines("inspect", name)
+        assert "llama, 37,792 weights" in output_of("inspect", name)
 
 
 @pytest.mark.slow
 def test_commands_and_python_take_files(models: Path, tmp_path: Path) -> None:
     anchor, donor = (str(models / name) for name in ("a.gguf", "alone"))
-    assert "was read from a.gguf" in lines("inspect", anchor)
-    assert "same" in lines("verify", anchor, models / "a")
-    lines("align", anchor, donor, tmp_path / "aligned")
-    assert "same" in lines("verify", tmp_path / "aligned", models / "b")
+    assert "was read from a.gguf" in output_of("inspect", anchor)
+    assert "same" in output_of("verify", anchor, models / "a")
+    output_of("align", anchor, donor, tmp_path / "aligned")
+    assert "same" in output_of("verify", tmp_path / "aligned", models / "b")
     assert not [path for path in (tmp_path / "aligned").iterdir() if "gguf" in path.name]
     rm.align(anchor, donor, heads="permutation").apply(donor).save_pretrained(tmp_path / "moved")
-    assert "the two models compute the same" in lines("verify", tmp_path / "moved", models / "b")
+    assert "the two models compute the same" in output_of("verify", tmp_path / "moved", models / "b")
     (tmp_path / "text.txt").write_text("The quick foxes are here. " * 200)
     sizes = ("--samples", "8", "--length", "16", "--budget", "1s", "--data", tmp_path / "text.txt", "--anyway")
-    lines("merge", anchor, models / "b.gguf", tmp_path / "out", *sizes)
+    output_of("merge", anchor, models / "b.gguf", tmp_path / "out", *sizes)
     assert f"model: {anchor}" in (tmp_path / "out" / "recipe.yml").read_text()
     assert state(tmp_path / "out").keys() == read(anchor).keys()
 
@@ -133,24 +124,15 @@ def test_commands_and_python_take_files(models: Path, tmp_path: Path) -> None:
 def test_check_reads_the_weights_of_a_file_and_takes_no_model_for_a_recipe(models: Path, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yml"
     path.write_text(recipe(models / "a.gguf", models / "alone"))
-    output = lines("check", path)
+    output = output_of("check", path)
     assert "was read from" in output
     assert "no weights" not in output
-    assert "a.gguf: " in lines("check", models / "a.gguf", code=2)
+    assert "a.gguf: " in output_of("check", models / "a.gguf", code=2)
 
 
 def adapter_of(models: Path, base: object, folder: Path) -> Path:
     """An adapter of the first model, which says that it was trained on `base`."""
-    from peft import LoraConfig, get_peft_model
-
-    adapted = get_peft_model(load(str(models / "a")), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    adapted.save_pretrained(folder)
-    settings = folder / "adapter_config.json"
-    content = {**json.loads(settings.read_text()), "base_model_name_or_path": base and str(base)}
-    settings.write_text(json.dumps(content))
+    lora(folder, load(str(models / "a")), spread=0.2, base_model_name_or_path=base and str(base))
     return folder
 
 
@@ -161,8 +143,12 @@ def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path:
     file = shutil.copyfile(models / "a.gguf", tmp_path / "base" / "model-F16.gguf")
     adapter = adapter_of(models, tmp_path / "base", tmp_path / "lora")
     for base in (file, models / "a.gguf", models / "a"):
-        lines("carry", adapter, "--from", base, "--to", models / "alone", tmp_path / f"out-{base.stem}{base.suffix}")
-    output = lines("carry", adapter, "--from", models / "b.gguf", "--to", models / "alone", tmp_path / "out", code=2)
+        output_of(
+            "carry", adapter, "--from", base, "--to", models / "alone", tmp_path / f"out-{base.stem}{base.suffix}"
+        )
+    output = output_of(
+        "carry", adapter, "--from", models / "b.gguf", "--to", models / "alone", tmp_path / "out", code=2
+    )
     assert "is an adapter of" in output
     names = [f"{base}+{adapter_of(models, None, tmp_path / 'own')}" for base in (models / "a.gguf", models / "a")]
     first, second = (load(name).state_dict() for name in names)
@@ -187,7 +173,7 @@ def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path,
     tuned = shutil.copyfile(models / "a.gguf", tmp_path / "tuned.gguf")
     text = recipe(models / "b", tuned, parameters="{delegate: task_arithmetic}")
     merged(text.replace("weight: 0.7", f"weight: 1, finetuned_from: {models / 'a'}"), tmp_path / "merged")
-    lines("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
+    output_of("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
     for folder in ("merged", "carried"):
         notes = json.loads((tmp_path / folder / "rotation_merge.json").read_text())["notes"]
         assert any("was read from tuned.gguf, whose tensors are" in note for note in notes)

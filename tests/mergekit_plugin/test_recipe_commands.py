@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
+from cli_support import output_of, parsed, run
 from plugin_support import from_file, load, make, merged, twin, write_recipe
 from plugin_support import recipe_for as local_recipe
 from residual_support import Checkpoint, checkpoint, recipe, report, transport
@@ -46,9 +46,7 @@ def test_inspect_says_what_maps_to_what_and_what_it_costs(trio: Trio, tmp_path: 
     assert facts["lines"] == same["lines"]
     for absent in ("fine", "old"):
         text = path.read_text().replace(f"/{absent}\n", "/gone\n")
-        result = run("inspect", write_recipe(text, tmp_path / "gone.yml"))
-        assert result.exit_code == 2
-        assert "gone: no such directory" in result.output
+        assert "gone: no such directory" in output_of("inspect", write_recipe(text, tmp_path / "gone.yml"), code=2)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import error_of, output_of, run
 from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, write_adapter, write_recipe
 
 import rotation_merge as rm
@@ -69,14 +69,12 @@ def test_forced(models: Path, tmp_path: Path) -> None:
     recipe, file = recipes(models, "other")["models"], tmp_path / "maps.safetensors"
     assert merged(recipe, tmp_path / "out", "--allow-crimes")
     nameless = f"{models / 'other'}+{adapter_of(None, tmp_path / 'lora')}"
-    done = run("align", models / "own", nameless, tmp_path / "aligned", "--alignment", file)
-    assert done.exit_code == 0, done.output
+    output_of("align", models / "own", nameless, tmp_path / "aligned", "--alignment", file)
     recipe["parameters"], recipe["models"][-1]["parameters"]["alignment"] = {"delegate": "linear"}, str(file)
     assert merged(recipe, tmp_path / "moved", "--allow-crimes")
     carry = ["carry", models / "lora", tmp_path / "carried", "--from", models / "other", "--to", models / "own"]
-    assert REFUSED in one_error(run(*carry).output)
-    done = run(*carry, "--force")
-    assert done.exit_code == 0, done.output
+    assert REFUSED in error_of(*carry)
+    output_of(*carry, "--force")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +86,8 @@ def test_copies_of_its_base_are_its_base(
 ) -> None:
     """By another path, by another name, and by its name alone where its weights are not here."""
     adapter = adapter_of(stated and stated.format(own=models / "own"), tmp_path / "lora")
-    done = run("check", write_recipe(recipes(models, base, adapter)["models"], tmp_path / "recipe.yml"))
-    assert done.exit_code == 0, done.output
-    assert note in " ".join(done.output.split())
+    output = output_of("check", write_recipe(recipes(models, base, adapter)["models"], tmp_path / "recipe.yml"))
+    assert note in " ".join(output.split())
 
 
 COMMANDS = (

@@ -9,19 +9,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import tiny_models as tiny
 import torch
 import transformers
-from cli_support import parsed, run
+from cli_support import error_of, output_of, parsed, run
 from mergekit.io.tasks import LoaderCache
 from plugin_support import (
+    error_of_merge,
     files_of,
+    lora,
     make,
     merged,
-    mergekit_yaml,
-    one_error,
     recipe_for,
     state,
     twin,
@@ -74,16 +73,7 @@ WAYS |= {family: (case, {**EXPERTS, "target_parameters": stacked(case)}) for fam
 
 
 def train(folder: Path, base: Any, seed: int = 0, **options: Any) -> Any:
-    """A model of peft's with an adapter of random factors, which is written."""
-    torch.manual_seed(seed)
-    model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 3, "lora_alpha": 7, **options}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                magnitude = "magnitude" in name
-                parameter.copy_(torch.rand_like(parameter) + 0.5 if magnitude else torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(folder)
-    return model
+    return lora(folder, base, seed, **{"r": 3, "lora_alpha": 7, **options})
 
 
 def adapter_for(model: Path, folder: Path, seed: int = 0, **options: Any) -> Path:
@@ -320,14 +310,9 @@ def test_one_line(bad: str, models: tuple[Path, Path, Path], tmp_path: Path) -> 
     spoil, word = BAD[bad]
     spoil(tmp_path / "lora")
     both = f"{donor}+{tmp_path / 'lora'}"
-    done = mergekit_yaml(recipe_for("linear", anchor, Path(both)), tmp_path / "out")
-    assert done.exit_code == 2
-    assert word in one_error(done.output)
-    assert not (tmp_path / "out").exists()
-    checked = run("check", tmp_path / "out.yml")
-    assert checked.exit_code == 1
-    assert word in checked.output
-    assert word in one_error(run("verify", donor, both).output)
+    assert word in error_of_merge(recipe_for("linear", anchor, Path(both)), tmp_path / "out")
+    assert word in output_of("check", tmp_path / "out.yml", code=1)
+    assert word in error_of("verify", donor, both)
 
 
 def test_an_embedding_to_which_a_head_is_tied(tmp_path: Path) -> None:
@@ -357,6 +342,5 @@ def test_check_writes_no_checkpoint(
     monkeypatch.setattr(ModelReference, "merged", lambda own, **_: own if own.lora is None else pytest.fail("merged"))
     monkeypatch.setattr("mergekit.io.tensor_writer.TensorWriter.save_tensor", lambda *_: pytest.fail("was written"))
     monkeypatch.chdir(tmp_path)
-    done = run("check", recipe)
-    assert done.exit_code == 0, done.output
+    output_of("check", recipe)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yml"]

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import (
-    from_file,
-    make,
-    merged,
-    mergekit_yaml,
-    one_error,
-    recipe_for,
-    state,
-    write_recipe,
-    write_state,
-)
+from plugin_support import error_of_merge, from_file, make, merged, recipe_for, state, write_recipe, write_state
 
 import rotation_merge as rm
 
@@ -49,14 +39,6 @@ def spoilt(model: Path, out: Path, name: str, value: float) -> Path:
     return write_state(tensors, model, out)
 
 
-def refused(recipe: dict[str, Any], out: Path) -> str:
-    """The one line that a recipe ends with, which leaves nothing."""
-    done = mergekit_yaml(recipe, out)
-    assert done.exit_code == 2, done.output
-    assert not out.exists()
-    return one_error(done.output)
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +51,7 @@ def test_no_output_that_is_no_number(delegate: str, weights: tuple[float, float]
     for entry, weight in zip(recipe["models"], weights, strict=True):
         entry["parameters"] = {**entry.get("parameters", {}), "weight": weight}
     if delegate == "linear":
-        line = refused(recipe, tmp_path / "out")
+        line = error_of_merge(recipe, tmp_path / "out")
         assert "would hold NaN or infinity" in line
         assert "weight'" in line
     else:
@@ -79,13 +61,13 @@ def test_no_output_that_is_no_number(delegate: str, weights: tuple[float, float]
 def test_a_share_beyond_the_models(models: Pair, tmp_path: Path) -> None:
     recipe = recipe_for("slerp", *models)
     recipe["parameters"]["t"] = 1e300
-    assert "'t' is 1e+300; it is a share: give a number from 0 to 1" in refused(recipe, tmp_path / "out")
+    assert "'t' is 1e+300; it is a share: give a number from 0 to 1" in error_of_merge(recipe, tmp_path / "out")
 
 
 def test_a_dtype_that_cannot_hold_the_values(models: Pair, tmp_path: Path) -> None:
     anchor = spoilt(models[0], tmp_path / "large", UP, 1e6)
     half = recipe_for("linear", anchor, models[1], ffn="none") | {"out_dtype": "float16"}
-    assert UP in refused(half, tmp_path / "out")
+    assert UP in error_of_merge(half, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -105,7 +87,7 @@ def test_whose_nan_it_is(number: int, tensor: str, options: dict[str, Any], mode
     paths[number] = spoilt(paths[number], tmp_path / "spoilt", tensor, float("nan"))
     recipe = recipe_for("linear", *paths)
     recipe["parameters"] |= options
-    line = refused(recipe, tmp_path / "out")
+    line = error_of_merge(recipe, tmp_path / "out")
     assert str(tmp_path / "spoilt") in line
     assert tensor in line
 

@@ -12,9 +12,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_support import CHECKPOINTS, parsed, run
+from cli_support import CHECKPOINTS, error_of, output_of, parsed, run
 from hub_support import Hub, at_home
-from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_recipe
+from plugin_support import (
+    error_of_merge,
+    from_file,
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    state,
+    twin,
+    write_recipe,
+)
 
 from rotation_merge.model.hub import HubFile, no_answer, reachable
 
@@ -28,8 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, bytes]:
     folder = tmp_path_factory.mktemp("pair")
     anchor = make("llama", folder / "anchor")
     donor = twin(anchor, folder / "donor")
-    done = run("align", anchor, donor, "--alignment", folder / "map", "--heads", "permutation")
-    assert done.exit_code == 0, done.output
+    output_of("align", anchor, donor, "--alignment", folder / "map", "--heads", "permutation")
     return anchor, donor, (folder / "map").read_bytes()
 
 
@@ -70,7 +80,7 @@ def test_an_alignment_of_the_hub_at_its_revision(home: Hub, pair: tuple[Path, Pa
     merged(recipe, tmp_path / "again")
     assert len(home.asked) == asked
     latest = from_file(plain, Path("org/maps/sub/a.safetensors"))
-    assert "cannot be read" in one_error(mergekit_yaml(latest, tmp_path / "other").output)
+    assert "cannot be read" in error_of_merge(latest, tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["org/gone/a.safetensors", "org/maps/gone.safetensors", "org/maps/x@0000", "./x/y/z"])
@@ -78,17 +88,15 @@ def test_files_that_are_nowhere_are_one_line(
     name: str, home: Hub, pair: tuple[Path, Path, bytes], tmp_path: Path
 ) -> None:
     home.commit("models/org/maps", {"sub/a.safetensors": b""})
-    done = mergekit_yaml(from_file(recipe_for("linear", *pair[:2]), Path(name)), tmp_path / "out")
-    assert done.exit_code == 2
-    assert name.removeprefix("./") in one_error(done.output)
-    assert not (tmp_path / "out").exists()
+    assert name.removeprefix("./") in error_of_merge(
+        from_file(recipe_for("linear", *pair[:2]), Path(name)), tmp_path / "out"
+    )
 
 
 def test_statistics_and_data_of_the_hub(home: Hub, tmp_path: Path) -> None:
     model, text = CHECKPOINTS / "llama-0", b"def f(x):\n    return x + 1\n" * 20
     source = f"datasets/org/text/code.txt@{home.commit('datasets/org/text', {'code.txt': text})}"
-    done = run("measure", model, "--data", source, "--length", "8", "--samples", "8", "--out", tmp_path / "s")
-    assert done.exit_code == 0, done.output
+    output_of("measure", model, "--data", source, "--length", "8", "--samples", "8", "--out", tmp_path / "s")
     home.commit("models/org/stats", {"s.safetensors": (tmp_path / "s").read_bytes()})
     recipe = recipe_for("linear", model)
     recipe["parameters"] = {"delegate": "regmean", "statistics": "org/stats/s.safetensors", "exclude": "embed"}
@@ -181,7 +189,7 @@ def test_push(pair: tuple[Path, Path, bytes], nobody: None, tmp_path: Path) -> N
     merged(recipe_for("linear", anchor, donor), tmp_path / "out")
     push = ("push", tmp_path / "out", "me/x", "--as", f"{donor}=org/b@v1", "--as")
     assert run(*push, f"{anchor}=org/a@v1").exit_code == 0
-    assert "its revision is unknown (the hub does not answer)" in one_error(run(*push, f"{anchor}=org/a").output)
+    assert "its revision is unknown (the hub does not answer)" in error_of(*push, f"{anchor}=org/a")
     sent = run(*push, f"{anchor}=org/a@v1", "--yes")
     assert "the hub does not answer" in one_error(sent.output)
 
@@ -224,5 +232,5 @@ def test_a_hub_that_answers_again(hub: Hub, nobody: None, monkeypatch: pytest.Mo
 def test_who_wants_no_hub_is_not_asked_for_one(home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     asked = len(home.asked)
-    assert "HF_HUB_OFFLINE is set; unset it, or name a folder" in one_error(run("inspect", GONE).output)
+    assert "HF_HUB_OFFLINE is set; unset it, or name a folder" in error_of("inspect", GONE)
     assert home.asked[asked:] == []

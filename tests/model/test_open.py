@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from plugin_support import lora
 from safetensors.torch import load_file, save_file
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
@@ -75,9 +75,7 @@ def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
     """Its change is added in float32 and rounded once, when it is written."""
     model = llama().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
-    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    tuned.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    tuned.save_pretrained(tmp_path / "lora")
+    lora(tmp_path / "lora", model, target_modules=["q_proj"], base_model_name_or_path=str(tmp_path / "base"))
     view = open_model(f"{tmp_path / 'base'}+{tmp_path / 'lora'}")
     view.save_pretrained(tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_support import run
+from cli_support import output_of, run
 from click.testing import CliRunner
 from mergekit.scripts.multimerge import main as mergekit_multi
 from mergekit.scripts.run_yaml import main as mergekit_yaml
@@ -34,8 +34,7 @@ def prepared(recipe: Path, models: Path, folder: Path) -> Path:
         anchor, donor = (str(stand_in(name, models)) for name in names(recipe.read_text(encoding="utf-8"))[:2])
         made = folder / "made.safetensors"
         options = ["--residual", "permutation", "--heads", "permutation", "--alignment", str(made)]
-        done = run("align", anchor, donor, *options)
-        assert done.exit_code == 0, done.output
+        output_of("align", anchor, donor, *options)
         text = text.replace("multiberts-0-1.safetensors", str(made))
     delegate = next(yaml.safe_load_all(text)).get("parameters", {}).get("delegate")
     if delegate in ("regmean", "fisher"):
@@ -53,8 +52,7 @@ def measure(model: Path, kind: str) -> None:
         data = str(model / "tokens.jsonl")
         Path(data).write_text("\n".join(json.dumps({"input_ids": [3 + i, 9, 4 + i]}) for i in range(8)))
     options = ["--kinds", kind, "--samples", "8", "--length", "16"]
-    done = run("measure", model, "--data", data, *options)
-    assert done.exit_code == 0, done.output
+    output_of("measure", model, "--data", data, *options)
 
 
 def test_there_are_at_least_twelve():
@@ -72,8 +70,7 @@ def test_opens_with_purpose_formula_source_and_what_to_expect(recipe: Path):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_passes_check_and_runs(recipe: Path, models: Path, tmp_path: Path):
     local = prepared(recipe, models, tmp_path)
-    checked = run("check", local)
-    assert checked.exit_code == 0, checked.output
+    output_of("check", local)
     out = tmp_path / "merged"
     if "multi" in recipe.stem.split("-"):
         done = CliRunner().invoke(mergekit_multi, [str(local), "-I", str(tmp_path / "stages"), "--out-path", str(out)])
@@ -93,9 +90,7 @@ def test_the_search_is_a_file_of_mergekits():
 
 
 def test_check_names_the_key_of_another_kind_of_recipe():
-    done = run("check", EVOLVE)
-    assert done.exit_code == 1
-    assert "there is no key 'genome' here" in done.output
+    assert "there is no key 'genome' here" in output_of("check", EVOLVE, code=1)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
+from cli_support import output_of, parsed, run
 from plugin_support import make, recipe_for, twin, write_recipe
 from safetensors.torch import save_file
 
@@ -112,15 +112,14 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: Models, tmp_path: Pa
 def test_bad_input_is_one_line(models: Models, options: str, words: str) -> None:
     three = options.startswith(("--alignment", "--heads"))
     names = (*TURNED, *(["other"] if three else []))
-    done = run("barrier", *map(models.get, names), "--data", models["data"], *options.split())
-    assert done.exit_code == 2
-    assert words in done.output
-    assert "Traceback" not in done.output
+    output = output_of("barrier", *map(models.get, names), "--data", models["data"], *options.split(), code=2)
+    assert words in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_pictures_hold_every_curve(models: Models, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     names = "neurons,rotation,paper,permutation,local,residual"
     options = ("--compare", names, "--plot", tmp_path / "p.svg", "--limit", 1)
     (curves,) = barriers(models, "anchor", "near", options=options)

@@ -21,8 +21,8 @@ import pytest
 import ray
 import torch
 from backend_support import Echo, Failing, Killing, deadly
-from cli_support import run
-from plugin_support import build, make, one_error, save, state
+from cli_support import error_of, output_of
+from plugin_support import build, lora, make, one_error, save, state
 from safetensors.torch import load_file
 
 from rotation_merge import AlignConfig, RotationMergeError
@@ -64,8 +64,7 @@ def test_align_writes_the_same_bytes(deep_pair: tuple[Path, Path], tmp_path: Pat
     for backend in ("threads", *BACKENDS):
         out = tmp_path / backend
         file = ("--alignment", out / "maps.safetensors")
-        done = run("align", *deep_pair, out, "--no-verify", *file, *options, "--backend", backend)
-        assert done.exit_code == 0, done.output
+        output_of("align", *deep_pair, out, "--no-verify", *file, *options, "--backend", backend)
         maps[backend] = load_file(out / "maps.safetensors")
         (out / "maps.safetensors").unlink()
         assert written(out) == written(tmp_path / "threads")
@@ -77,21 +76,10 @@ def test_align_from_another_folder_with_an_adapter(tmp_path: Path, monkeypatch: 
     """Names that hold in this folder only arrive as whole paths; the pair is opened again as it was opened here."""
     monkeypatch.chdir(tmp_path)
     make("llama", tmp_path / "anchor")
-    adapter(tmp_path / "lora")
+    lora(tmp_path / "lora", build("llama"), seed=5)
     for backend in ("threads", *BACKENDS):
-        done = run("align", "anchor", "anchor+lora", backend, "--no-verify", "--backend", backend)
-        assert done.exit_code == 0, done.output
+        output_of("align", "anchor", "anchor+lora", backend, "--no-verify", "--backend", backend)
         assert written(tmp_path / backend) == written(tmp_path / "threads")
-
-
-def adapter(where: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(5)
-    tuned = get_peft_model(
-        build("llama"), LoraConfig(r=2, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
-    )
-    tuned.save_pretrained(where)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,9 +103,8 @@ def test_a_worker_without_the_file_names_it_and_its_machine(
             yield spread
 
     monkeypatch.setattr("rotation_merge.cli.align.on_backend", gone)
-    done = run("align", pair[0], donor, tmp_path / "out", "--backend", backend)
-    assert done.exit_code == 2
-    line = one_error(done.output)
+    output = output_of("align", pair[0], donor, tmp_path / "out", "--backend", backend, code=2)
+    line = one_error(output)
     assert line.startswith(f"Error: {donor}")
     assert f"worker {HOST}" in line
     assert not (tmp_path / "out").exists()
@@ -129,7 +116,7 @@ def test_what_is_wrong_with_weights_is_said_as_ever(backend: str, pair: tuple[Pa
     model.load_state_dict(state(pair[1]))
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     donor = save(model, tmp_path / "donor")
-    line = one_error(run("align", pair[0], donor, tmp_path / "out", "--backend", backend).output)
+    line = error_of("align", pair[0], donor, tmp_path / "out", "--backend", backend)
     assert "model.layers.1.mlp.up_proj.weight" in line
     assert str(donor) in line
 
@@ -159,7 +146,7 @@ def test_clusters_that_are_not_there_are_said(pair: tuple[Path, Path], monkeypat
             patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
             patch.setattr(ray, "is_initialized", lambda: False)
             patch.setattr(module, "PATIENCE", 1)
-            line = one_error(run("align", *pair, "out", "--backend", backend).output)
+            line = error_of("align", *pair, "out", "--backend", backend)
         assert line.startswith(f"Error: --backend {backend}: the cluster cannot be used (")
     with pytest.raises(RotationMergeError, match=r"--backend ray: .*no worker has a GPU"), on_backend("ray", "cuda"):
         pass

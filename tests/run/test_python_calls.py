@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from plugin_support import build
+from plugin_support import build, lora
 from transformers import PreTrainedModel
 
 import rotation_merge as rm
@@ -46,6 +44,15 @@ def test_a_model_is_judged_in_its_own_dtype(models) -> None:
     for model in (half, rm.average([models[0]]).to(torch.bfloat16), moved):
         assert rm.evaluate(model, SAMPLES)["loss"] == pytest.approx(loss(copy.deepcopy(half).float()), rel=1e-5)
     assert {x.dtype for x in rm.average([moved]).to_module().parameters()} == {torch.float32}
+
+
+def test_statistics_are_the_same_with_fused_attention(models) -> None:
+    measured = []
+    for kind in ("sdpa", "eager"):
+        models[0].set_attn_implementation(kind)
+        measured.append(rm.measure(models[0], SAMPLES))
+    for key in measured[0]:
+        torch.testing.assert_close(measured[0][key], measured[1][key], rtol=1e-4, atol=1e-4)
 
 
 def test_a_path_begins_and_ends_at_its_models(models) -> None:
@@ -86,11 +93,7 @@ def s(models, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for name, model in zip(("a", "b", "deep", "tied"), (*models, deep, tied), strict=True):
         model.save_pretrained(place / name)
     for name in ("one", "two"):
-        lora = get_peft_model(copy.deepcopy(models[0]), LoraConfig(r=2, target_modules=["q_proj"]))
-        lora.save_pretrained(place / name)
-        settings = json.loads((place / name / "adapter_config.json").read_text())
-        settings["base_model_name_or_path"] = str(place / "a")
-        (place / name / "adapter_config.json").write_text(json.dumps(settings))
+        lora(place / name, copy.deepcopy(models[0]), base_model_name_or_path=str(place / "a"))
     names = ("a", "b", "deep", "tied", "one", "two", "gone", "new")
     return SimpleNamespace(place=place, models=models, m=models[0], **{name: str(place / name) for name in names})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import parsed, run
+from cli_support import error_of, parsed, run
 from plugin_support import mergekit_yaml, one_error, recipe_for, save
 from safetensors.torch import load_file, save_file
 from tiny_models import twin_of
@@ -173,7 +173,7 @@ def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pa
     (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 3}))
     assert agrees(path, short) == pytest.approx(1.0, abs=1e-6)
     pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
-    assert "its pooling excludes the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
+    assert "its pooling excludes the prompt" in error_of("evaluate", path, "--data", pairs)
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_what_does_not_know_the_modules_says_so(models: dict[str, Path], pairs: 
         ("align", bare, bare, tmp_path / "out", "--residual", "permutation"): "which this model gives out",
     }
     for arguments, message in calls.items():
-        assert message in one_error(run(*arguments).output)
+        assert message in error_of(*arguments)
     assert parsed("align", bare, bare, tmp_path / "out", "--heads", "permutation")
     assert everything(tmp_path / "out") >= everything(bare)
 

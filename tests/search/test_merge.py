@@ -244,8 +244,7 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("budget", "data", "tried"),
-    [("10m", "demo:c", ["plain", "task_arithmetic", "ties"]), ("0.1s", "self", ["plain"])],
+    ("budget", "data", "tried"), [("10m", "demo:c", ["plain", "task_arithmetic", "ties"]), ("0.1s", "self", ["plain"])]
 )
 def test_after_the_deadline_nothing_new_is_tried(
     budget: str, data: str, tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable

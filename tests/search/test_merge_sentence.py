@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_support import parsed, run
+from cli_support import error_of, parsed, run
 from plugin_support import one_error
 from test_sentence import everything
 from test_sentence import models as models
@@ -27,7 +27,7 @@ def test_merge_chooses_without_scores(models: dict[str, Path], pairs: Path, tmp_
         "refit, plain": None,
     }
     assert 0 < facts["ensemble"]["score"] < min(parent["score"] for parent in facts["parents"].values())
-    assert "sentence1, sentence2 and score" in one_error(run("evaluate", models["anchor"], "--data", texts).output)
+    assert "sentence1, sentence2 and score" in error_of("evaluate", models["anchor"], "--data", texts)
     single = run("merge", models["anchor"], models["donor"], tmp_path / "single", "--data", texts, "--batch-size", "1")
     assert "embeddings are compared within a batch" in one_error(single.output)
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_support import parsed, run
+from cli_support import error_of, output_of, parsed, run
 from hub_support import Hub
 from huggingface_hub import ModelCard, snapshot_download
-from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
+from plugin_support import from_file, make, merged, recipe_for, state, twin
 from safetensors.torch import load_file, save_file
 
 import rotation_merge as rm
@@ -136,9 +136,7 @@ def test_only_what_belongs_to_a_merge_or_is_included(local: Local, out: Path, ho
         (out / place).write_bytes(SECRET)
     (out / "loop").symlink_to(out)
     (out / "LICENSE").symlink_to("README.md")
-    done = run("push", out, "me/x", *named(local), "--yes")
-    assert done.exit_code == 0, done.output
-    assert "Left out: " in done.output
+    assert "Left out: " in output_of("push", out, "me/x", *named(local), "--yes")
     assert {*home.files("me/x")} == {*usual, "LICENSE"}
     assert not any(SECRET in content for content in home.files("me/x").values())
     facts = parsed("push", out, "me/x", *named(local), "--include", "notes.txt", "--include", "plots/*")
@@ -227,16 +225,16 @@ def test_refused_in_one_line_before_anything_is_sent(case: str, local: Local, ou
     spoil, options, words = REFUSED[case]
     spoil(out)
     options = [option.format(anchor=local[0]) for option in options]
-    assert words in one_error(run("push", out, "me/y", *named(local), *options, "--yes").output)
+    assert words in error_of("push", out, "me/y", *named(local), *options, "--yes")
     assert "models/me/y" not in home.repos
 
 
 def test_local_names_are_refused_with_the_remedy(local: Local, out: Path, home: Hub) -> None:
     anchor, donor, *_ = local
     remedy = f"add --as {anchor}=org/name@revision --as {donor}=org/name@revision (not on the hub yet"
-    assert remedy in one_error(run("push", out, REPO, "--yes").output)
+    assert remedy in error_of("push", out, REPO, "--yes")
     edited("README.md", "# ", f"See {anchor.parent}/notes\n# ")(out)
-    assert f"names '{anchor.parent}/notes'" in one_error(run("push", out, REPO, *named(local)).output)
+    assert f"names '{anchor.parent}/notes'" in error_of("push", out, REPO, *named(local))
 
 
 def test_a_failing_upload_is_one_line(local: Local, home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +242,7 @@ def test_a_failing_upload_is_one_line(local: Local, home: Hub, monkeypatch: pyte
 
     for error in (RuntimeError("Error while uploading 'model.safetensors' to the Hub."), ValueError("LFS: too large")):
         monkeypatch.setattr(_commit_api, "_upload_files", lambda error=error, **_: (_ for _ in ()).throw(error))
-        line = one_error(run("push", local[2], "me/large", *named(local), "--yes").output)
+        line = error_of("push", local[2], "me/large", *named(local), "--yes")
         assert "me/large: cannot be published (" in line
 
 
