@@ -26,10 +26,6 @@ Inputs = Mapping[str, Any]
 """What a method takes of one model beside its tensor, by name."""
 
 
-LINES = "lines"
-"""Name of the lines for the report among what a method notes."""
-
-
 @dataclass(frozen=True)
 class MergedModels:
     """The models of one merge, all in the anchor's coordinates.
@@ -44,7 +40,8 @@ class MergedModels:
         statistics: of each model, by id, moved with it; empty where the method needs none.
         storage: dtype that a tensor of the result is rounded to; None: that of the first model's tensor.
         samples: gives the batches that activations are compared on; None: weights are compared.
-        log: takes what a method notes while it merges, by name: numbers, words, and `LINES` for the report.
+        log: takes what a method notes while it merges, by name: numbers and words.
+        tell: takes lines for the report.
     """
 
     base: Hashable
@@ -55,6 +52,7 @@ class MergedModels:
     storage: Callable[[str], torch.dtype | None] = lambda _: None
     samples: Callable[[], Sequence[Batch]] | None = None
     log: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    tell: Callable[[str], None] = lambda _: None
 
     @classmethod
     def of(cls, views: Sequence[View], **facts: Any) -> MergedModels:
@@ -148,7 +146,7 @@ class OwnMethod(MergeMethod):
         return self.bound
 
     def note(self, name: str, value: Any) -> None:
-        """Note a fact, or one of `LINES`; of a method without models nobody reads it."""
+        """Note a fact; of a method without models nobody reads it."""
         if self.bound is not None:
             self.bound.log[name].append(value)
 
@@ -268,7 +266,7 @@ class StatisticsMethod(OwnMethod):
             tied = ", and the head, which is tied to the embedding ('untie: true' gives it its own tensor),"
             unmapped = "embeddings, biases, norms and other tensors that are not linear maps"
             head = "" if models.tied_head is None else tied
-            models.log[LINES].append(f"Delegate {self.spec.name}: {unmapped}{head} keep the average.")
+            models.tell(f"Delegate {self.spec.name}: {unmapped}{head} keep the average.")
         return super().on(models)
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
@@ -300,7 +298,7 @@ class StatisticsMethod(OwnMethod):
         if self.maps_only:
             return names[0] not in statistics[model].uncalled
         if all(set(names) <= set(each.metadata.get("buffers", ())) for each in statistics.values()):
-            self.note(LINES, f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
+            self.models.tell(f"Delegate {self.spec.name}: buffers, which no gradient reaches, keep the average.")
             return False
         return True
 

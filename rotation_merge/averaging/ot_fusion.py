@@ -21,7 +21,7 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSp
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
-from rotation_merge.averaging.methods import LINES, Inputs, MergedModels, OwnMethod, Source, mean
+from rotation_merge.averaging.methods import Inputs, MergedModels, OwnMethod, Source, mean
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
@@ -95,7 +95,7 @@ class OtFusion(OwnMethod):
         words = "hard plans, which are permutations" if hard else soft
         for model in models:
             if model != self.models.base:
-                self.note(LINES, f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
+                self.models.tell(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
         return models
 
     def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:

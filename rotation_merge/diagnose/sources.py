@@ -6,7 +6,7 @@ Models are present, complete, of one architecture and size, and compatible with 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +130,6 @@ class Sources:
             complete = complete and (model is not None or name in opened)
             if model is not None:
                 opened[name] = (path, model)
-                self._check_folder(path, model)
         _, base = opened.get(str(value.get("base_model")), ((), None))
         complete = all([complete, *(self._check_file(path, name, base) for path, name in files(value))])
         if base is not None:
@@ -138,37 +137,35 @@ class Sources:
         return complete
 
     @contextmanager
-    def _collected(self, path: Path) -> Iterator[None]:
-        """Errors within are faults of the document, at a place in it."""
+    def _collected(self, path: Path, name: str) -> Iterator[None]:
+        """Errors within are faults of the document, at the place where it names a model or a file."""
         try:
             yield
-        except RotationMergeError as error:
-            self.document.raised(path, error)
-
-    def _opened(self, path: Path, name: str) -> View | None:
-        """A model, its files and architecture checked; None if that fails."""
-        try:
-            for part in name.split("+"):
-                if part in self.refused:
-                    raise self.refused[part]
-            reference = ModelReference.parse(name)
-            if not absent_parts(reference):
-                return self.models[reference]
-            remedy = f"{nearest_path(name, 'check the name')}, or download it and check again"
-            self.document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
         except RotationMergeError as error:
             self.document.raised(path, error)
         except Exception as error:  # of a name that is none, or whatever a damaged checkpoint makes the readers raise
             problem = f"{name}: cannot be read ({error})"
             self.document.fault(path, problem, "name a directory or org/name, or download it again")
-        return None
 
-    def _check_folder(self, path: Path, model: View) -> None:
-        """Defects in headers and small files of a model; a wrong config is a fault, the rest are notes."""
-        for defect in check_folder(model.folder):
-            if defect.fatal:
+    def _opened(self, path: Path, name: str) -> View | None:
+        """A model, its files and architecture checked; a wrong config is a fault, other defects of headers are notes.
+
+        None if it cannot be read, or has to be downloaded.
+        """
+        with self._collected(path, name):
+            for part in filter(self.refused.__contains__, name.split("+")):
+                raise self.refused[part]
+            reference = ModelReference.parse(name)
+            if absent_parts(reference):
+                remedy = f"{nearest_path(name, 'check the name')}, or download it and check again"
+                self.document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
+                return None
+            model = self.models[reference]
+            for defect in filter(lambda defect: defect.fatal, check_folder(model.folder)):
                 line = f"{model.reference}: {defect.kind}: {defect.what}"
                 self.document.fault(path, line, defect.remedy, error=defect.kind in FAULTS)
+            return model
+        return None
 
     def _check_file(self, path: Path, name: str, base: View | None) -> bool:
         """Check that a file is here, and an alignment of the base's architecture; False if it must be downloaded.
@@ -185,27 +182,26 @@ class Sources:
             advice = nearest_path(name, written if path[-1] == "alignment" else "check the path", os.path.exists)
             self.document.fault(path, f"{name}: no such file", advice)
         elif base is not None and path[-1] == "alignment":
-            with self._collected(path):
+            with self._collected(path, name):
                 load_file(place, base.architecture)
         return place is not None
 
     def _compare(self, anchor: View, opened: dict[str, tuple[Path, View]]) -> None:
         """Compare each model with the anchor: architecture, sizes, tokens; and the anchor with the recipe's groups."""
-        excluded: Callable[[str], bool] = lambda _: False  # noqa: E731
         if self.recipe is not None:
             self.recipe.settle_heads(model for _, model in opened.values())
-            excluded = self.recipe.excluded
-        for path, model in opened.values():
+        for name, (path, model) in opened.items():
             if model is not anchor:
-                with self._collected(path):
-                    self._compare_donor(anchor, path, model, excluded)
+                with self._collected(path, name):
+                    self._compare_donor(anchor, path, model)
         for path, group in walk(self.document.value):
             if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not self.document.refused(path):
-                with self._collected(path):
+                with self._collected(path, group):
                     residual_groups(anchor.architecture, group, str(anchor.reference))
 
-    def _compare_donor(self, anchor: View, path: Path, model: View, excluded: Callable[[str], bool]) -> None:
+    def _compare_donor(self, anchor: View, path: Path, model: View) -> None:
         """Raise what keeps a model from the anchor; shapes that differ are collected."""
+        excluded = self.recipe.excluded if self.recipe is not None else lambda _: False
         value, named = self.document.value, dict(references(self.document.value))
         resizes = bool(value.get("tokenizer") or value.get("tokenizer_source"))
         carried = path[-1] == "finetuned_from" or (*path[:-1], "parameters", "finetuned_from") in named

@@ -86,9 +86,6 @@ class AlignedModule(ModuleArchitecture):
     def num_layers_config_key(self) -> str:
         return self.layers_key
 
-    def num_layers(self, config: PretrainedConfig) -> int:
-        return len({block.index for block in self.blocks} - {None})
-
 
 def described(views: RecipeViews) -> ModelArchitecture:
     """The architecture of a recipe's output as mergekit's `ModelArchitecture`."""

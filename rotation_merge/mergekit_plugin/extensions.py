@@ -138,11 +138,15 @@ def extend_command(module: Any) -> None:
 
     @functools.wraps(stock)
     def callback(*args: Any, **kwargs: Any) -> Any:
-        path = str(kwargs.get("config_file") or kwargs.get("config_path"))
+        path, out = str(kwargs.get("config_file") or kwargs.get("config_path")), str(kwargs.get("out_path"))
         if kwargs.get("verbosity", 0) > 1:
             return stock(*args, **kwargs)
-        with one_line(), open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
+        with one_line():
+            if os.path.isfile(out) and not os.path.isfile(path):
+                remedy = "give the recipe first, then the directory to write"
+                raise RecipeError(f"is no recipe, but {out} is a file", where=path, remedy=remedy)
+            with open(path, encoding="utf-8", errors="replace") as file:
+                text = file.read()
         if not _may_be_ours(text):
             return stock(*args, **kwargs)
         with one_line():

@@ -21,7 +21,7 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
     "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
     "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t"),
     "mergekit.architecture.base:ModuleArchitecture": (
-        *("pre_weights", "layer_weights", "post_weights", "num_layers", "num_layers_config_key"),
+        *("pre_weights", "layer_weights", "post_weights", "num_layers_config_key"),
     ),
     "mergekit.io.tasks:LoaderCache": ("loaders",),
     "mergekit.merge_methods.registry": ("_METHODS",),

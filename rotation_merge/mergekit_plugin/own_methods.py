@@ -13,7 +13,7 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
-from rotation_merge.averaging.methods import LINES, MergedModels, OwnMethod
+from rotation_merge.averaging.methods import MergedModels, OwnMethod
 from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin.donors import progress_bar
@@ -63,6 +63,7 @@ def bound_method(
         statistics={model: _moved(views, model, stored) for model, stored in statistics.items()},
         storage=lambda name: dtype or recipe.dtype or views.anchor.dtypes.get(name),
         samples=samples or (_samples(method, views) if method.on_samples else None),
+        tell=run.note,
     )
     method = method.on(models)
     for name, of_tensor in parameters.items():
@@ -70,12 +71,7 @@ def bound_method(
             problem = "'heads_of: each' puts the body under every donor's head, which plans of the stream do not move"
             raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
         method.participants(name, of_tensor["weight"], of_tensor)
-    known = dict.fromkeys(models.log[LINES])
-    for line in known:
-        run.note(line)
-    run.later.append(
-        lambda: [*(line for line in dict.fromkeys(models.log[LINES]) if line not in known), *method.words()]
-    )
+    run.later.append(method.words)
     return method
 
 

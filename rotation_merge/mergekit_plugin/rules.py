@@ -217,7 +217,7 @@ def _entries(config: MergeConfiguration) -> Iterator[Finding]:
 def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterator[Finding]:
     """Every parameter: whether it exists, may stand there, and has an effect; then its values."""
     specs = {} if delegate is None else {spec.name: spec for spec in delegate.spec.parameters}
-    used, method = {setting.name for setting in settings(config)}, delegate_name(config)
+    used, method = {setting.name for setting in settings(config)}, "" if delegate is None else delegate.spec.name
     for setting in settings(config):
         name, key, spec = setting.name, keys.BY_NAME.get(setting.name), specs.get(setting.name)
         allowed = ALLOWED[type(setting.part)]

@@ -195,6 +195,8 @@ def test_a_recipe_that_cannot_be_read(pair: Pair, tmp_path: Path, existing: bool
     if existing:
         out.mkdir()
     line = one_error(CliRunner().invoke(run_yaml, [str(out), str(path)]).output)
+    assert line.startswith(f"Error: {out}: is no recipe, but {path} is a file; give the recipe first")
+    line = one_error(CliRunner().invoke(run_yaml, [str(out), str(tmp_path / "new")]).output)
     assert line.startswith(f"Error: {out}: cannot be read or written")
 
 

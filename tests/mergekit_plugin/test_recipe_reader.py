@@ -40,6 +40,17 @@ def test_check_gives_every_fault_its_line(tmp_path: Path) -> None:
     assert 1 not in {fault["line"] for fault in faults}
 
 
+def test_parameters_beside_a_misspelt_delegate_are_judged_by_the_nearest() -> None:
+    """It is the delegate that their faults name."""
+    document = Document(recipe_for("linaer", Path("A"), Path("B"), denisty=0.5))
+    assert read(document) is None
+    problems = [fault.what for fault in document.faults]
+    assert problems == [
+        "no merge method 'linaer' to delegate to",
+        "there is no parameter 'denisty' (delegate linear)",
+    ]
+
+
 ONE = {"model": "B", "parameters": {"weight": 0.5, "alignment": "file"}}
 TWO = {"model": "C", "parameters": {"weight": 0.5}}
 BASE = {"model": "A", "parameters": {"weight": 1}}
