@@ -74,6 +74,7 @@ class Option:
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
         delegates: our own delegates that read it in recipes; empty: it holds whatever the delegate.
+        default: its value where it is not given.
         choices: the only values that it may have; of a tuple, its words.
         words: literals that it may have beside values of its kind.
         kind: the type of all others, or a `Kind`.
@@ -88,6 +89,7 @@ class Option:
     command: bool = True
     scope: str = ""
     delegates: tuple[str, ...] = ()
+    default: Any = None
 
     def __post_init__(self) -> None:
         members = dict(_members(self.type))
@@ -209,7 +211,7 @@ class Config:
         """Its options by name."""
         types, described = get_type_hints(cls, include_extras=True), cls.__pydantic_fields__.items()  # type: ignore[attr-defined]
         return {
-            name: Option(types[name], field.description, **field.json_schema_extra)
+            name: Option(types[name], field.description, default=field.default, **field.json_schema_extra)
             for name, field in described
             if field.description
         }

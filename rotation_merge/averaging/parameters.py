@@ -51,13 +51,13 @@ def parameter(name: str, default: Any, help: str, kind: Any = None) -> DelegateP
     Args:
         kind: type of its values, if not the default's.
     """
-    return described_parameter(name, default, Option(kind or type(default), help))
+    return described_parameter(name, Option(kind or type(default), help, default=default))
 
 
-def described_parameter(name: str, default: Any, described: Option) -> DelegateParameter:
+def described_parameter(name: str, described: Option) -> DelegateParameter:
     """A parameter that a config describes."""
     kind: Any = described.base | None if described.optional else described.base
-    return DelegateParameter(name, kind, ParameterScope.SHARED, default, described.text, option=described)
+    return DelegateParameter(name, kind, ParameterScope.SHARED, described.default, described.text, option=described)
 
 
 def wanted(spec: ParameterSpec) -> str:

@@ -30,10 +30,7 @@ class RefitMethod(OwnMethod):
     spec = MergeMethodSpec(
         name="refit",
         pretty_name="Refit",
-        parameters=(
-            WEIGHT,
-            *(described_parameter(o.key or name, getattr(RefitConfig, name), o) for name, o in SOLVING.items()),
-        ),
+        parameters=(WEIGHT, *(described_parameter(option.key or name, option) for name, option in SOLVING.items())),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
 

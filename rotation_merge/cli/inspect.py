@@ -188,8 +188,8 @@ def delegates() -> list[dict[str, Any]]:
 def options() -> list[dict[str, Any]]:
     """Every parameter of rotation_merge itself; `text` is Markdown."""
     entries = []
-    for name, spec in BY_NAME.items():
-        option, default = spec.option, str(spec.default).lower()
+    for name, option in BY_NAME.items():
+        default = str(option.default).lower()
         readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
         entry = {"name": name, "where": PLACES[option.scope], "values": option.values, "default": default}
         entries.append({**entry, "text": f"{sentence(option.help)}{readers}"})

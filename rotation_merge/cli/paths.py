@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,10 @@ class Reads(click.ParamType):
         if self.recipe and len(values) == 1 and is_document(values[0]):
             from rotation_merge.mergekit_plugin.recipe import inputs_in
 
-            return [Input(values[0], "recipe"), *inputs_in(values[0])]
+            recipe = Input(values[0], "recipe")
+            with suppress(RecipeError):
+                return [recipe, *inputs_in(read_recipe(values[0]))]
+            return [recipe]
         if self.named:
             values = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
         return [Input(value, self.kind) for value in values if value]

@@ -100,8 +100,8 @@ def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
 def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Places that name files to read, and the names."""
     for path, setting in walk(value):
-        key = BY_NAME.get(str(path[-1])) if path[-2:-1] == ("parameters",) else None
-        words = () if key is None or key.option.kind is not FILE else (*key.option.words, "none")
+        option = BY_NAME.get(str(path[-1])) if path[-2:-1] == ("parameters",) else None
+        words = () if option is None or option.kind is not FILE else (*option.words, "none")
         if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
             yield path, setting
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -108,15 +108,8 @@ CONFIGS: tuple[type[Config], ...] = (AlignConfig, MatchConfig, TransferConfig, R
 read it."""
 
 
-class Key(NamedTuple):
-    """A recipe's parameter: its meaning, kind and range, and its value where it is not given."""
-
-    option: Option
-    default: Any
-
-
-BY_NAME = {
-    option.name_in_recipes(field): Key(option, getattr(config, field))
+BY_NAME: dict[str, Option] = {
+    option.name_in_recipes(field): option
     for config in CONFIGS
     for field, option in config.options().items()
     if option.scope
@@ -126,7 +119,7 @@ BY_NAME = {
 
 def names(*scopes: str) -> tuple[str, ...]:
     """Names of the parameters of some scopes, in the order of the table."""
-    return tuple(name for name, key in BY_NAME.items() if key.option.scope in scopes)
+    return tuple(name for name, option in BY_NAME.items() if option.scope in scopes)
 
 
 OPTIONS = names(BLOCK, WHOLE)
@@ -159,7 +152,7 @@ def checked(name: str, value: Any) -> Any:
     Raises:
         RecipeError: it is none that the parameter may have.
     """
-    option, optional = BY_NAME[name].option, BY_NAME[name].default is None
+    option, optional = BY_NAME[name], BY_NAME[name].default is None
     if name == "scaling":
         value = {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
     elif name == "layers":

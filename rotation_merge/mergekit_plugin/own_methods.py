@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from torch import Tensor
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.methods import MergedModels, OwnMethod
@@ -19,7 +18,7 @@ from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.mergekit_plugin.donors import progress_bar
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.hub import HubFile, local_file
-from rotation_merge.model.tensors import Tensors, by_name
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch
 from rotation_merge.run.statistics import NAME, Statistics
@@ -194,11 +193,8 @@ def refitted_view(views: RecipeViews, parameters: Parameters) -> View:
             run.note(note)
         return view
 
-    def read(name: str) -> Tensor:
-        return base[name] if recipe.excluded(name) else merged()[name]
-
     views.preparations.append(merged)
-    return replace(base, tensors=Tensors(base.shapes, base.dtypes, by_name(read)))
+    return replace(base, tensors=Tensors(base.shapes, base.dtypes, lambda names: merged().read(names)))
 
 
 def _teachers(

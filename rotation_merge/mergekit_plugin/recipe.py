@@ -204,7 +204,7 @@ def recipe_inputs(config: MergeConfiguration) -> list[Input]:
     """Everything that a recipe reads, wherever it names it: models, adapters, sources of tokenizers, files."""
     inputs = [Input(str(part), "model") for _, part in walk(config) if isinstance(part, ModelReference)]
     for setting in settings(config):
-        option = BY_NAME[setting.name].option if setting.name in BY_NAME else None
+        option = BY_NAME.get(setting.name)
         if option is None or option.kind not in (FILE, MODEL):
             continue
         for _, value in setting.leaves():
@@ -213,15 +213,16 @@ def recipe_inputs(config: MergeConfiguration) -> list[Input]:
     return list(dict.fromkeys(inputs))
 
 
-def inputs_in(path: str) -> list[Input]:
-    """All inputs of the recipes in a file, as far as they can be read."""
-    inputs: list[Input] = []
-    with suppress(OSError, UnicodeDecodeError, RecipeError), open(path, encoding="utf-8") as file:
-        for recipe in documents(file.read()):
-            if isinstance(recipe.value, dict):
-                check_structure(recipe)
-                inputs += [] if recipe.config is None else recipe_inputs(recipe.config)
-    return list(dict.fromkeys(inputs))
+def inputs_in(text: str) -> list[Input]:
+    """All inputs of the recipes in a text, as far as they can be read.
+
+    Raises:
+        RecipeError: the text is not YAML.
+    """
+    recipes = [document for document in documents(text) if isinstance(document.value, dict)]
+    for recipe in recipes:
+        check_structure(recipe)
+    return list(dict.fromkeys(x for recipe in recipes if recipe.config for x in recipe_inputs(recipe.config)))
 
 
 def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:

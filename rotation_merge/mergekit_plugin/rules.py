@@ -219,18 +219,18 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
     specs = {} if delegate is None else {spec.name: spec for spec in delegate.spec.parameters}
     used, method = {setting.name for setting in settings(config)}, "" if delegate is None else delegate.spec.name
     for setting in settings(config):
-        name, key, spec = setting.name, keys.BY_NAME.get(setting.name), specs.get(setting.name)
+        name, option, spec = setting.name, keys.BY_NAME.get(setting.name), specs.get(setting.name)
         allowed = ALLOWED[type(setting.part)]
         if config.merge_method != METHOD:
             allowed = tuple(known for known in allowed if known in keys.MERGING)
-        if key is None and spec is None:
+        if option is None and spec is None:
             if delegate is not None and name not in keys.LEGACY:
                 problem = f"there is no parameter '{name}' (delegate {method})"
                 yield setting.path, problem, nearest(name, [*specs, *allowed])
-        elif key is not None and spec is None and name not in allowed:
-            remedy = f"it stands {keys.PLACES[key.option.scope]}, in recipes with 'merge_method: {METHOD}'"
+        elif option is not None and spec is None and name not in allowed:
+            remedy = f"it stands {keys.PLACES[option.scope]}, in recipes with 'merge_method: {METHOD}'"
             yield setting.path, f"parameter '{name}' does not belong here", remedy
-        elif key and key.option.scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
+        elif option and option.scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
             if name != "delegate":  # of which it has been said that it is no method
                 problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
                 yield setting.path, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
@@ -244,7 +244,7 @@ def _readers(setting: Setting, delegate: MergeMethod | None, used: set[str]) -> 
     """Who reads a parameter that the delegate does not, or not under one model, as a remedy; else empty."""
     if delegate is None:
         return ""
-    readers = keys.BY_NAME[setting.name].option.delegates if setting.name in keys.BY_NAME else ()
+    readers = keys.BY_NAME[setting.name].delegates if setting.name in keys.BY_NAME else ()
     sampled = setting.name in ("data", "samples") and {"match_on", "finetuned_from"} & used
     if readers and delegate.spec.name not in readers and not sampled:
         return f"leave it out; it is read by delegate {', '.join(readers)}"

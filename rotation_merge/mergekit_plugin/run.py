@@ -269,7 +269,7 @@ def complete(session: Session, folder: str) -> list[Defect]:
         The remaining defects. An error of the check itself becomes one, so that no merge is lost.
     """
     config, copied = session.recipe.config, list[str]()
-    parents = list(parent_folders(config, session.options).values())
+    parents = parent_folders(config, session.options)
     without = () if session.options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
         copied = copy_companions(folder, parents, without)
@@ -284,16 +284,15 @@ def complete(session: Session, folder: str) -> list[Defect]:
     return defects
 
 
-def parent_folders(config: MergeConfiguration, options: MergeOptions) -> dict[str, str]:
-    """Folders of the merged models by name, the base first."""
+def parent_folders(config: MergeConfiguration, options: MergeOptions) -> list[str]:
+    """Folders of the merged models, the base's first."""
     models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
-    places = {str(model): folder_of(model.model, options.transformers_cache) for model in models}
-    return {name: place for name, place in places.items() if place is not None}
+    return list(filter(None, (folder_of(model.model, options.transformers_cache) for model in models)))
 
 
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
     """Look at the output of another method of mergekit's; nothing is changed."""
-    defects = check_folder(folder, list(parent_folders(config, options).values()))
+    defects = check_folder(folder, parent_folders(config, options))
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
     say(lines or [f"rotation_merge: {folder} is complete"])
 

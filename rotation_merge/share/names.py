@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from rotation_merge.errors import RotationMergeError, short
-from rotation_merge.mergekit_plugin.document import documents, walk
-from rotation_merge.mergekit_plugin.recipe import recipe_inputs
-from rotation_merge.mergekit_plugin.rules import check_structure
+from rotation_merge.mergekit_plugin.document import walk
+from rotation_merge.mergekit_plugin.recipe import inputs_in
 from rotation_merge.model.hub import HubFile, is_hub_name, no_answer, reachable
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
@@ -102,10 +101,7 @@ def _bare(name: str) -> str:
 
 def inputs_of(recipe: str) -> tuple[list[str], dict[str, str]]:
     """The models that a recipe reads, adapters apart, without revisions; and files that are not on the hub, by kind."""
-    parsed = documents(recipe) if recipe else []
-    for document in parsed:
-        check_structure(document)
-    inputs = [read for document in parsed if document.config is not None for read in recipe_inputs(document.config)]
+    inputs = inputs_in(recipe) if recipe else []
     models = {part: "" for read in inputs if read.kind == MODEL for part in _parts(read.name)}
     known = {read.name: read.kind for read in inputs if read.kind != MODEL and not read.name.startswith(ELSEWHERE)}
     return [*models], {name: kind for name, kind in known.items() if HubFile.of(name) is None}

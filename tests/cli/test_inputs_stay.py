@@ -55,10 +55,10 @@ def test_every_parameter_is_known_to_read_to_write_or_neither(name: str) -> None
 
 
 def test_every_key_is_known_to_be_read_written_or_neither() -> None:
-    kinds = {name: key.option.kind for name, key in BY_NAME.items() if isinstance(key.option.kind, Kind)}
+    kinds = {name: option.kind for name, option in BY_NAME.items() if isinstance(option.kind, Kind)}
     assert {name for name, kind in kinds.items() if kind in ("a file", "a model")} <= set(NAMED)
     assert {name for name, kind in kinds.items() if kind in ("a folder", "a file to write")} == {"save_alignment"}
-    flags = {name for name, key in BY_NAME.items() if key.option.kind is bool or "true" in key.option.literals}
+    flags = {name for name, option in BY_NAME.items() if option.kind is bool or "true" in option.literals}
     assert flags == {"save_alignment", "scaling", "shift_head", "untie", "prove"}
 
 
