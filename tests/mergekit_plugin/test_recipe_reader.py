@@ -42,7 +42,9 @@ def test_check_gives_every_fault_its_line(tmp_path: Path) -> None:
 
 def test_parameters_beside_a_misspelt_delegate_are_judged_by_the_nearest() -> None:
     """It is the delegate that their faults name."""
-    document = Document(recipe_for("linaer", Path("A"), Path("B"), denisty=0.5))
+    content = recipe_for("linear", Path("A"), Path("B"), denisty=0.5)
+    content["parameters"]["delegate"] = "linaer"
+    document = Document(content)
     assert read(document) is None
     problems = [fault.what for fault in document.faults]
     assert problems == [
