@@ -21,11 +21,12 @@ from rotation_merge.cli.paths import (
     is_document,
 )
 from rotation_merge.cli.show import Answer, Progress, Table, sentence
-from rotation_merge.diagnose.donors import RecipeDonor, donors_of, kept_head_names, measurement_key
+from rotation_merge.diagnose.donors import RecipeDonor, donors_of, measurement_key
 from rotation_merge.diagnose.matchings import ALIGNED, Paths, matchings
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import open_model
 from rotation_merge.report.plots import check_plot, save_barrier
 from rotation_merge.run.curves import FILE, Barrier, is_barrier
@@ -110,7 +111,8 @@ def _donors(
         raise click.UsageError("give a recipe (a YAML file), or two models; measure more of them two by two")
     if alignment and match.match_on != WEIGHTS:
         raise RotationMergeError("a file of maps already gives the maps", remedy="leave out --match-on")
-    heads = kept_head_names(map(open_model, models)) if each_head else ()
+    names = {name for model in models if each_head for name in head_names(open_model(model).architecture)}
+    heads = tuple(sorted(names))
     return [RecipeDonor(*models, options, match.untie, file=alignment, match_on=match.match_on, own_heads=heads)]
 
 

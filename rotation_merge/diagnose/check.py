@@ -14,7 +14,7 @@ from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
 
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
-from rotation_merge.diagnose.donors import donors_of, last_recipe
+from rotation_merge.diagnose.donors import donors_of, recipe_at
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.keys import OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe
@@ -45,7 +45,7 @@ def advice(path: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         merges no changes.
     """
     try:
-        recipe = Recipe.of(last_recipe(path, "give a recipe of ours"))
+        recipe = recipe_at(path)
     except (RotationMergeError, ValueError):
         return [], None
     models, presets = Models(MergeOptions(), recipe.value("unsupported")), []
@@ -64,10 +64,8 @@ def advice(path: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
 
 def _changes(recipe: Recipe, models: Models, donors: Sequence[ModelReference]) -> dict[str, Any]:
     """Lengths of the changes from the base to its fine-tunes."""
-    changes, method = (
-        sampled_changes(models[recipe.base], {str(donor): models[donor] for donor in donors}),
-        recipe.delegate,
-    )
+    method, fine_tunes = recipe.delegate, {str(donor): models[donor] for donor in donors}
+    changes = sampled_changes(models[recipe.base], fine_tunes)
     automatic = (recipe.config.parameters or {}).get("lengths", "auto") == "auto"
     shortened = isinstance(method, TaskVectorMethod) and automatic
     name, each = method.spec.name, ", ".join(f"{model} {length:.3g}" for model, length in changes.lengths.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,14 +12,12 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin import METHOD
-from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
+from rotation_merge.mergekit_plugin.document import documents, is_ours
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.mergekit_plugin.session import Models, settle_presets
 from rotation_merge.model.checkpoint import mark_of
-from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import parse_reference
-from rotation_merge.model.view import View
 
 OTHER_INPUT = "give two models instead"
 OF_EACH = (*OPTIONS, "exclude", "preset", "unsupported", "untie")
@@ -71,7 +69,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
     Raises:
         RecipeError: the recipe is at fault, or names none.
     """
-    recipe = Recipe.of(last_recipe(path, OTHER_INPUT))
+    recipe = recipe_at(path)
     models, listed = Models(MergeOptions(), recipe.value("unsupported")), recipe.config.models or []
     settle_presets(recipe, models, [entry.model for entry in listed])
     recipe.settle_heads(models[entry.model] for entry in listed)
@@ -109,11 +107,6 @@ def _parameters(config: MergeConfiguration, entry: InputModelDefinition) -> dict
     return {**(config.parameters or {}), **(entry.parameters or {})}
 
 
-def kept_head_names(models: Iterable[View]) -> tuple[str, ...]:
-    """Names of the head tensors that each of several models keeps."""
-    return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
-
-
 def carried_recipe(
     path: str, donor: RecipeDonor, matched: AlignConfig | None, match_values: Mapping[str, Any]
 ) -> Recipe:
@@ -123,7 +116,7 @@ def carried_recipe(
         matched: options of matching that replace those of the recipe, alignment files included.
         match_values: in that case: 'match_on' and its samples.
     """
-    config = Recipe.of(last_recipe(path, OTHER_INPUT)).config
+    config = recipe_at(path).config
     values = _parameters(config, next(entry for entry in config.models or [] if str(entry.model) == donor.name))
     if matched is not None:
         values = {name: value for name, value in values.items() if name not in (*MATCHING, "alignment")}
@@ -135,17 +128,17 @@ def carried_recipe(
     return Recipe.read(MergeConfiguration.model_validate({**whole, "parameters": {"delegate": "linear", **shared}}))
 
 
-def last_recipe(path: str, remedy: str) -> Document:
-    """The last document of a recipe file, which is ours.
+def recipe_at(path: str) -> Recipe:
+    """The last recipe in a file.
 
     Raises:
-        RecipeError: it is not; `remedy` names the alternative.
+        RecipeError: it is at fault, or none of ours.
     """
     with open(path, encoding="utf-8") as file:
         document = documents(file.read())[-1]
     if not is_ours(document.value, misspelt=False):
-        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=remedy)
-    return document
+        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=OTHER_INPUT)
+    return Recipe.of(document)
 
 
 def measurement_key(

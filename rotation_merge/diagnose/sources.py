@@ -20,7 +20,7 @@ from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, is_ours, walk
+from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, dotted, is_ours, walk
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 from rotation_merge.mergekit_plugin.recipe import Recipe, read
 from rotation_merge.mergekit_plugin.rules import explain
@@ -194,8 +194,9 @@ class Sources:
             if model is not anchor:
                 with self._collected(path, name):
                     self._compare_donor(anchor, path, model)
+        known = {fault.where for fault in self.document.faults}
         for path, group in walk(self.document.value):
-            if path[-2:] == ("parameters", "residual") and isinstance(group, str) and not self.document.refused(path):
+            if path[-2:] == ("parameters", "residual") and isinstance(group, str) and dotted(path) not in known:
                 with self._collected(path, group):
                     residual_groups(anchor.architecture, group, str(anchor.reference))
 

@@ -100,10 +100,6 @@ class Document:
         place = f"{error.where}: " if error.where else ""
         self.fault(path, f"{place}{error.what}", error.remedy or "")
 
-    def refused(self, path: Path) -> bool:
-        """Whether a fault has been recorded at a path."""
-        return any(fault.error and fault.where == dotted(path) for fault in self.faults)
-
     def collect(self, findings: Iterable[Finding]) -> None:
         """Note what rules find."""
         for finding in findings:
