@@ -17,7 +17,7 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import registry
-from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, TensorGroup
+from mergekit.merge_methods.base import InputContract, MergeMethod, TensorGroup
 from mergekit.parameter_resolver import resolve_parameters
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -153,11 +153,8 @@ class Delegated(MergeMethod):
         finish: Callable[[str, Tensor], Tensor | None],
     ) -> None:
         self.inner, self.plain, self.parameters, self.finish = inner, plain, parameters, finish
-        contract = InputContract(base=BasePolicy.OPTIONAL, min_inputs=0)
-        self.spec = replace(inner.spec, name=name, parameters=(), contract=contract)
-
-    def validate_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """The recipe's reader has judged numbers of models by the delegate itself."""
+        any_models = InputContract(min_inputs=0)  # the recipe's reader has judged them by the delegate's contract
+        self.spec = replace(inner.spec, name=name, parameters=(), contract=any_models)
 
     def _execute_resolved(
         self, groups: Sequence[TensorGroup], parameters: list[dict[str, Any]], **options: Any
