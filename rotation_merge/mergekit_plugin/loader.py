@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -57,23 +57,14 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
 
 
 class ViewLoader:
-    """A view's tensors, as mergekit's `LazyTensorLoader` gives those of files."""
+    """A view's tensors, as mergekit's `LoadTensor` asks a loader for them."""
 
     def __init__(self, view: View) -> None:
-        self.view, folder = view, view.name if view.files is None else view.files.folder
-        self.index = SimpleNamespace(tensor_paths=dict.fromkeys(view, ""), base_path=folder)
+        self.view, self.index = view, SimpleNamespace(tensor_paths=dict.fromkeys(view, ""))
 
-    def get_tensor(
-        self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
-    ) -> Tensor | None:
-        """A tensor on a device, as of `LazyTensorLoader`."""
-        name = next((name for name in (key, *(aliases or ())) if name in self.view), None)
-        if name is None and raise_on_missing:
-            raise KeyError(key)
-        return None if name is None else self.view.tensors[name].to(device)
-
-    def flush(self) -> None:
-        """Do nothing: a view's files are closed by `folder.close_files`."""
+    def get_tensor(self, key: str, device: str = "cpu") -> Tensor:
+        """A tensor on a device."""
+        return self.view.tensors[key].to(device)
 
 
 @contextmanager

@@ -158,8 +158,7 @@ def _mark(session: Session, models: Iterable[ModelReference]) -> str:
 
 def _stock_options(session: Session) -> MergeOptions:
     """mergekit's options without a card, and without copying a tokenizer that is not there, which it would log."""
-    path = folder_of(session.recipe.base.model, session.options.transformers_cache)
-    tokenizer = path is None or any(name.startswith(VOCABULARIES) for name in os.listdir(path))
+    tokenizer = any(name.startswith(VOCABULARIES) for name in os.listdir(session.base.folder))
     copy = session.options.copy_tokenizer and tokenizer
     return session.options.model_copy(update={"write_model_card": False, "copy_tokenizer": copy})
 
@@ -167,8 +166,7 @@ def _stock_options(session: Session) -> MergeOptions:
 def _report(session: Session, source: str) -> MergeReport:
     """The report, with the fingerprints of all models that were read, from the tensors as they were loaded."""
     recipe, prints = session.recipe, dict[str, str]()
-    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *session.models]):
-        model = session.models[reference]
+    for reference, model in session.models.items():
         whole = [name for name in model.architecture.named() if name in model]
         if part := sum(name in model.mark for name in whole):
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"

@@ -157,8 +157,7 @@ class RecipeViews:
         self.architecture = replace(self.base.architecture, blocks=tuple(out.block for out in blocks))
         self.spaces = {name: name for name in self.architecture.streams}
         self.spaces.update(names for out in blocks for names in out.spaces.items())
-        of_base = {stream for donor in donors.values() for stream in donor.folded}
-        self.folded = tuple(name for name, anchor_name in self.spaces.items() if anchor_name in of_base)
+        self.folded = tuple(name for name, anchor_name in self.spaces.items() if anchor_name in session.run.folded)
         self.matches = BlockMatches(session.run, session.device, session.options.low_cpu_memory)
         session.run.endings.append(self.matches.end)
         models = dict.fromkeys([self.recipe.base, *self.readers])
