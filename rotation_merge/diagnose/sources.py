@@ -60,16 +60,11 @@ def check_text(text: str, refused: Refused) -> list[Fault]:
 
 def _check_sources(document: Document, recipe: Recipe | None, earlier: set[str], refused: Refused) -> None:
     """Collect the faults of all models and files that a document names; then compile it, where it has none."""
-    if recipe is None:
-        Sources(document, recipe, earlier, Models(MergeOptions()), refused).check()
-        return
-    session = Session(recipe, MergeOptions(), watched=False)
-    try:
-        complete = Sources(document, recipe, earlier, session.models, refused).check()
-        if complete and document.first is None:
-            _compile(document, session)
-    finally:
-        session.run.end()
+    session = None if recipe is None else Session(recipe, MergeOptions(), watched=False)
+    models = Models(MergeOptions()) if session is None else session.models
+    complete = Sources(document, recipe, earlier, models, refused).check()
+    if complete and session is not None and document.first is None:
+        _compile(document, session)
 
 
 def absent_models(text: str) -> list[str]:
@@ -239,3 +234,5 @@ def _compile(document: Document, session: Session) -> None:
             for note in (*donor.pair.warnings, *donor.pair.notes):
                 if note not in [fault.what for fault in document.faults]:
                     document.fault(place, note, error=False)
+    finally:
+        session.run.end()

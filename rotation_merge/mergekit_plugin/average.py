@@ -26,7 +26,7 @@ from rotation_merge.mergekit_plugin.own_methods import bound_method
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import read_tensor
-from rotation_merge.model.view import View
+from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.model.writing import free_name
 from rotation_merge.run.batches import Batch, unpadded
 from rotation_merge.run.statistics import Statistics
@@ -138,8 +138,7 @@ def average_views(
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         if not all(name in merged for name in info.names) or (tensor := read_tensor(info, merged)) is None:
             return None
-        rounded = dtype or first.dtype or first.stored_dtypes.get(info.name)
-        return tensor.to(rounded) if tensor.is_floating_point() and rounded is not None else tensor
+        return tensor.to(stored_dtype(tensor, dtype or first.dtype or first.stored_dtypes.get(info.name)))
 
     notes = dict.fromkeys([*first.notes, *session.run.notes])
     return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))
