@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import re
-import threading
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -73,22 +71,11 @@ def _with_paths(value: Any, below_parameters: bool = False) -> Any:
     return [_with_paths(item, below_parameters) for item in value] if isinstance(value, list) else value
 
 
-class DrainedQueueEvent(threading.Event):
-    """Set only once a queue of pending results is empty, too."""
-
-    def __init__(self, results: queue.Queue[Any]) -> None:
-        super().__init__()
-        self._results = results
-
-    def is_set(self) -> bool:
-        return super().is_set() and self._results.empty()
-
-
 def extend_merge(module: Any) -> None:
     """Run our recipes, and those of mergekit's methods with models in GGUF.
 
-    A compiled recipe brings its architecture along. mergekit's executor for several GPUs collects all results: it would
-    stop when the devices are done, even with results left in its queue.
+    A compiled recipe brings its architecture along. mergekit's executor for several GPUs counts as done once its queue
+    of results is empty, too: it would stop when the devices are done, and leave results there.
     """
     stock, architecture, executor = module.run_merge, module.get_architecture_info, module.MultiGPUExecutor
 
@@ -97,7 +84,8 @@ def extend_merge(module: Any) -> None:
 
     def collecting_executor(*args: Any, **options: Any) -> Any:
         devices = executor(*args, **options)
-        devices.done_event = DrainedQueueEvent(devices.task_completion_queue)
+        devices_are_done = devices.done_event.is_set
+        devices.done_event.is_set = lambda: devices_are_done() and devices.task_completion_queue.empty()
         return devices
 
     @functools.wraps(stock)
@@ -108,7 +96,9 @@ def extend_merge(module: Any) -> None:
                 from rotation_merge.mergekit_plugin.run import run
 
                 return run(stock, merge_config, out_path, options, config_source)
-        if _reads_gguf(merge_config):
+        from rotation_merge.model.gguf import is_gguf
+
+        if any(is_gguf(part.model.path) for _, part in walk(merge_config) if isinstance(part, ModelReference)):
             with one_line():
                 from rotation_merge.mergekit_plugin.loader import decoded
 
@@ -123,12 +113,6 @@ def extend_merge(module: Any) -> None:
 
     module.run_merge, module.MultiGPUExecutor = run_merge, collecting_executor
     module.get_architecture_info = get_architecture_info
-
-
-def _reads_gguf(config: Any) -> bool:
-    from rotation_merge.model.gguf import is_gguf
-
-    return any(is_gguf(part.model.path) for _, part in walk(config) if isinstance(part, ModelReference))
 
 
 def extend_command(module: Any) -> None:
