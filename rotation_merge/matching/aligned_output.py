@@ -14,7 +14,7 @@ from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.pair import Pair, check_pair, options_of
-from rotation_merge.matching.run import Run, file_metadata
+from rotation_merge.matching.run import Run
 from rotation_merge.model.card import notes, origins, updated_card
 from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
@@ -46,8 +46,18 @@ def reported(pair: Pair, alignment: Alignment) -> Alignment:
         alignment = recorded(pair.architecture, *pair.sources, alignment)
     run.aligned(name, alignment)
     report = pair_report(pair, run, yaml.safe_dump(asdict(pair.options), sort_keys=False))
-    basis, metadata = pair.basis(), file_metadata(report, name)
-    return replace(alignment, report=report, metadata=metadata, basis=basis)
+    return replace(alignment, report=report, metadata=file_metadata(pair), basis=pair.basis())
+
+
+def file_metadata(pair: Pair) -> dict[str, Any]:
+    """What a file of a pair's alignment keeps beside the transforms."""
+    return {
+        "anchor": str(pair.anchor.reference),
+        "donor": str(pair.donor.reference),
+        "models": origins(model.reference for model in (pair.anchor, pair.donor) if model.files),
+        "options": asdict(pair.options),
+        "versions": versions(),
+    }
 
 
 def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from rotation_merge.matching.alignment import Alignment, Transforms
@@ -162,14 +161,3 @@ def _log(donor: str, rows: Sequence[SpaceRow]) -> None:
             parts = [f"{name} {value:.3g} from the identity" for name, value in row.from_identity.items()]
             LOG.debug("%s, %s: %s", donor, row.space, ", ".join([*parts, f"{row.seconds:.2f} s", *row.notes]))
         LOG.info("%s, %s: %s", donor, block, "; ".join(words))
-
-
-def file_metadata(report: MergeReport, donor: str) -> dict[str, Any]:
-    """The metadata of an alignment file, from the report of its match."""
-    return {
-        "anchor": report.anchor,
-        "donor": donor,
-        "models": report.models,
-        "options": yaml.safe_load(report.recipe),
-        "versions": report.versions,
-    }

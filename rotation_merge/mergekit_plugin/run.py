@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 
 import click
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeError, printable, short
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
+from rotation_merge.matching.aligned_output import file_metadata
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.run import file_metadata
 from rotation_merge.mergekit_plugin import SWITCH, switched_off
 from rotation_merge.mergekit_plugin.compile import compiled, output_views
 from rotation_merge.mergekit_plugin.recipe import (
@@ -199,13 +198,11 @@ def keep_alignments(views: RecipeViews, folder: str) -> None:
     moved = {donor: maps for model, donor in views.donors.items() if (maps := views.transforms_of(model))}
     for path, (donor, maps) in zip(numbered(first, len(moved)), moved.items(), strict=False):
         pair, name, known = donor.pair, donor.name, donor.from_file
-        spaces, models = pair.architecture.spaces(), [pair.anchor.reference, pair.donor.reference]
+        spaces = pair.architecture.spaces()
         folded = tuple(s for s in run.folded if s in maps and (maps[s].turns_stream or spaces[s].kind == "latent"))
-        options = yaml.safe_dump(asdict(pair.options), sort_keys=False)
-        report = run.report(models[0], "none", options, models=origins(models))
-        metadata = known.metadata if known is not None else file_metadata(report, str(models[1]))
-        figures = [row for row in report.rows if row.donor == name], report.whole.get(name, {})
-        Alignment(maps, folded, *figures, basis=pair.basis(), metadata={**metadata, **KEPT_BY}).save(path)
+        rows, summary = [row for row in run.rows() if row.donor == name], run.whole.get(name, {})
+        metadata = {**(file_metadata(pair) if known is None else known.metadata), **KEPT_BY}
+        Alignment(maps, folded, rows, summary, basis=pair.basis(), metadata=metadata).save(path)
 
 
 CARD = """# {name}
