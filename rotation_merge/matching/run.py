@@ -91,11 +91,6 @@ class Run:
             if facts not in self.data:
                 self.data.append(facts)
 
-    def transforms_of(self, model: str) -> Transforms:
-        """The transforms of a whole model (or, for a carried task vector, of its base)."""
-        names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
-        return self.transforms.get(next(names, ""), {})
-
     def transport(self, donor: str, change: float, origin: float) -> None:
         """Add a tensor's squared change by fine-tuning and its squared norm before it."""
         with self._lock:

@@ -178,10 +178,9 @@ def _report(session: Session, source: str) -> MergeReport:
 def _write_heads(views: RecipeViews, folder: str, report: MergeReport) -> None:
     """Write the merged body under every donor's head."""
     session, record, moved = views.session, views.session.run, []
-    for model in session.recipe.config.referenced_models():
-        if model != session.recipe.base:
-            transforms, heads = record.transforms_of(str(model)), record.heads.get(str(model), {})
-            moved.append(with_moved_head(session.models[model], record.folded, transforms, heads))
+    for model, donor in views.donors.items():
+        transforms, heads = record.transforms.get(donor.name, {}), record.heads.get(str(model), {})
+        moved.append(with_moved_head(session.models[model], record.folded, transforms, heads))
     write_heads(folder, moved, report, session.options.out_shard_size)
 
 
