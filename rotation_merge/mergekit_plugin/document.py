@@ -131,10 +131,13 @@ def documents(text: str) -> list[Document]:
     try:
         for root in filter(None, yaml.compose_all(text, Loader=yaml.SafeLoader)):
             marks, twice = _marked(root)
-            value = yaml.SafeLoader("").construct_document(root)
-            if value is not None:
-                parsed.append(document := Document(value, len(parsed) + 1, marks))
-                document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in twice)
+            if (value := yaml.SafeLoader("").construct_document(root)) is None:
+                continue
+            parsed.append(document := Document(value, len(parsed) + 1, marks))
+            document.collect((path, "the key occurs twice; the last one counts", "remove one") for path in twice)
+            if not isinstance(value, dict):
+                problem = f"a recipe is a mapping of keys, this is a {type(value).__name__}"
+                document.fault((), problem, "start with merge_method:")
     except RecursionError as error:
         raise RecipeError("it is nested too deeply", where="recipe", remedy="write it with fewer levels") from error
     except yaml.YAMLError as error:
@@ -144,10 +147,6 @@ def documents(text: str) -> list[Document]:
         raise RecipeError(f"not valid YAML: {problem}", where=place, remedy="check indentation and quotes") from error
     if not parsed:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
-    for document in parsed:
-        if not isinstance(document.value, dict):
-            problem = f"a recipe is a mapping of keys, this is a {type(document.value).__name__}"
-            document.fault((), problem, "start with merge_method:")
     return parsed
 
 

@@ -42,8 +42,8 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
     @classmethod
     def of(cls, reference: ModelReference, folder: str, run: int = 0, untie: bool = False) -> StandIn:
         """A model's reference in a run."""
-        facts = {"original": reference, "override_architecture": reference.override_architecture}
-        return cls(model=ModelPath(path=folder), run=run, untie=untie, **facts)
+        named = reference.override_architecture
+        return cls(model=ModelPath(path=folder), override_architecture=named, original=reference, run=run, untie=untie)
 
     def config(self, trust_remote_code: bool = False) -> PretrainedConfig:
         """The model's config, which that of the merge is made from."""
@@ -71,11 +71,10 @@ class ViewLoader:
 def decoded(config: MergeConfiguration, options: MergeOptions) -> Iterator[MergeConfiguration]:
     """A recipe of mergekit's own in which folders stand for models in GGUF; adapters on them are merged when read."""
     ggufs = {part for _, part in walk(config) if isinstance(part, ModelReference) and is_gguf(part.model.path)}
-    folders = {model: fetched(model.model, options.transformers_cache) for model in ggufs}
-    placed = {model: StandIn.of(model, folder, next(runs)) for model, folder in folders.items()}
-    adapted = [model for model in ggufs if model.lora is not None]
+    cache = options.transformers_cache
+    placed = {model: StandIn.of(model, fetched(model.model, cache), next(runs)) for model in ggufs}
     try:
-        for model in adapted:
+        for model in (model for model in ggufs if model.lora is not None):
             LoaderCache.loaders[placed[model]] = ViewLoader(open_model(model, options=options, any_base=True))
         yield with_models(config, lambda model: placed.get(model, model))
     finally:
