@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,8 @@ def absent_models(text: str) -> list[str]:
     values = [document.value for document in documents(text) if isinstance(document.value, dict)]
     merges, names = {value.get("name") for value in values}, list[str]()
     for name in (name for value in values for _, name in references(value) if name not in merges):
-        try:
-            reference = parse_reference(name)
-        except RotationMergeError:  # said where the recipe is checked
-            continue
-        names += [str(part) for part in absent_parts(reference) if is_hub_name(part.path)]
+        with suppress(RotationMergeError):  # said where the recipe is checked
+            names += [str(part) for part in absent_parts(parse_reference(name)) if is_hub_name(part.path)]
     return list(dict.fromkeys(names))
 
 
