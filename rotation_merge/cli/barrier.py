@@ -111,8 +111,7 @@ def _donors(
         raise click.UsageError("give a recipe (a YAML file), or two models; measure more of them two by two")
     if alignment and match.match_on != WEIGHTS:
         raise RotationMergeError("a file of maps already gives the maps", remedy="leave out --match-on")
-    names = {name for model in models if each_head for name in head_names(open_model(model).architecture)}
-    heads = tuple(sorted(names))
+    heads = tuple(sorted({n for m in models if each_head for n in head_names(open_model(m).architecture)}))
     return [RecipeDonor(*models, options, match.untie, file=alignment, match_on=match.match_on, own_heads=heads)]
 
 

@@ -189,10 +189,9 @@ def options() -> list[dict[str, Any]]:
     """Every parameter of rotation_merge itself; `text` is Markdown."""
     entries = []
     for name, option in BY_NAME.items():
-        default = str(option.default).lower()
         readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
-        entry = {"name": name, "where": PLACES[option.scope], "values": option.values, "default": default}
-        entries.append({**entry, "text": f"{sentence(option.help)}{readers}"})
+        entry = {"name": name, "where": PLACES[option.scope], "values": option.values}
+        entries.append({**entry, "default": str(option.default).lower(), "text": f"{sentence(option.help)}{readers}"})
     return entries
 
 
@@ -210,6 +209,5 @@ def _proof(path: str, config: str | None) -> Answer:
     for hint in hints(findings):
         note(f"hint: {hint}")
     data, holds = [asdict(finding) for finding in findings], all(finding.holds for finding in findings)
-    words = {True: "correct", False: "WRONG"}
-    rows = [{"trial": f["what"], "difference": f["difference"], "": words[f["holds"]]} for f in data]
+    rows = [{"trial": f.what, "difference": f.difference, "": "correct" if f.holds else "WRONG"} for f in findings]
     return Answer(data, [Table(rows)], 0 if holds else 1)
