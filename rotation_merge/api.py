@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.averaging.polish_models import polished
-from rotation_merge.averaging.refit_models import refitted_later
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta as Delta
@@ -33,11 +32,10 @@ from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, Match
 from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
-from rotation_merge.mergekit_plugin.keys import checked
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
-from rotation_merge.model.labels import in_class_order, with_classes_of
+from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.naming import check_different
 from rotation_merge.model.open import ModelLike, check_names, on_base, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
@@ -144,8 +142,9 @@ def average(
     delegate, views = delegate_of(method), _opened(models)
     kind = delegate if isinstance(delegate, OwnMethod) else OwnMethod
     shares = _shares(weights, len(views))
-    if kind.whole_models:
-        return _average_by_refit(views, samples, weights, {**parameters, "samples": limit, "seed": seed})
+    if kind.whole_models and parameters.get("heads_of") == "each":
+        raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
+    parameters |= {"samples": limit} if kind.whole_models else {}
     opened = renamed_views(views)
     _check_folded(opened)
     takes = {"statistics": kind.statistics, "samples": kind.statistics or kind.on_samples}
@@ -153,7 +152,8 @@ def average(
         if source is not None and not takes[name]:
             raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
     measured = _statistics(views, opened, method, kind.statistics, statistics, samples, limit, seed)
-    batches = [] if kind.statistics or samples is None else _pool(opened, method, samples, limit, seed)
+    sources = [] if kind.statistics or samples is None else for_each(samples, len(opened))
+    batches = _pool(opened, method, sources, limit, seed) if sources and not kind.whole_models else sources
     with python_places():
         result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
     result = replace(result, name=views[0].name)
@@ -187,13 +187,13 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[dict[str, float
     return [{"weight": share} for share in shares]
 
 
-def _pool(models: Sequence[View], method: str, samples: Samples, limit: int, seed: int) -> list[Batch]:
+def _pool(models: Sequence[View], method: str, sources: Sequence[Samples], limit: int, seed: int) -> list[Batch]:
     """The samples that activations of all models are compared on.
 
     Raises:
         RecipeError: models have samples of their own, or other tokens.
     """
-    first, *further = for_each(samples, len(models))
+    first, *further = sources
     if any(source is not first for source in further):
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
@@ -319,34 +319,9 @@ def refit(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    views, config = _opened(models), RefitConfig.of(config)
-
-    def excluded(name: str) -> bool:
-        return any(part in name for part in exclude)
-
-    shares = None if weights is None else numbers_for(weights, len(views), "model")
-    base, *donors = views
-    notes, alike = list(base.notes), [base]
-    _check_folded(views)
-    for view in donors:
-        pair = check_pair(base, view.as_filed, NOTHING, excluded=excluded, averaged=True)
-        _check_one_vocabulary(base, view)
-        notes += [*pair.warnings, *pair.notes]
-        alike.append(in_class_order(view.as_filed, pair.rows))
-    merged = refitted_later(alike, samples, config, shares, excluded)
-    return replace(merged, notes=tuple(dict.fromkeys(notes)))
-
-
-def _average_by_refit(
-    views: Sequence[View], samples: Samples, weights: Sequence[float] | None, parameters: Mapping[str, Any]
-) -> View:
-    """`average` by `refit`."""
-    values = {"lambda_" if name == "lambda" else name: value for name, value in parameters.items()}
-    if checked("heads_of", values.pop("heads_of", "base")) == "each":
-        raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
-    parts = (checked("exclude", values.pop("exclude")) if "exclude" in values else "").split(",")
-    exclude = [part.strip() for part in parts if part.strip()]
-    return refit(views, samples, RefitConfig.from_values(values), weights, exclude)
+    values = {name: value for name, value in vars(RefitConfig.of(config)).items() if value is not None}
+    values |= {"exclude": ",".join(exclude)} if exclude else {}
+    return average(models, "refit", weights=weights, samples=samples, limit=values.pop("samples"), **values)
 
 
 def polish(

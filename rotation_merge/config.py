@@ -126,7 +126,7 @@ class Option:
         """The allowed values: literals, and the kind of all others with its range."""
         if self.choices:
             return self.literals
-        words = self.kind if isinstance(self.kind, Kind) else WORDS[self.kind]
+        words = self.kind if isinstance(self.kind, Kind) else WORDS.get(self.kind, str(self.kind))
         if math.isfinite(self.high):
             words = f"{words} from {self.low:g} to {self.high:g}"
         elif math.isfinite(self.low):

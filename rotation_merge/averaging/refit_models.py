@@ -1,13 +1,13 @@
-"""Refit of whole models: a start, and its maps solved layer by layer, as a View.
+"""Refit of whole models: a start, and its maps solved layer by layer.
 
 One pass over all models: each solved tensor is left in a store, so that no model is held as a whole.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import count
 from statistics import fmean
 from tempfile import gettempdir
@@ -25,10 +25,10 @@ from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.heads import head_names, is_head
-from rotation_merge.model.tensors import Tensors, by_name, selected
+from rotation_merge.model.tensors import Tensors, selected
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
-from rotation_merge.run.data import Data, Samples, for_each, read_samples, split_batches
+from rotation_merge.run.data import Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import empty_model
 from rotation_merge.run.maps import linear_maps
@@ -36,7 +36,7 @@ from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.run.sources import writes_text
 from rotation_merge.run.store import StateStore
-from rotation_merge.workers import Progress, listener
+from rotation_merge.workers import Progress
 
 Chosen = Callable[[str], bool]
 """Says of a tensor, by its name, whether it is chosen."""
@@ -59,19 +59,29 @@ class Teacher:
         view: the model in the base's coordinates; of the base itself the base's view.
         original: the model as it is, which has its config and writes its own samples.
         share: its part in the average and among the answers; shares sum to one.
-        source: where its samples come from: `self`, `synthetic`, a file.
+        source: where its samples come from: `self`, `synthetic`, a file; or batches.
         samples: number of samples.
-        batches: the samples; None: not read yet, or written by the model itself in the refit.
+        batches: the samples, once they are read; None: the model itself writes them in the refit.
         held_out: samples with labels that nothing is solved on; None: there are none.
     """
 
     view: View
     original: View
     share: float
-    source: str
+    source: Samples
     samples: int
     batches: list[Batch] | None = field(default=None, repr=False)
     held_out: Data | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> str | int:
+        """The name of its source, or what tells batches in memory from others."""
+        return os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else id(self.source)
+
+    @property
+    def words(self) -> str:
+        """Its source in words."""
+        return self.key if isinstance(self.key, str) else "samples in memory"
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
@@ -107,24 +117,25 @@ def _with_samples(base: View, teachers: Sequence[Teacher], config: RefitConfig) 
     if config.start not in ("average", "anchor") and all(teacher.view is base for teacher in teachers):
         remedy = "name the fine-tunes under 'models', and their base as 'base_model'"
         raise RecipeError(f"'start: {config.start}' merges task vectors, but there are none", remedy=remedy)
-    sources = [teacher.source for teacher in teachers]
+    sources = [teacher.key for teacher in teachers]
     same = len(sources) > 1 and set(sources) == {sources[0]} != {SELF}
     if same and config.targets == "own":
-        problem = f"'targets: own' needs different samples for each model, all have '{sources[0]}'"
+        problem = f"'targets: own' needs different samples for each model, all have '{teachers[0].words}'"
         raise RecipeError(problem, remedy="write 'data' under each model, or 'targets: mean'")
     pooled = same if config.targets is None else config.targets == "mean"
     read = []
     for number, teacher in enumerate(teachers):
-        known = pooled and teacher.source != SELF and teacher.source in sources[:number]
+        known = pooled and teacher.key != SELF and teacher.key in sources[:number]
         read.append(replace(teacher, batches=[]) if known else _read(teacher, config.seed + number))
     return read, pooled
 
 
 def _read(teacher: Teacher, seed: int) -> Teacher:
-    """A teacher with its samples from a file, some of those with labels held out."""
-    if teacher.batches is not None or teacher.source == SELF:
+    """A teacher with its samples, some of a file's with labels held out."""
+    if teacher.key == SELF:
         return teacher
-    beyond = 0 if teacher.source == SYNTHETIC else max(HELD_OUT, teacher.samples // 3)
+    of_file = isinstance(teacher.key, str) and teacher.key != SYNTHETIC
+    beyond = max(HELD_OUT, teacher.samples // 3) if of_file else 0
     kind = empty_model(teacher.original.transformers_config)
     samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=kind)
     held_out = None
@@ -132,58 +143,8 @@ def _read(teacher: Teacher, seed: int) -> Teacher:
         size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
         samples, remaining = split_batches(samples, size)
         held_out = remaining if remaining.task in JUDGED else None
-    return replace(teacher, batches=_batched(samples), samples=samples.examples, held_out=held_out)
-
-
-def _batched(samples: Data) -> list[Batch]:
-    return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
-
-
-def teachers_in_memory(
-    views: Sequence[View], samples: Samples, config: RefitConfig, weights: Sequence[float] | None
-) -> list[Teacher]:
-    """Views in shared coordinates as teachers, without those of no weight, and with their samples.
-
-    Args:
-        samples: for all, or a list with those of each (`run.data.for_each`); None: each writes its own.
-        weights: of the views; None: all equal.
-
-    Raises:
-        RotationMergeError: weights or samples are of no use.
-    """
-    sources = for_each(SELF if samples is None else samples, len(views))
-    shared = samples is not None and all(source is sources[0] for source in sources)
-    teachers: list[Teacher] = []
-    for number, share in enumerate(shares_of([1.0] * len(views) if weights is None else weights)):
-        view, name, batches = views[number], "samples" if shared else f"samples of model {number + 1}", list[Batch]()
-        if share and not (shared and teachers):
-            data = read_samples(view, sources[number], config.samples, seed=config.seed + number)
-            batches = _batched(replace(data, source=name))
-        teachers += [Teacher(view, view, share, name, config.samples, batches)] if share else []
-    return teachers
-
-
-def refitted_later(
-    views: Sequence[View],
-    samples: Samples,
-    config: RefitConfig,
-    weights: Sequence[float] | None = None,
-    exclude: Chosen = lambda _: False,
-) -> View:
-    """Views in shared coordinates, the base first, refitted when the first tensor of the result is asked for.
-
-    Args:
-        samples, weights: as of `teachers_in_memory`; read now.
-    """
-    base, refit = views[0], ModelRefit(views[0], teachers_in_memory(views, samples, config, weights), config, exclude)
-    solved = cache(lambda: refit.run(listener()))
-    return _with_tensors(base, lambda name: solved()[name], base.dtype)
-
-
-def _with_tensors(base: View, read: Callable[[str], Tensor], dtype: torch.dtype | None) -> View:
-    """A model with other tensors of the same names; `dtype` of floating ones, None: as they are read."""
-    filled = replace(base, tensors=Tensors(base.shapes, base.dtypes, by_name(read)), at=None)
-    return filled.blockwise(lambda *_: None, dtype)
+    batches = batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
+    return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)
 
 
 @dataclass
@@ -222,7 +183,7 @@ class ModelRefit:
         self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())
         self.exact = torch.promote_types(self.dtype or dtypes[0], torch.float32)
 
-    def run(self, progress: Progress = lambda *_: None) -> View:
+    def run(self, progress: Progress = lambda *_: None) -> Tensors:
         """The refitted merge, with the base's names; its tensors are read from where the refit leaves them.
 
         Raises:
@@ -237,7 +198,7 @@ class ModelRefit:
             raise
         finally:
             self.states.close()
-        return _with_tensors(self.base, lambda name: self._rounded(name, written[name]), self.dtype)
+        return written.map(self._rounded)
 
     def excluded(self, name: str) -> bool:
         """Whether a tensor of the merge stays the base's."""
@@ -386,7 +347,7 @@ class ModelRefit:
             (fmean(each) for each in zip(*refit.errors.values(), strict=True)) if refit.errors else (0.0, 0.0)
         )
         target = "the mean of all models' answers" if self.pooled else "each sample's own model"
-        sources = ", ".join(f"`{teacher.original.name}` {teacher.source}" for teacher in self.teachers)
+        sources = ", ".join(f"`{teacher.original.name}` {teacher.words}" for teacher in self.teachers)
         start = {"average": "average", "anchor": "anchor"}.get(self.config.start, f"merge by {self.config.start}")
         self.notes.append(
             f"Refit solved {len(refit.errors)} linear maps, layer by layer, towards {target} (ridge "

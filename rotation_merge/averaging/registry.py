@@ -8,7 +8,7 @@ from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.parameters import WEIGHT, described_parameter
+from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.averaging.regmean import RegMean
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.averaging.tsv import Iso, Tsv
@@ -30,7 +30,7 @@ class RefitMethod(OwnMethod):
     spec = MergeMethodSpec(
         name="refit",
         pretty_name="Refit",
-        parameters=(WEIGHT, *(described_parameter(option.key or name, option) for name, option in SOLVING.items())),
+        parameters=(WEIGHT, *(parameter(o.key or name, o.default, o.text, o.type) for name, o in SOLVING.items())),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
 

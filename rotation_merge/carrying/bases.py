@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ from rotation_merge.matching.run import Run, change_note
 from rotation_merge.model.adapter_parts import adapter_parts
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.card import origins
-from rotation_merge.model.forms import restructured, same_form
+from rotation_merge.model.forms import restructured
 from rotation_merge.model.labels import in_class_order, label_rows
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, check_base, open_model, parse_reference
@@ -64,8 +64,7 @@ class Bases(Pair):
         """
         pair = open_pair(new, old, NOTHING, untie, device, words=False, watched=watched)
         check_same_set(pair.anchor, pair.donor)
-        facts = {each.name: getattr(pair, each.name) for each in fields(Pair)}
-        return Bases(**{**facts, "shared": shared_rows([pair.anchor, pair.donor])})
+        return Bases(**{**vars(pair), "shared": shared_rows([pair.anchor, pair.donor])})
 
     @property
     def names(self) -> tuple[str, str]:
@@ -76,7 +75,7 @@ class Bases(Pair):
     def sources(self) -> tuple[Tensors, Tensors]:
         """New and old tensors under the new base's names."""
         new, old = super().sources
-        return new, self._named(old, self.donor)
+        return new, restructured(old, self.donor.architecture, self.architecture)
 
     @property
     def old_as_new(self) -> View:
@@ -87,12 +86,6 @@ class Bases(Pair):
     def nearness(self) -> Nearness:
         """The nearness of the two bases by a few matrices, cached."""
         return nearness(self.architecture, *self.sources)
-
-    def _named(self, source: Tensors, model: View) -> Tensors:
-        """The tensors of the old base or of its fine-tune, under the new base's names."""
-        if same_form(model.architecture, self.architecture):
-            return source
-        return restructured(source, model.architecture, self.architecture)
 
     def tuned(self, model: ModelLike) -> View:
         """A fine-tune of the old base, in the new base's class order and under its names.
@@ -110,7 +103,7 @@ class Bases(Pair):
         source = padded_as(source, stored, pair.architecture)
         length, size = (vocabulary_size(view) or 0 for view in (pair.anchor, pair.donor))
         config = _resized(pair.donor.config, size, length)
-        tensors = self._named(source, pair.donor)
+        tensors = restructured(source, pair.donor.architecture, self.architecture)
         return replace(pair.donor, tensors=tensors, architecture=self.architecture, config=config, untie=True)
 
     def adapter(self, path: str, force: bool) -> Adapter:

@@ -22,16 +22,17 @@ from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PRESETS, UNMOVED
-from rotation_merge.mergekit_plugin.own_methods import bound_method
+from rotation_merge.mergekit_plugin.own_methods import bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import read_tensor
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.model.writing import free_name
-from rotation_merge.run.batches import Batch, unpadded
+from rotation_merge.run.batches import unpadded
 from rotation_merge.run.statistics import Statistics
 
-IN_PYTHON = ("exclude", "heads_of", "targets", "start")
+IN_PYTHON = ("exclude", "heads_of", "samples", "targets", "start")
 """Parameters of recipes that the call has, too."""
 
 
@@ -100,7 +101,7 @@ def average_views(
     views: Sequence[View],
     recipe: Recipe,
     statistics: Sequence[Statistics] = (),
-    samples: Sequence[Batch] = (),
+    samples: Sequence[Any] = (),
     seed: int = 0,
 ) -> View:
     """Models in shared coordinates, averaged by a recipe's delegate.
@@ -108,7 +109,7 @@ def average_views(
     Args:
         views: with distinct names, the base first.
         statistics: of each model, where the delegate takes them.
-        samples: batches for all models, where it does.
+        samples: batches for all models, where it takes these; of one that works on whole models those of each.
 
     Returns:
         A lazy view of the base's names and dtypes, computed in float32 at least and rounded once.
@@ -117,23 +118,26 @@ def average_views(
         RotationMergeError: the models do not fit together, or parameters mean nothing.
     """
     first, references = views[0], [entry.model for entry in recipe.config.models or []]
-    session = Session(recipe, MergeOptions(random_seed=seed), watched=False)
+    session = Session(recipe, MergeOptions(random_seed=seed, quiet=True), watched=False)
     session.models.update(zip(references, views, strict=True))
     in_output = output_views(session)
     parameters, method = tensor_parameters(recipe, in_output.blocks), recipe.delegate
-    if isinstance(method, OwnMethod):
+    if isinstance(method, OwnMethod) and not method.whole_models:
         pool = (lambda: unpadded(samples, "samples")) if samples else None
         measured = dict(zip(references, statistics, strict=False))
         method = bound_method(method, in_output, parameters, statistics=measured, samples=pool)
-    merged = averaged(
-        [in_output.view(model) for model in references],
-        method,
-        parameters.__getitem__,
-        ids=references,
-        seed=seed,
-        excluded=recipe.excluded,
-        based=not recipe.plain,
-    )
+    if recipe.on_whole_models:
+        merged: Tensors = refitted_view(in_output, parameters, samples)
+    else:
+        merged = averaged(
+            [in_output.view(model) for model in references],
+            method,
+            parameters.__getitem__,
+            ids=references,
+            seed=seed,
+            excluded=recipe.excluded,
+            based=not recipe.plain,
+        )
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         if not all(name in merged for name in info.names) or (tensor := read_tensor(info, merged)) is None:

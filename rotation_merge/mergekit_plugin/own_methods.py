@@ -21,6 +21,7 @@ from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch
+from rotation_merge.run.data import Samples
 from rotation_merge.run.statistics import NAME, Statistics
 
 SAMPLES = 200
@@ -145,7 +146,7 @@ def _moved(views: RecipeViews, model: ModelReference, stored: Statistics) -> Sta
     )
 
 
-def refitted_view(views: RecipeViews, parameters: Parameters) -> View:
+def refitted_view(views: RecipeViews, parameters: Parameters, samples: Sequence[Samples] = ()) -> View:
     """The merge of a recipe's models, refitted to them once they are aligned, before single tensors are merged.
 
     Samples are read at once. The merge is there until the run ends; the run has its record. What is excluded is the
@@ -153,6 +154,7 @@ def refitted_view(views: RecipeViews, parameters: Parameters) -> View:
 
     Args:
         parameters: of the delegate, the same for each tensor.
+        samples: of each model; empty: what the recipe names.
 
     Raises:
         RotationMergeError: models or data that nothing can be refitted to.
@@ -173,7 +175,7 @@ def refitted_view(views: RecipeViews, parameters: Parameters) -> View:
     try:
         solving = ModelRefit(
             base,
-            _teachers(views, aligned, weights),
+            _teachers(views, aligned, weights, samples),
             config,
             exclude=lambda name: any(part in name for part in recipe.exclude),
             own_heads=recipe.value("heads_of") == "each",
@@ -184,32 +186,35 @@ def refitted_view(views: RecipeViews, parameters: Parameters) -> View:
         raise RecipeError(error.what, where=error.where or "parameters", remedy=error.remedy) from None
 
     @cache
-    def merged() -> View:
+    def merged() -> Tensors:
         with progress_bar("Refitting", options.quiet) as progress:
-            view = solving.run(progress)
+            tensors = solving.run(progress)
         run.endings.append(solving.store.close)
         run.heads.update(solving.heads)
         for note in solving.notes:
             run.note(note)
-        return view
+        return tensors
 
     views.preparations.append(merged)
     return replace(base, tensors=Tensors(base.shapes, base.dtypes, lambda names: merged().read(names)))
 
 
 def _teachers(
-    views: RecipeViews, aligned: Mapping[ModelReference, View], weights: Mapping[ModelReference, float]
+    views: RecipeViews,
+    aligned: Mapping[ModelReference, View],
+    weights: Mapping[ModelReference, float],
+    samples: Sequence[Samples],
 ) -> list[Any]:
-    """The models that answer, with the names of their samples."""
+    """The models that answer, with their samples, or the names of these."""
     from rotation_merge.averaging.refit_models import Teacher, shares_of, usual_source
 
     teachers = []
     shares = shares_of([float(weights.get(model, 1.0)) for model in views.readers])
-    for (model, reader), share in zip(views.readers.items(), shares, strict=True):
+    for number, ((model, reader), share) in enumerate(zip(views.readers.items(), shares, strict=True)):
         if share > 0:
-            original = views.session.models[model]
-            source = views.recipe.value("data", reader, model) or usual_source(original)
-            samples = views.recipe.value("samples", reader, model)
-            teachers.append(Teacher(aligned[model], original, share, source, samples))
-            views.session.run.used(f"refit to {model}", str(source), int(samples))
+            original, count = views.session.models[model], views.recipe.value("samples", reader, model)
+            source = samples[number] if samples else views.recipe.value("data", reader, model)
+            teacher = Teacher(aligned[model], original, share, source or usual_source(original), count)
+            teachers.append(teacher)
+            views.session.run.used(f"refit to {model}", teacher.words, int(count))
     return teachers

@@ -34,12 +34,6 @@ def names_in(stored: Architecture, named: Architecture) -> dict[str, str]:
     return names
 
 
-def same_form(stored: Architecture, named: Architecture) -> bool:
-    """Whether two models' tensors have the same names, and neither is composed of parts of the other's."""
-    composed = any(other_form(stored_block, block) for stored_block, block in _paired(stored, named))
-    return not composed and all(name == stored_name for name, stored_name in names_in(stored, named).items())
-
-
 def named_as(named: Architecture, source: TensorSource, stored: Architecture) -> Tensors:
     """A model's tensors by the names of another model of its family, a tied one under both of its names."""
     tensors = as_tensors(source)

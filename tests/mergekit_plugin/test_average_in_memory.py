@@ -66,6 +66,18 @@ def test_statistics_measured_in_memory_are_those_of_the_file(delegate: str, pair
         assert_same(rm.average(paths, delegate, statistics=statistics), written)
 
 
+@pytest.mark.parametrize("source", ["file", "self"])
+def test_refit_gives_what_the_recipe_writes(source: str, pair: Pair, tmp_path: Path) -> None:
+    """Some of a file's samples judge; text that a model writes is answered by it alone."""
+    text, paths = tmp_path / "text.txt", [str(path) for path in pair]
+    text.write_text("one two three four five six seven eight nine ten\n" * 400)
+    data = str(text) if source == "file" else "self"
+    written = merged(recipe_of("refit", pair, data=data, samples=6, ridge=0.1), tmp_path / "out")
+    config = rm.RefitConfig(samples=6, ridge=0.1)
+    for view in (rm.refit(paths, data, config), rm.average(paths, "refit", samples=data, limit=6, ridge=0.1)):
+        assert_same(view, written)
+
+
 def test_refit_is_solved_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer runs again for the other tensors."""
     passes, forward = [], LlamaMLP.forward
