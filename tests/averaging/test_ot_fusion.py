@@ -55,6 +55,14 @@ def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(dat
     assert_anchor(result, anchor.state)
 
 
+def test_activations_are_those_of_donors_that_alignment_has_moved(tmp_path: Path) -> None:
+    """A donor that alignment has brought back needs no plan."""
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    moved = residual_twin(anchor, tmp_path / "twin", "none", **{**OFF, "ffn": "permutation"})
+    options = {"plan": "hard", "stream": "identity", "ffn": "permutation", "data": "synthetic"}
+    assert_anchor(merged(fused(anchor.path, moved.path, **options), tmp_path / "out"), anchor.state)
+
+
 @pytest.mark.slow
 def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both models run on what the anchor writes, token by token; the donor would write something else."""
