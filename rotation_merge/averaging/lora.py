@@ -144,7 +144,7 @@ def merge_adapters(
         raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
     read = [plain_adapter(path) for path in paths]
     base_weights = _check_alike(read, same_base)
-    rule = _rule(method, dict(parameters or {}))
+    rule, entrywise = _rule(method, dict(parameters or {}))
     shares = [1.0] * len(read) if weights is None else numbers_for(weights, len(read), "adapter")
     if not all(math.isfinite(share) and share > 0 for share in shares):
         raise RecipeError(f"'weights' are {shares}", remedy="all must be positive numbers")
@@ -157,25 +157,16 @@ def merge_adapters(
     with seeded(chosen.seed):
         for module, name in sorted(modules.items()):
             parts = [a.low_rank(a.changes[name]) if name in a.changes else None for a in read]
-            maps[module], maps_by_module[module] = _merged(parts, shares, rule, chosen)
+            maps[module], maps_by_module[module] = _merged(parts, shares, rule, entrywise, chosen)
     return MergedAdapter(with_factors(read[0], maps, base_weights), tuple(a.path for a in read), maps_by_module)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """A method that merges changes of a map, its parameters settled.
-
-    Attributes:
-        merge: takes changes (or cores), weights, and factors of the map.
-        entrywise: whether it looks at single entries, so that cores do not do.
-    """
-
-    merge: Callable[[Sequence[Tensor], Sequence[float], LowRank], Tensor]
-    entrywise: bool
+Rule = Callable[[Sequence[Tensor], Sequence[float], LowRank], Tensor]
+"""Merges changes of a map (or cores) by weights; takes factors of the map, too."""
 
 
-def _rule(name: str, parameters: Mapping[str, Any]) -> _Rule:
-    """The rule of a method.
+def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
+    """The rule of a method, and whether it looks at single entries, so that cores do not do.
 
     Raises:
         RecipeError: there is no such method or parameter, or a value means nothing.
@@ -202,12 +193,16 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> _Rule:
         return merge([base, *sources], TensorInfo("", ("",), ()), {**values, "size": min(like.shape)})
 
     if isinstance(method, TaskVectorMethod):
-        return _Rule(by_own_rule, False)
-    return _Rule(in_mergekit, method.sparsification_method is not None or method.consensus_method is not None)
+        return by_own_rule, False
+    return in_mergekit, method.sparsification_method is not None or method.consensus_method is not None
 
 
 def _merged(
-    parts: Sequence[LowRank | None], weights: Sequence[float], rule: _Rule, config: AdapterMergeConfig
+    parts: Sequence[LowRank | None],
+    weights: Sequence[float],
+    rule: Rule,
+    entrywise: bool,
+    config: AdapterMergeConfig,
 ) -> tuple[LowRank, MergedMap]:
     """One map of the new adapter; None if the adapter leaves the map unchanged."""
     like, most = next(part for part in parts if part is not None), sum(part.rank for part in parts if part is not None)
@@ -216,11 +211,11 @@ def _merged(
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
-    if rule.entrywise:
-        merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like)
+    if entrywise:
+        merged = rule([outputs @ core @ inputs.mT for core in cores], weights, like)
         u, s, v = _decomposed(merged, most)
     else:
-        merged = rule.merge(cores, weights, like)
+        merged = rule(cores, weights, like)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())

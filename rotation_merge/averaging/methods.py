@@ -113,20 +113,16 @@ class OwnMethod(MergeMethod):
     bound: MergedModels | None = None
 
     def on(self, models: MergedModels) -> Self:
-        """The same method, told about the models.
-
-        Raises:
-            RecipeError: nothing is known of their architecture.
-        """
-        self.check_known(models.views[models.base])
+        """The same method, told about the models."""
         method = copy.copy(self)
         method.bound = models
         return method
 
     def check_known(self, base: View) -> None:
-        """
+        """Refuse a base of whose architecture nothing is known.
+
         Raises:
-            RecipeError: nothing is known of the base's architecture.
+            RecipeError: names it.
         """
         if base.architecture.family == "unknown":
             problem = f"delegate {self.spec.name} does not know this architecture"

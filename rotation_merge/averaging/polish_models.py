@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor
 
 from rotation_merge.architecture.sentence import KEY
 from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody, with_lora
@@ -22,7 +21,7 @@ from rotation_merge.model.contents import ADAPTER_CONFIG, read_json
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.tensors import Tensors, as_tensors, by_name
+from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import unpadded
@@ -108,11 +107,8 @@ def _with_weights(view: View, module: Any) -> View:
     weights = as_tensors(module.state_dict())
     if view.architecture.family != "unknown":
         weights = restructured(weights, architecture_of(module), view.architecture)
-
-    def read(name: str) -> Tensor:
-        return weights[name].to("cpu", view.dtype or view.stored_dtypes[name]) if name in weights else view[name]
-
-    trained = replace(view, tensors=Tensors(view.shapes, view.dtypes, by_name(read)), at=None)
+    weights = weights.only(view).map(lambda name, x: x.to("cpu", view.dtype or view.stored_dtypes[name]))
+    trained = replace(view, tensors=view.tensors.replaced(weights), at=None)
     return as_stored(trained.blockwise(lambda *_: None, view.dtype))
 
 

@@ -247,17 +247,15 @@ class ModelRefit:
         if self.pooled:
             answering = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
         weights = [1.0 if self.pooled else shares[each[0][0]] * len(shares) for each in answering]
-        judged = (
-            [] if self.own_heads else [t for t in self.teachers if t.held_out is not None]
-        )  # own heads have no loss
-        beside = [batch for t in judged if t.held_out is not None for batch in t.held_out.batches]
+        judging = [] if self.own_heads else [(t.share, t.held_out) for t in self.teachers if t.held_out is not None]
+        beside = [batch for _, data in judging for batch in data.batches]
         # all but linear maps run as they are stored; solved maps are rounded afterwards
         running = start.map(lambda name, tensor: tensor if name in maps else self._rounded(name, tensor))
         merge = self._runner(self.base, running, [*batches, *beside])
         refit = self._refit(merge, donors, [*answering, *([] for _ in beside)], [*weights, *(0.0 for _ in beside)])
         refit.skip, refit.watch = self.excluded, progress
         solved = refit.run().solved()
-        losses = self._losses(judged, start, merge, len(batches)) if judged else None
+        losses = self._losses(judging, start, merge, len(batches)) if judging else None
         if losses is not None and losses[1] > losses[0]:
             solved = solved.only(())
         self._note(refit, losses)
@@ -294,23 +292,22 @@ class ModelRefit:
         return refit
 
     def _losses(
-        self, judged: Sequence[Teacher], start: Tensors, merge: Runner, first: int
+        self, judging: Sequence[tuple[float, Data]], start: Tensors, merge: Runner, first: int
     ) -> tuple[float, float] | None:
-        """Losses of the start and the refitted merge on held-out samples, weighted by the models' shares.
+        """Losses of the start and the refitted merge on held-out samples.
 
-        None if the merge's head has no such labels.
+        None if the merge's head has no such labels. Models of their own heads have no common loss.
 
         Args:
+            judging: held-out samples with the shares of their models.
             first: number of the first of their batches among the merge's.
         """
-        parts = [(teacher.share, teacher.held_out) for teacher in judged if teacher.held_out is not None]
-        batches = [batch for _, data in parts for batch in data.batches]
-        before = self._runner(self.base, start.map(self._rounded), batches)
+        before = self._runner(self.base, start.map(self._rounded), [b for _, data in judging for b in data.batches])
         before.run_through()
-        total, losses = sum(share for share, _ in parts), []
+        total, losses = sum(share for share, _ in judging), []
         for answers in (LayerwiseAnswers(before, 0), LayerwiseAnswers(merge, first)):
             try:
-                losses.append(sum(share * score(answers, data).loss for share, data in parts) / total)
+                losses.append(sum(share * score(answers, data).loss for share, data in judging) / total)
             except DataError as error:
                 self.notes.append(f"The refit was not judged on held-out samples: {error}.")
                 return None

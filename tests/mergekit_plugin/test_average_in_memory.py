@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ def test_statistics_measured_in_memory_are_those_of_the_file(delegate: str, pair
 @pytest.mark.parametrize("source", ["file", "self"])
 def test_refit_gives_what_the_recipe_writes(source: str, pair: Pair, tmp_path: Path) -> None:
     """Some of a file's samples judge; text that a model writes is answered by it alone."""
-    text, paths = tmp_path / "text.txt", [str(path) for path in pair]
-    text.write_text("one two three four five six seven eight nine ten\n" * 400)
-    data = str(text) if source == "file" else "self"
+    file, paths = tmp_path / "texts.jsonl", [str(path) for path in pair]
+    file.write_text("\n".join(json.dumps({"input_ids": [(7 * i + j * j) % 40 for j in range(10)]}) for i in range(32)))
+    data = str(file) if source == "file" else "self"
     written = merged(recipe_of("refit", pair, data=data, samples=6, ridge=0.1), tmp_path / "out")
     config = rm.RefitConfig(samples=6, ridge=0.1)
     for view in (rm.refit(paths, data, config), rm.average(paths, "refit", samples=data, limit=6, ridge=0.1)):
