@@ -26,8 +26,8 @@ from rotation_merge.files import FOLDER, Input, Output, Store, TemporaryFolder, 
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit as fit
-from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.match_on import activation_matcher
+from rotation_merge.matching.match import Match
+from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
@@ -40,9 +40,9 @@ from rotation_merge.model.naming import check_different
 from rotation_merge.model.open import ModelLike, check_names, on_base, open_model, paths_of, several, whole_path
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
-from rotation_merge.run.batches import Batch, unlabelled
+from rotation_merge.run.batches import Batch
 from rotation_merge.run.curves import Curve
-from rotation_merge.run.data import Samples, data_in_memory, for_each, read_samples
+from rotation_merge.run.data import Samples, for_each, listed, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
 from rotation_merge.run.functions import module_of
 from rotation_merge.run.measure import MeasureConfig, measured
@@ -464,13 +464,10 @@ def transfer(
         check_names(first, work)
     if type(samples) is int:
         chosen, samples = replace(chosen, samples=samples), None
-    match, named = None, isinstance(samples, str | os.PathLike)
-    if chosen.matched_on != WEIGHTS and (samples is not None or None in (first.files, second.files)):
-        match = _matcher(chosen.matched_on, chosen.data if samples is None else samples, first, second)
+    named = isinstance(samples, str | os.PathLike)
     if samples is not None:
         chosen = replace(chosen, data=os.fspath(samples) if named else "samples in memory")
-    job = Transfer.of(work, second, first, chosen, watched=False, match=match)
-    value = carried(job, samples=None if named else samples)
+    value = carried(Transfer.of(work, second, first, chosen, watched=False, samples=None if named else listed(samples)))
     if isinstance(value, Adapter) and first.files is None:
         base = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": base})
@@ -498,24 +495,11 @@ def _matcher(how: str, samples: Samples, anchor: View, donor: View) -> Match:
 
     Raises:
         RecipeError: the method does not exist, or a required input is missing.
-        DataError: the samples are of no use to the models.
     """
     MatchConfig.options()["match_on"].check("match_on", how)
     if how == WEIGHTS and samples is not None:
         raise RecipeError("matching on weights uses no samples", remedy="add match_on='both', or leave them out")
-    if how == WEIGHTS:
-        return match_model
-    if samples is None:
+    if how != WEIGHTS and samples is None:
         problem = f"match_on='{how}' runs the models on samples"
         raise RecipeError(problem, remedy="give 'samples': batches of what their forward takes, or a source")
-    models = anchor, donor
-    as_is = [model.module is not None and model.at is None for model in models]  # as the caller gave it
-    modules = [x.module if known else for_evaluation(x) for x, known in zip(models, as_is, strict=True)]
-    writers = 2 if isinstance(samples, str) and samples == SELF else 1  # each writes half
-    batches = [
-        unlabelled(batch)
-        for seed, (model, module) in enumerate(list(zip(models, modules, strict=True))[:writers])
-        for batch in read_samples(model, samples, SAMPLES // writers, seed=seed, module=module).batches
-    ]
-    data_in_memory(batches, modules[1])
-    return activation_matcher(how, modules[0], modules[1], batches, "samples")
+    return matcher(how, anchor, donor, listed(samples))

@@ -12,7 +12,7 @@ import yaml
 from mergekit.common import dtype_from_name
 
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.delta import Delta, Record
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.lora import NewAdapter, adapter_places, new_adapter
 from rotation_merge.carrying.tokens import (
@@ -40,6 +40,7 @@ from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, padded_as, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
+from rotation_merge.run.data import Samples
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
 
@@ -127,14 +128,14 @@ class Bases(Pair):
     def aligned(
         self,
         config: TransferConfig,
-        match: Match | None = None,
+        samples: Samples = None,
         ledger: Ledger = NOWHERE,
         progress: Progress | None = None,
     ) -> tuple[Alignment, MergeReport]:
         """The alignment of the old base to the new one, and its report: from a file, or matched.
 
         Args:
-            match: aligns them, instead of what the config says.
+            samples: batches for matching on activations; None: the config's `data`.
             ledger: store of matching's intermediate results, to resume from.
 
         Raises:
@@ -150,18 +151,19 @@ class Bases(Pair):
         options = check_pair(self.anchor_view, self.old_as_new, options, untie=self.untie).options
         if self.shared is not None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
-        match = match or self._matcher(config)
+        match = self._matcher(config, samples)
         alignment = known or match(self.architecture, *self.matched, options, progress, ledger=ledger)
         run.aligned(old, alignment)
         return alignment, pair_report(self, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
 
-    def _matcher(self, config: TransferConfig) -> Match:
+    def _matcher(self, config: TransferConfig, samples: Samples) -> Match:
         """The function that aligns the bases as the config says."""
         from rotation_merge.matching.match_on import matcher
 
         part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
-        samples: dict[str, Any] = {"data": config.data, "count": config.sample_count, "seed": config.seed}
-        return matcher(config.matched_on, *self.names, **samples, device=self.device, length=config.length, part=part)
+        numbers: dict[str, Any] = {"count": config.sample_count, "seed": config.seed, "length": config.length}
+        models, samples = (self.anchor.as_filed, self.donor.as_filed), config.data if samples is None else samples
+        return matcher(config.matched_on, *models, samples, **numbers, device=self.device, part=part)
 
     def check_head(self) -> None:
         """Refuse to change a model's head that is tied in the new base and apart in the old one.
@@ -195,6 +197,7 @@ class Transfer:
         tuned: the fine-tune, or the old base with the adapter; None: the adapter's factors are carried.
         chat: the folder whose tokenizer has a chat template that the old base lacks; empty: there is none.
         dtype: that a model is stored in; None: the new base's.
+        samples: batches that solve and judge; None: the config's `data`.
         norms: squared norms of the change of each tensor of a carried view, and of the old base's, as it is computed.
     """
 
@@ -208,6 +211,7 @@ class Transfer:
     tuned: View | None = None
     chat: str = ""
     dtype: str | None = None
+    samples: Samples = field(default=None, repr=False)
     norms: list[tuple[float, float]] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -223,7 +227,7 @@ class Transfer:
         untie: bool = False,
         watched: bool = True,
         force: bool = False,
-        match: Match | None = None,
+        samples: Samples = None,
         ledger: Ledger = NOWHERE,
         progress: Progress | None = None,
     ) -> Transfer:
@@ -231,7 +235,8 @@ class Transfer:
 
         Args:
             untie: match heads as tensors of their own, also where the change becomes a model with a tied one.
-            watched, match, ledger: as of `open_pair` and `Bases.aligned`.
+            watched, ledger: as of `open_pair` and `Bases.aligned`.
+            samples: batches that match, solve and judge; None: the config's `data`.
             force: also an adapter of another base.
 
         Raises:
@@ -251,7 +256,7 @@ class Transfer:
             problem = f"its vocabulary differs from that of {bases.names[0]}, so samples cannot be shared"
             raise DataError(problem, where=bases.names[1], remedy=ALONE)
         config, notes = _matched_as(config, bases)
-        alignment, report = bases.aligned(config, match, ledger, progress)
+        alignment, report = bases.aligned(config, samples, ledger, progress)
         stored = adapter is not None or (tuned is not None and tuned.files is not None)
         origin = {key: {**facts, "carried": True} for key, facts in origins([parse_reference(name)] * stored).items()}
         notes = [*notes, *report.notes, *([] if tuned is None else tuned.remarks)]
@@ -260,7 +265,7 @@ class Transfer:
         if adapter is not None and config.needs_samples:
             rank = config.rank or rank
         chat = chat_folder(bases.donor, name if model is None or is_lora else model)
-        return cls(name, bases, config, alignment, report, rank, adapter, tuned, chat, dtype)
+        return cls(name, bases, config, alignment, report, rank, adapter, tuned, chat, dtype, samples)
 
     @cached_property
     def base(self) -> View:
@@ -286,11 +291,10 @@ class Transfer:
     def _places(self) -> dict[str, str]:
         return adapter_places(self.base)
 
-    def applied(self, delta: Delta, record: Record | None = None) -> View:
+    def applied(self, delta: Delta) -> View:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
-        view = delta.applied(record=record)
         dtype = torch.float32 if self.rank else dtype_from_name(self.dtype)
-        return view if dtype is None else view.to(dtype)
+        return delta.applied() if dtype is None else delta.applied().to(dtype)
 
     def size_note(self) -> list[str]:
         """A warning if the change, all of which was computed, is too large to transfer."""

@@ -134,13 +134,9 @@ class Delta:
         base, tuned = (delta.applied().to(torch.float64) for delta in (self.scaled(0.0), self))
         return Delta.between(base, tuned)
 
-    def applied(self, *, record: Record | None = None) -> View:
-        """The base with the change, computed lazily and rounded once.
-
-        Args:
-            record: called for every tensor that is computed, see `Record`.
-        """
-        return self.base.blockwise(replace(self, record=record).tensor)
+    def applied(self) -> View:
+        """The base with the change, computed lazily and rounded once."""
+        return self.base.blockwise(self.tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The task vector: the change of each stored tensor of the base, by name, in float64."""

@@ -11,7 +11,6 @@ Source: this project's study (benchmarks/carry_bases.py); distillation after Hin
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,10 +98,9 @@ def adapter_in_training(model: Any, written: Adapter) -> Any:
     except ImportError as error:
         raise RotationMergeError("distilling an adapter needs peft", remedy="pip install peft") from error
     tensors = dict(written.tensors)
-    for name, tensor in written.tensors.items():
-        if match := re.fullmatch(r"(.+\.lora_(?:embedding_)?)B(\..+)?", name):
-            a = written.tensors[f"{match[1]}A{'.weight' if match[2] else ''}"]
-            tensors[name] = tensor / len(a) ** 0.5
+    for change in (change for change in written.changes.values() if change.b):
+        for name in tensors.keys() & {change.b, change.bias}:
+            tensors[name] = tensors[name] / written.shapes[change.a][0] ** 0.5
     with TemporaryFolder() as folder:
         Adapter({**written.config, "use_rslora": True}, tensors).write(folder)
         with warnings.catch_warnings():

@@ -37,7 +37,7 @@ from rotation_merge.model.low_rank import dense
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, data_hash, unpadded
-from rotation_merge.run.data import Samples, read_samples
+from rotation_merge.run.data import read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, copy_parameters
 from rotation_merge.run.maps import linear_map
@@ -63,15 +63,17 @@ class ChangeCandidate:
         method: a `Method`, `PLAIN`, `MERGED` or `NONE`.
         delta: of the new base, as it is written: of an adapter cut to its rank.
         scale: that was chosen for it, or given.
+        kept: share of the whole change's squared norm that the rank keeps.
     """
 
     method: str
     delta: Delta
     scale: float = 0.0
+    kept: float = 1.0
 
 
 def sampled_change(
-    transfer: Transfer, place: str | None, samples: Samples = None, progress: Progress | None = None
+    transfer: Transfer, place: str | None, progress: Progress | None = None
 ) -> tuple[ChangeCandidate, RecoveredLift, list[str]]:
     """The change that samples held out prefer, with its recovered lift, and lines on how it was solved and judged.
 
@@ -79,14 +81,13 @@ def sampled_change(
 
     Args:
         place: that interrupted work waits beside; None: it is lost.
-        samples: batches, or the name of a source; None: the config's `data`.
 
     Raises:
         RotationMergeError: the samples cannot be read, or are of no use to the models.
     """
     load = partial(module, device=transfer.bases.device)
     assert transfer.tuned is not None
-    parts = read_parts(transfer.tuned, transfer.base, transfer.config, samples, load)
+    parts = read_parts(transfer.tuned, transfer.base, transfer.config, transfer.samples, load)
     sampling = _Sampling(transfer, parts, place, progress or (lambda *_: None))
     lines = [f"{' and '.join(transfer.bases.names)} share their coordinates ({transfer.bases.nearness.words})."]
     best, lift = sampling.judged([sampling.scaled(candidate) for candidate in sampling.candidates()])
@@ -142,10 +143,9 @@ class _Sampling:
             merged = transfer.base.blockwise(lambda block, info, _: self._merged(unmoved, block, info))
             changes[MERGED] = self._between(merged.tensors)
         factors = (method,) if method == "weights" and transfer.adapter is not None else ()  # which it keeps
-        return [
-            ChangeCandidate(name, transfer.as_adapter(delta).delta if transfer.rank and name not in factors else delta)
-            for name, delta in changes.items()
-        ]
+        cuts = {name: transfer.as_adapter(changes[name]) for name in changes if transfer.rank and name not in factors}
+        whole = [ChangeCandidate(name, delta) for name, delta in changes.items() if name not in cuts]
+        return whole + [ChangeCandidate(name, cut.delta, kept=cut.share) for name, cut in cuts.items()]
 
     def _between(self, tuned: Tensors) -> Delta:
         """The change from the new base to another model in its storage form."""

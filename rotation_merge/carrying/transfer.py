@@ -19,7 +19,6 @@ from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import SHARD_SIZE, staged
 from rotation_merge.record import MergeReport, versions
-from rotation_merge.run.data import Samples
 from rotation_merge.workers import Progress
 
 ASK = (
@@ -28,14 +27,11 @@ ASK = (
 )
 
 
-def carried(
-    transfer: Transfer, place: str | None = None, samples: Samples = None, progress: Progress | None = None
-) -> View | Adapter:
+def carried(transfer: Transfer, place: str | None = None, progress: Progress | None = None) -> View | Adapter:
     """Work as a model or an adapter of the new base, with notes and report; a model's tensors are computed lazily.
 
     Args:
         place: that interrupted work waits beside; None: it is lost.
-        samples: that solve and judge; None: the config's `data`.
 
     Raises:
         RotationMergeError: the samples cannot be used, or the new base has no place for a change.
@@ -43,17 +39,17 @@ def carried(
     config, adapter, bases = transfer.config, transfer.adapter, transfer.bases
     if not transfer.rank and not config.untie:
         bases.check_head()
-    delta, notes, method = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights"
+    delta, notes, method, kept = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights", 1.0
     if config.needs_samples:
-        chosen, lift, notes = sampled_change(transfer, place, samples, progress)
+        chosen, lift, notes = sampled_change(transfer, place, progress)
         used = {"of": f"carrying {transfer.name}", "source": config.data, "samples": config.sample_count}
         report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
         transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
+        kept = chosen.kept
     value: View | Adapter
     if not transfer.rank:
-        value = transfer.applied(
-            delta, (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
-        )
+        record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
+        value = transfer.applied(replace(delta, record=record))
     elif adapter is not None and config.method == "weights" and method in ("weights", NONE):
         value, more = carry_adapter(adapter, delta, bases.donor.config, bases.donor.rows)
         notes = [*notes, *more]
@@ -61,7 +57,8 @@ def carried(
             notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
     else:
         cut = transfer.as_adapter(delta)
-        value, notes = cut.weights, [*notes, f"Rank {cut.rank} keeps {cut.share:.1%} of the change (squared norm)."]
+        kept *= cut.share  # what was judged was cut already
+        value, notes = cut.weights, [*notes, f"Rank {cut.rank} keeps {kept:.1%} of the change (squared norm)."]
         if delta.base.tied_head:
             notes.append(f"The embedding stays the new base's, as `{delta.base.tied_head}` is tied to it.")
     return _noted(transfer, value, notes)

@@ -185,7 +185,7 @@ class Paths:
         pair = opened(donor)
         if donor.file is None:
             bodies = replace(pair, architecture=pair.architecture.without(donor.own_heads))
-            match = matcher(donor.match_on, donor.anchor, donor.name, data=donor.data, count=donor.samples)
+            match = matcher(donor.match_on, donor.anchor, donor.name, samples=donor.data, count=donor.samples)
             alignment = match_pair(bodies, self.tick, match, ledger)
         else:
             alignment = read_alignment(pair, donor.file)

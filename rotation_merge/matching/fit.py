@@ -25,10 +25,9 @@ from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.aligned_output import reported
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.between import LARGEST_KEPT, LearnedTransforms, Mixture, mixed_model, renamed
-from rotation_merge.matching.match import Match, match_model
-from rotation_merge.matching.match_on import activation_matcher
+from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
-from rotation_merge.matching.options import LOOKS, WEIGHTS, AlignConfig, FitConfig
+from rotation_merge.matching.options import LOOKS, AlignConfig, FitConfig
 from rotation_merge.matching.pair import Pair, check_shapes, open_pair
 from rotation_merge.matching.stream import space_groups
 from rotation_merge.matching.training import Training, kept_in
@@ -316,11 +315,8 @@ class _Fit:
 
     def _matched(self, pair: Pair, donor: Tensors) -> Transforms:
         """The transforms that matching finds: on weights, or also on the training samples."""
-        match: Match = match_model
-        if self.options.match_on != WEIGHTS:
-            samples = [self.batches[i] for i in self.training]
-            first, second = (module_of(view).to(self.device).float() for view in (pair.anchor, pair.donor))
-            match = activation_matcher(self.options.match_on, first, second, samples, self.label)
+        samples = [self.batches[i] for i in self.training]
+        match = matcher(self.options.match_on, pair.anchor, pair.donor, samples, device=str(self.device))
         sources = (tensors.on(self.device) for tensors in (self.parents[0], donor))
         return match(self.architecture, *sources, self.match, None).transforms
 

@@ -14,9 +14,9 @@ Source: Ainsworth et al. 2023 (Git Re-Basin), section 3.1; partial whitening: Th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,13 @@ from rotation_merge.matching.options import ACTIVATIONS, BOTH, WEIGHTS, AlignCon
 from rotation_merge.matching.stream import StreamSums, measured, residual_groups
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.fold import folded_tensors
-from rotation_merge.model.open import open_model
+from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.tensors import TensorSource, as_tensors
+from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.run.batches import Batch, unlabelled, unpadded
-from rotation_merge.run.data import SAMPLES, Data, read_samples
-from rotation_merge.run.functions import load
+from rotation_merge.run.batches import Batch, unpadded
+from rotation_merge.run.data import SAMPLES, Data, Samples, data_in_memory, read_samples
+from rotation_merge.run.functions import module_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.sample_kinds import SELF
@@ -124,55 +125,49 @@ class ActivationMatcher:
 
 def matcher(
     how: str,
-    anchor: str,
-    donor: str,
-    data: str = SELF,
+    anchor: ModelLike,
+    donor: ModelLike,
+    samples: Samples = SELF,
     count: int = SAMPLES,
     seed: int = 0,
     device: str = "cpu",
     length: int = 128,
     part: Callable[[Data], Data] = lambda data: data,
 ) -> Match:
-    """The function that matches two checkpoints, on weights or on samples; one of them at a time is in memory.
+    """The function that matches two models, on weights or on samples; one of them at a time is in memory.
 
     Args:
         how: `weights`, `activations` or `both`.
-        data: a file, `synthetic`, or `self`: text of which each of the two writes half.
-        count: how many samples.
+        samples: batches, or a source: a file, `synthetic`, or `self`: text of which each of the two writes half.
+        count: how many samples of a source.
         length: tokens in a sample of running text.
-        part: the samples of a file that count.
+        part: the samples that count, of those that the models do not write.
     """
     if how == WEIGHTS:
         return match_model
+    named, written = isinstance(samples, str | os.PathLike), isinstance(samples, str) and samples == SELF
 
     def record() -> ActivationPair:
-        views = [open_model(name, any_base=True) for name in (anchor, donor)]
+        views = [open_model(model, any_base=True) for model in (anchor, donor)]
         if not same_tokens(*views):
-            problem = f"its vocabulary differs from that of {anchor}, so samples cannot be shared"
-            raise DataError(problem, where=donor, remedy="match on weights (leave out 'match_on')")
-        writers, batches = views if data == SELF else views[:1], list[Batch]()
+            problem = f"its vocabulary differs from that of {views[0].name}, so samples cannot be shared"
+            raise DataError(problem, where=views[1].name, remedy="match on weights (leave out 'match_on')")
+        writers, batches = views if written else views[:1], list[Batch]()
         for number, view in enumerate(writers):
-            module = load((anchor, donor)[number]) if data == SELF else None
             share = count // len(writers) + (number < count % len(writers))  # the first may write one more
-            samples = read_samples(view, data, share, AT_ONCE, length, seed + number, module)
-            batches += unpadded((samples if data == SELF else part(samples)).batches, data)
-            del module  # before the next one is loaded
-        first, second = (Activations.of(load(name).to(device), batches, ROWS) for name in (anchor, donor))
+            data = read_samples(view, samples, share, AT_ONCE, length, seed + number)
+            batches += unpadded((data if written else part(data)).batches, data.source)
+        first, second = (_activations(view, batches, device) for view in views)
         return first, second
 
-    return ActivationMatcher(how, record, (data, count))
+    return ActivationMatcher(how, record, (str(samples), count) if named else None)
 
 
-def activation_matcher(
-    how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]], source: str
-) -> Match:
-    """The function that matches two loaded models on samples: on `activations` or `both`.
-
-    Args:
-        source: what the samples are called, where they do not do.
-    """
-    plain = unpadded([unlabelled(batch) for batch in batches], source)
-    return ActivationMatcher(how, lambda: (Activations.of(anchor, plain, ROWS), Activations.of(donor, plain, ROWS)))
+def _activations(view: View, batches: Sequence[Batch], device: str) -> Activations:
+    """The activations of a model on batches that it takes: of the module that was given, or of one in float32."""
+    module = view.module if view.module is not None and view.at is None else module_of(view).float()
+    data_in_memory(batches, module)
+    return Activations.of(module.to(device), batches, ROWS)
 
 
 def with_recordings(

@@ -178,7 +178,7 @@ class Donor:
         if alignment is not None:
             return lambda: alignment
         names, how = (str(session.recipe.base), str(self.matched)), self.value("match_on") or WEIGHTS
-        samples = {"data": self.value("data") or "self", "count": self.value("samples"), "seed": session.seed}
+        samples = {"samples": self.value("data") or "self", "count": self.value("samples"), "seed": session.seed}
         match = matcher(how, *names, **samples, device=session.devices[0])
         if self.pair.options.residual == "none" and match is match_model and not session.recipe.on_whole_models:
             return None

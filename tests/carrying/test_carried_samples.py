@@ -122,7 +122,10 @@ def test_the_reported_loss_is_that_of_what_is_written(
     monkeypatch.setattr(HeldOutSamples, "losses", loss)
     pair, out = models[name], tmp_path / "out"
     groups = ("--heads", "permutation", "--residual", "none", "--samples", 32)
-    carry(pair["tuned"], *between(pair), out, *options, *groups)
+    output = carry(pair["tuned"], *between(pair), out, *options, *groups)
+    if options == (*AUTO, "--lora", 16):
+        assert "keeps" in output
+        assert "keeps 100" not in output  # of the whole change, before it was judged
     written = load(f"{pair['new']}+{out}" if "--lora" in options else str(out))
     if options == AUTO:
         assert "lm_head.weight" not in state(out)  # at a scale of its own it would not be the embedding
@@ -181,11 +184,20 @@ def test_judging_samples_are_in_no_other_use(
     options = (*REFIT, "--match-on", "both", "--samples", 33)
     output = carry(pair["tuned"], *between(pair), *options, tmp_path / "out", "--data", texts(tmp_path, count=33))
     assert "matched on weights and activations" in output
-    parts = samples[0]
-    solved, chosen, judged = (rows_of(each.batches) for each in (parts.solved, parts.choice.tuned, parts.judge.tuned))
-    assert judged
-    assert not judged & (solved | chosen | matched)
-    assert len(matched) == len(solved) == 17
+    in_memory = [{"input_ids": torch.tensor([[(7 * i + j * j) % 40 for j in range(10)]])} for i in range(33)]
+
+    def check(parts: TransferSamples) -> None:
+        uses = (parts.solved, parts.choice.tuned, parts.judge.tuned)
+        solved, chosen, judged = (rows_of(each.batches) for each in uses)
+        assert judged
+        assert not judged & (solved | chosen | matched)
+        assert len(matched) == len(solved) == 17
+
+    check(samples[0])
+    matched.clear()
+    models_of = (str(pair[name]) for name in ("tuned", "old", "new"))
+    rm.transfer(*models_of, method="refit", scale=1.0, match_on="both", residual="none", samples=in_memory)
+    check(samples[1])
 
 
 @pytest.mark.slow

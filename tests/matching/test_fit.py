@@ -450,7 +450,7 @@ def test_an_interrupted_command_continues(models: Path, tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-@pytest.mark.parametrize("place", ["fit.match_model", "between.Mixture.tensor"])
+@pytest.mark.parametrize("place", ["match_on.match_model", "between.Mixture.tensor"])
 def test_a_device_without_memory_is_one_line(
     place: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
