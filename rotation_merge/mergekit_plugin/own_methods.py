@@ -21,7 +21,6 @@ from rotation_merge.model.hub import HubFile, local_file
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch
-from rotation_merge.run.data import Samples
 from rotation_merge.run.statistics import NAME, Statistics
 
 SAMPLES = 200
@@ -146,7 +145,7 @@ def _moved(views: RecipeViews, model: ModelReference, stored: Statistics) -> Sta
     )
 
 
-def refitted_view(views: RecipeViews, parameters: Parameters, samples: Sequence[Samples] = ()) -> View:
+def refitted_view(views: RecipeViews, parameters: Parameters, samples: Sequence[Any] = ()) -> View:
     """The merge of a recipe's models, refitted to them once they are aligned, before single tensors are merged.
 
     Samples are read at once. The merge is there until the run ends; the run has its record. What is excluded is the
@@ -200,10 +199,7 @@ def refitted_view(views: RecipeViews, parameters: Parameters, samples: Sequence[
 
 
 def _teachers(
-    views: RecipeViews,
-    aligned: Mapping[ModelReference, View],
-    weights: Mapping[ModelReference, float],
-    samples: Sequence[Samples],
+    views: RecipeViews, aligned: Mapping[ModelReference, View], weights: Mapping[Any, float], samples: Sequence[Any]
 ) -> list[Any]:
     """The models that answer, with their samples, or the names of these."""
     from rotation_merge.averaging.refit_models import Teacher, shares_of, usual_source
@@ -213,8 +209,7 @@ def _teachers(
     for number, ((model, reader), share) in enumerate(zip(views.readers.items(), shares, strict=True)):
         if share > 0:
             original, count = views.session.models[model], views.recipe.value("samples", reader, model)
-            source = samples[number] if samples else views.recipe.value("data", reader, model)
-            teacher = Teacher(aligned[model], original, share, source or usual_source(original), count)
-            teachers.append(teacher)
-            views.session.run.used(f"refit to {model}", teacher.words, int(count))
+            source = samples[number] if samples else views.recipe.value("data", reader, model) or usual_source(original)
+            teachers.append(Teacher(aligned[model], original, share, source, count))
+            views.session.run.used(f"refit to {model}", teachers[-1].words, int(count))
     return teachers
