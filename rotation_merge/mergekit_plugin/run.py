@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import click
 import torch
@@ -20,6 +21,7 @@ from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeErro
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
 from rotation_merge.matching.aligned_output import file_metadata
 from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.mergekit_plugin import SWITCH, switched_off
 from rotation_merge.mergekit_plugin.compile import compiled, output_views
 from rotation_merge.mergekit_plugin.recipe import (
@@ -38,7 +40,7 @@ from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of
-from rotation_merge.model.heads import with_moved_head, write_heads
+from rotation_merge.model.heads import check_movable_head, write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
@@ -179,8 +181,10 @@ def _write_heads(views: RecipeViews, folder: str, report: MergeReport) -> None:
     """Write the merged body under every donor's head."""
     session, record, moved = views.session, views.session.run, []
     for model, donor in views.donors.items():
-        transforms, heads = record.transforms.get(donor.name, {}), record.heads.get(str(model), {})
-        moved.append(with_moved_head(session.models[model], record.folded, transforms, heads))
+        view, heads = session.models[model], record.heads.get(str(model), {})
+        transforms = record.transforms.get(donor.name, {})
+        tensors = moved_tensors(view.architecture, view.tensors, transforms, record.folded)
+        moved.append(replace(view, tensors=tensors.replaced(heads)))
     write_heads(folder, moved, report, session.options.out_shard_size)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from glob import escape, glob
 
 import torch
@@ -12,15 +11,13 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.model.apply import read_tensor, transform_tensor
+from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.checkpoint import write_checkpoint
-from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.markdown import code
 from rotation_merge.model.open import ModelLike, open_model
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import HEADS, free_name
 from rotation_merge.record import MergeReport
-from rotation_merge.symmetry import Transform
 
 
 def is_head(block: Block, info: TensorInfo) -> bool:
@@ -77,30 +74,17 @@ def _under_head(body: View, model: View) -> View:
     return model.blockwise(compute, widest, left_out=model.left_out)
 
 
-def with_moved_head(
-    model: View, streams: Sequence[str], transforms: Mapping[str, Transform], solved: Mapping[str, Tensor]
-) -> View:
-    """A donor with its head in the anchor's coordinates.
-
-    Args:
-        streams: whose gains the merge folds.
-        transforms: of the streams.
-        solved: tensors that stand in the place of its head's.
+def check_movable_head(model: View) -> None:
+    """Refuse a head with spaces of its own, which a merge does not match.
 
     Raises:
-        CheckpointError: the head has spaces of its own, which were not matched.
+        CheckpointError: names the tensor.
     """
-    source = folded_tensors(model.architecture, model.tensors, streams)
-
-    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        tensor = read_tensor(info, source) if is_head(block, info) else None
-        if tensor is not None and any(space.kind not in ("stream", "translation") for space in info.spaces()):
-            problem = f"the head's tensor '{info.name}' has neurons or heads of its own"
-            raise CheckpointError(problem, where=model.name, remedy="leave out 'heads_of'")
-        return None if tensor is None else transform_tensor(tensor, info, transforms)
-
-    moved = model.blockwise(compute)
-    return replace(moved, tensors=moved.tensors.replaced(solved))
+    for block in model.architecture.blocks:
+        for info in block.tensors:
+            if is_head(block, info) and any(space.kind not in ("stream", "translation") for space in info.spaces()):
+                problem = f"the head's tensor '{info.name}' has neurons or heads of its own"
+                raise CheckpointError(problem, where=model.name, remedy="leave out 'heads_of'")
 
 
 def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_size: int) -> None:
