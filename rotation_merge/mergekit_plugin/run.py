@@ -40,7 +40,7 @@ from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of
-from rotation_merge.model.heads import check_movable_head, write_heads
+from rotation_merge.model.heads import write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged

@@ -74,7 +74,7 @@ def _under_head(body: View, model: View) -> View:
     return model.blockwise(compute, widest, left_out=model.left_out)
 
 
-def check_movable_head(model: View) -> None:
+def _check_movable(model: View) -> None:
     """Refuse a head with spaces of its own, which a merge does not match.
 
     Raises:
@@ -95,8 +95,10 @@ def write_heads(merged: str, donors: Sequence[View], report: MergeReport, shard_
         shard_size: bytes of a weight file at most.
 
     Raises:
-        CheckpointError: a donor has tensors that the merge has not.
+        CheckpointError: a donor has tensors that the merge has not, or a head with spaces of its own.
     """
+    for donor in donors:
+        _check_movable(donor)
     for name, view in under_heads(open_model(merged, unsupported="merge"), donors).items():
         body = f"The merged body with the head of {code(view.reference)}."
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\n{body}\n"
