@@ -248,13 +248,10 @@ def test_encoders_with_decoders_on_records_with_labels(family: str, tmp_path: Pa
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"data": "nowhere.txt"}, "no such file"),
     "kind": ({"data": "synthetic"}, "does not take images"),
-    "targets": ({"targets": "all"}, "'targets' is 'all'"),
     "pool": ({"data": "demo:python", "targets": "own"}, "'targets: own' needs different samples for each model"),
     "ridge": ({"ridge": -1.0}, "'ridge' is -1"),
-    "samples": ({"samples": 0}, "'samples' is 0"),
     "weights": ({}, "weights are shares"),
     "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl"}, "do not determine"),
-    "start": ({"start": "wudy"}, "wudi"),
     "alone": ({"start": "wudi"}, "'start: wudi' merges task vectors"),
     "slices": ({}, "refit runs whole models"),
     "task vectors": ({}, "needs whole models"),

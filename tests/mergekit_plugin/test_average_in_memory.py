@@ -107,7 +107,6 @@ def test_averages_of_averages(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "tiess"}, "did you mean 'ties'"),
         ({"method": "ties", "densty": 0.5}, "did you mean 'density'"),
         ({"method": "ties", "density": 3}, "from 0 to 1"),
         ({"method": [0.5, 0.5]}, "the keyword 'weights'"),

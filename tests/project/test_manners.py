@@ -110,16 +110,6 @@ def test_below_the_line_is_explained():
         assert Curve("plain", [0.0, 0.5, 1.0], losses, [0.0] * 3).verdict() is None
 
 
-@pytest.mark.parametrize("entry", ["tokenizer_source: ./nowhere", "tokenizer: {source: ./nowhere}"])
-def test_a_tokenizer_that_is_not_there_is_a_fault_at_once(entry: str, tmp_path: Path):
-    recipe = tmp_path / "recipe.yml"
-    models = "".join(f"  - model: {model}\n    parameters: {{weight: 0.5}}\n" for model in LLAMAS)
-    recipe.write_text(f"merge_method: rotation_merge\nbase_model: {LLAMAS[0]}\nmodels:\n{models}{entry}\n")
-    output = output_of("check", recipe, code=1)
-    assert "recipe.yml:8:" in output
-    assert "./nowhere: no such directory" in output
-
-
 def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch):
     from mergekit.options import MergeOptions
 
@@ -137,19 +127,6 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
         compiling.compiled(session)
         session.run.end()
     assert asked == ["org/name"]
-
-
-def test_models_as_strings_or_a_mapping(tmp_path: Path):
-    recipe = tmp_path / "recipe.yml"
-    head = f"merge_method: rotation_merge\nbase_model: {LLAMAS[0]}\n"
-    for models, said in (
-        (f"models:\n  - {LLAMAS[1]}\n", "4:5: models[0]: input should be a valid dictionary; write '- model: /"),
-        (f"models:\n  model: {LLAMAS[1]}\n", "3:1: models: input should be a valid list"),
-    ):
-        recipe.write_text(head + models)
-        done = run("check", recipe)
-        assert said in done.output
-        assert "1 fault" in done.output
 
 
 @pytest.mark.usefixtures("drawn")
