@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models as tiny
 from cli_support import output_of, run
-from plugin_support import make, mergekit_yaml, recipe_for, write_recipe
+from plugin_support import make, merged, recipe_for, write_recipe
 
 import rotation_merge as rm
 
@@ -45,8 +45,7 @@ def test_every_way_says_it(models: tuple[Path, Path], order: int, tmp_path: Path
     recipe = recipe_for("linear", anchor, donor)
     words = f"'attention_bias' {WORDS}"
     assert words in " ".join(run("check", write_recipe(recipe, tmp_path / "recipe.yml")).output.split())
-    done = mergekit_yaml(recipe, tmp_path / "out")
-    assert done.exit_code == 0, done.output
+    merged(recipe, tmp_path / "out")
     assert words in (tmp_path / "out" / "README.md").read_text()
     assert words in output_of("align", anchor, donor, tmp_path / "aligned")
     report = rm.align(str(anchor), str(donor)).report
