@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 from mergekit import merge_methods
@@ -31,17 +30,10 @@ class RotationMergeMethod(MergeMethod):
 
     spec = MergeMethodSpec(name=METHOD, pretty_name="Rotation Merge", reference_url="https://arxiv.org/abs/2502.00264")
 
-    def validate_inputs(
-        self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
-    ) -> NoReturn:
+    def validate_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise, because this is only reached where `run_merge` is bypassed."""
         problem = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
         raise RecipeError(problem, remedy="use mergekit-yaml, mergekit-multi or mergekit.merge.run_merge")
 
     def _execute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.validate_inputs(())
-
-
-def registered(name: str) -> MergeMethod:
-    """What mergekit's registry gives for our method, and for an average of our own."""
-    return RotationMergeMethod() if name == METHOD else OWN[name]
+        self.validate_inputs()

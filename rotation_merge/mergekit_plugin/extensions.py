@@ -13,6 +13,7 @@ from typing import Any
 from mergekit.common import ModelReference
 
 from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.host import check_host
@@ -28,9 +29,9 @@ class Methods(dict[str, Any]):
     """
 
     def __missing__(self, name: str) -> Any:
-        from rotation_merge.mergekit_plugin.delegates import registered
+        from rotation_merge.mergekit_plugin.delegates import OWN, RotationMergeMethod
 
-        return registered(name)
+        return RotationMergeMethod() if name == METHOD else OWN[name]
 
 
 def extend_registry(module: Any) -> None:
