@@ -37,11 +37,6 @@ class OutputBlock:
     reader: ConfigReader
 
     @property
-    def label(self) -> str:
-        """Sorts blocks in the order in which mergekit asks for their tensors."""
-        return min((name for info in self.block.tensors for name in info.names), default="")
-
-    @property
     def spaces(self) -> dict[str, str]:
         """The anchor's names of the local spaces, by their names in the output."""
         return {self.block.spaces[key].name: space.name for key, space in self.anchor.spaces.items()}

@@ -46,7 +46,7 @@ class BlockJob(NamedTuple):
     """One donor's block that is to be matched to the anchor's.
 
     Attributes:
-        label: sorts jobs in the order in which the merge asks for them.
+        label: its first tensor's name, which sorts jobs in the order in which the merge asks for them.
         donor: its name in the report.
         weights: number of weights in the block.
         match: reads both blocks and matches them, on a device.
@@ -256,9 +256,9 @@ class RecipeViews:
             with named(str(self.recipe.base), name):
                 return match_block(out.anchor, *blocks, options, on_device(streams(), device))
 
-        names = (name for info in out.block.tensors for name in info.names)
-        weights = sum(math.prod(anchor.shapes.get(name, (0,))) for name in names)
-        return BlockJob(out.label, name, weights, match)
+        tensors = [tensor for info in out.block.tensors for tensor in info.names]
+        weights = sum(math.prod(anchor.shapes.get(tensor, (0,))) for tensor in tensors)
+        return BlockJob(min(tensors, default=""), name, weights, match)
 
     def _moved(self, model: ModelReference) -> Tensors:
         """A model's tensors in the anchor's coordinates, each rounded once."""
