@@ -27,7 +27,7 @@ from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import BlockActivations, BlockHooks, Stage, stages
-from rotation_merge.run.store import StateStore, StoredValue, hooked
+from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress
 
 ROUNDED = 1e-3
@@ -188,7 +188,8 @@ class Refit:
         sums: RidgeSums | None = None
         is_head, head_inputs = self._gives_logits(hooks, stage), dict[int, Tensor]()
         for batch in (batch for batch, weight in enumerate(self.weights) if weight != 0):
-            activations, answer = hooks.see(batch, stage.until), self._answer(answers[batch], stage.wanted)
+            answer = self._answer(answers[batch], stage.wanted)
+            activations = hooks.see(batch, stage.wanted.union(stage.keys))
             keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
             if not keys:
                 return
@@ -220,8 +221,8 @@ class Refit:
         if self.softmax is None or len(stage.keys) > 1 or hooks.maps[stage.keys[0]].outputs.parts:
             return False
         results: list[Any] = []
-        with hooked([self.merge.model.register_forward_hook(lambda *arguments: results.append(arguments[-1]))]):
-            output = hooks.first().values.get(stage.keys[0])
+        with self.merge.model.register_forward_hook(lambda *arguments: results.append(arguments[-1])):
+            output = hooks.see(self.merge.least).values.get(stage.keys[0])
         logits = getattr(results[-1], "logits", None) if results else None
         return isinstance(logits, Tensor) and output is not None and torch.equal(logits.flatten(), output.flatten())
 

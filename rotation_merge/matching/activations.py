@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.matching.matrix_pairs import axis_views
-from rotation_merge.run.batches import Batch
+from rotation_merge.run.batches import Batch, examples_in
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
-from rotation_merge.run.recorder import WatchedBlocks, Watcher
+from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import first_readers
 
@@ -56,15 +56,12 @@ class Activations:
             most: rows that are kept of each map, evenly spread over every sample.
         """
         runner = Runner.of_module(model, batches)
-        samples = [len(next(iter(batch.values()))) for batch in batches]
         watched, result = WatchedBlocks(runner), cls()
         while watched.advance() is not None:
-            watcher = _RowWatcher(watched, max(1, most // sum(samples)))
-            with watched.watched(watcher):
-                for number, watcher.samples in enumerate(samples):
-                    runner.run(number, record=True)
-            result.inputs.update({axis: torch.cat(parts) for axis, parts in watcher.inputs.items()})
-            result.outputs.update({name: torch.cat(parts) for name, parts in watcher.outputs.items()})
+            rows = _Rows(watched, max(1, most // sum(map(examples_in, batches))))
+            watched.run(rows.add)
+            result.inputs.update({axis: torch.cat(parts) for axis, parts in rows.inputs.items()})
+            result.outputs.update({name: torch.cat(parts) for name, parts in rows.outputs.items()})
         for linear in watched.maps.values():
             block = linear.block
             if linear.info.name in watched.axes and not linear.stacked:
@@ -86,26 +83,26 @@ class Activations:
         return self.axes[name], self.inputs[self.axes[name]], None if outputs is None else outputs[:, rows]
 
 
-class _RowWatcher(Watcher):
-    """Keeps evenly spread rows of every map: the same positions in every model, equally many of each sample."""
+class _Rows:
+    """Evenly spread rows of every map: the same positions in every model, equally many of each sample."""
 
     def __init__(self, watched: WatchedBlocks, each: int) -> None:
-        self.watched, self.axes, self.each, self.samples = watched, watched.new_axes, each, 1
+        self.watched, self.axes, self.each = watched, watched.new_axes, each
         self.first_readers = frozenset(first_readers(self.axes).values())
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
 
-    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+    def add(self, name: str, expert: int | None, x: Tensor, y: Tensor) -> None:
+        """Keep rows of the inputs and outputs of a map that has run."""
         if expert is None and name in self.first_readers:
             self.inputs.setdefault(self.axes[name], []).append(self._some(self.watched.normalised(name, x)))
-
-    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
         if expert is None and name in self.axes:
             self.outputs.setdefault(name, []).append(self._some(y))
 
     def _some(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        samples = rows.unflatten(0, (self.samples, -1)) if len(rows) % self.samples == 0 else rows[:, None]
+        runner, rows = self.watched.runner, x.flatten(0, -2)
+        examples = examples_in(runner.batches[runner.batch])
+        samples = rows.unflatten(0, (examples, -1)) if len(rows) % examples == 0 else rows[:, None]
         count = min(samples.shape[1], self.each)
         places = torch.linspace(0, samples.shape[1] - 1, count, dtype=torch.float64).round().long()
         return samples[:, places.to(x.device)].flatten(0, 1).float().cpu()

@@ -36,7 +36,7 @@ from rotation_merge.run.data import Data, described
 from rotation_merge.run.fisher import FISHER, LabelScores, fisher_diagonals
 from rotation_merge.run.functions import architecture_of, empty_model, load, streamed_model
 from rotation_merge.run.maps import linear_map, same_map
-from rotation_merge.run.recorder import WatchedBlocks, Watcher
+from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, Statistic
 from rotation_merge.run.statistics import NAME, SPACE, Statistics, first_readers, write_error
@@ -190,7 +190,7 @@ def together(parts: Iterable[Tensors]) -> Tensors:
 # --- Grams -----------------------------------------------------------------------------------------------------------
 
 
-class GramSums(Watcher):
+class GramSums:
     """Sums of ``(x, 1) (x, 1)^T`` over the inputs x of maps, in float64, by (block, axis); their last entry counts.
 
     Inputs are normalised ones if a norm feeds their maps.
@@ -203,7 +203,8 @@ class GramSums(Watcher):
         self.watched, self.axes = watched, {name: axis for axis, name in first_readers(axes).items()}
         self.sums: dict[str, Tensor] = {}
 
-    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
+    def add(self, name: str, expert: int | None, x: Tensor, _: Tensor) -> None:
+        """Add the inputs of a map that has run."""
         if (axis := self.axes.get(name)) is None:
             return
         rows = self.watched.normalised(name, x.detach().flatten(0, -2))
@@ -238,9 +239,7 @@ def grams(runner: Runner, store: Store | None = None, progress: Progress = lambd
         progress(INPUTS, len(parts), total)
         name = f"{INPUTS} {block.name}"
         sums = GramSums(watched, watched.new_axes if store is None or store.get(name, mapped=True) is None else {})
-        with watched.watched(sums):
-            for batch in range(len(runner.batches)):
-                runner.run(batch, record=True)
+        watched.run(sums.add)
         parts.append(_part(store, name, partial(sums.means, dtype)))
     progress(INPUTS, total, total)
     return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)

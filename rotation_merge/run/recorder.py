@@ -1,13 +1,12 @@
 """Records activations of all linear maps of a model, block by block: one layer's weights are in memory.
 
-Every product of activations with a weight is reported to a watcher, whatever function computes it (a linear layer,
-GPT-2's Conv1D, the experts of one fused tensor, a router). The model runs as it is.
+Every product of activations with a weight is reported, whatever function computes it (a linear layer, GPT-2's Conv1D,
+the experts of one fused tensor, a router). The model runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
@@ -36,14 +35,9 @@ _PRODUCTS = {
 """Functions that multiply activations by a weight, and the place of the activations among their arguments."""
 
 
-class Watcher:
-    """Receives the inputs and outputs of every map that runs; a subclass takes what it needs."""
-
-    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
-        """A map's inputs, (..., inputs)."""
-
-    def on_output(self, name: str, expert: int | None, y: Tensor) -> None:
-        """A map's outputs, (..., outputs), after a layer scale."""
+Report = Callable[[str, int | None, Tensor, Tensor], None]
+"""Takes a map's name, its expert (None: it is no expert's), its inputs (..., inputs), and its outputs (..., outputs)
+after a layer scale."""
 
 
 class WatchedBlocks:
@@ -83,10 +77,10 @@ class WatchedBlocks:
         block = self.runner.advance()
         if block is None:
             return None
-        inputs = _Inputs()
-        with self.watched(inputs):
+        inputs: dict[str, list[Tensor]] = {}
+        with Products(self, lambda name, _, x, __: inputs.setdefault(name, []).append(x)):
             self.runner.run(0)
-        check_answers(self.runner.model, chain(*inputs.tensors.values()))
+        check_answers(self.runner.model, chain(*inputs.values()))
         self.new_axes = self._axes(inputs)
         norms = {name: self._norm(self.maps[name]) for name in self.new_axes}
         self._norms = {name: norm for name, norm in norms.items() if norm is not None}
@@ -94,11 +88,11 @@ class WatchedBlocks:
         self.axes.update(self.new_axes)
         return block
 
-    @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Report every map of the blocks that are open and run to the watcher."""
-        with _Mode(self, watcher):
-            yield
+    def run(self, report: Report) -> None:
+        """Run every batch through the present block, and record its outputs for the next ones."""
+        with Products(self, report):
+            for batch in range(len(self.runner.batches)):
+                self.runner.run(batch, record=True)
 
     def normalised(self, name: str, x: Tensor) -> Tensor:
         """Inputs x = D x_hat + c of a map of the present block before its norm's gain D and shift c, where it has one.
@@ -120,13 +114,13 @@ class WatchedBlocks:
         gain, shift = along_inputs(linear, stored + norm.offset, None if shift is None else shift.detach())
         return gain.masked_fill(gain.abs() <= LEAST_GAIN * gain.abs().max(), torch.inf), shift
 
-    def _axes(self, inputs: _Inputs) -> dict[str, str]:
+    def _axes(self, inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
         """The (block, axis) of each map that ran first; those that read one tensor behind one norm share it."""
         axes: dict[str, str] = {}
         by_input: dict[tuple[Any, ...], str] = {}
         for name, linear in self.maps.items():
-            if name in inputs.tensors and name not in self.axes:
-                places = tuple((x.data_ptr(), x.shape, x.stride()) for x in inputs.tensors[name])
+            if name in inputs and name not in self.axes:
+                places = tuple((x.data_ptr(), x.shape, x.stride()) for x in inputs[name])
                 read = linear.block.name, places, linear.norm, linear.stacked
                 if read not in by_input:
                     known_axes = {*self.axes.values(), *by_input.values()}
@@ -141,22 +135,12 @@ def _unused(axis: str, known: Collection[str]) -> str:
     return next(name for name in names if name not in known)
 
 
-class _Inputs(Watcher):
-    """Holds the input tensors of the maps that run."""
+class Products(TorchFunctionMode):
+    """Reports, within a block, products with the weights of maps that are in memory."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, list[Tensor]] = {}
-
-    def on_input(self, name: str, expert: int | None, x: Tensor) -> None:
-        self.tensors.setdefault(name, []).append(x)
-
-
-class _Mode(TorchFunctionMode):
-    """Reports products with the weights of maps that are in memory."""
-
-    def __init__(self, blocks: WatchedBlocks, watcher: Watcher) -> None:
+    def __init__(self, blocks: WatchedBlocks, report: Report) -> None:
         super().__init__()
-        self.blocks, self.watcher = blocks, watcher
+        self.blocks, self.report = blocks, report
         self.weights: dict[int, tuple[str, int | None]] = {}  # map and expert by the place in memory
         stored = blocks.runner.model.state_dict()
         for name, linear in blocks.maps.items():
@@ -180,10 +164,8 @@ class _Mode(TorchFunctionMode):
         scale = self.blocks.scales.get(name)
         y = y if scale is None else y * self.blocks.runner.model.get_parameter(scale)
         if weight.ndim < 3:
-            self.watcher.on_input(name, expert, x)
-            self.watcher.on_output(name, expert, y)
+            self.report(name, expert, x, y)
             return
         for number, (rows, outputs) in enumerate(zip(x, y, strict=True)):
             routed = rows.detach().abs().amax(-1).nonzero()[:, 0]
-            self.watcher.on_input(name, number, rows[routed])
-            self.watcher.on_output(name, number, outputs[routed])
+            self.report(name, number, rows[routed], outputs[routed])

@@ -43,7 +43,7 @@ class Runner:
         source: its tensors by these names.
         block: the present one.
         opened: names of the blocks that were opened so far.
-        batches: its inputs; `least` is the number of the smallest.
+        batches: its inputs; `least` is the number of the smallest, `batch` of the one that runs.
 
     Args:
         view: the model; with `untie` a tied head gets its own tensor.
@@ -78,7 +78,7 @@ class Runner:
         self._latest: dict[str, str] = {}  # finished layer, by the module that the layers are of
         self._needed: set[str] = set()  # finished layers whose outputs something else reads than the next layer
         self._replayed: dict[str, Any] = {}
-        self._batch, self._opening, self._recording = 0, False, False
+        self.batch, self._opening, self._recording = self.least, False, False
         self._infos: dict[str, list[TensorInfo]] = {}  # tensors that a block is the first to have, by its name
         self._places: dict[str, list[nn.Module]] = {}  # modules whose entry is that of a block
         self._assign()
@@ -126,7 +126,7 @@ class Runner:
     @torch.no_grad()
     def answer(self, batch: int) -> Any:
         """The model's output for a batch, after the last block."""
-        self._batch, self._replayed = batch, {}
+        self.batch, self._replayed = batch, {}
         return self.model(**self.batches[batch])
 
     def run_through(self) -> None:
@@ -177,11 +177,11 @@ class Runner:
         if not self._recording or block is not self.block:
             return
         shared = {name: dict(x) for name, x in named.items() if isinstance(x, MutableMapping)}
-        self._outputs[block.name, self._batch] = self.store.put((output, shared))
+        self._outputs[block.name, self.batch] = self.store.put((output, shared))
         latest = self._latest.get(block.module)
         every = any(getattr(self.model.config, key, None) not in (None, False) for key in INNER)
         if latest is not None and latest not in self._needed and not every:
-            self._outputs.pop((latest, self._batch), None)
+            self._outputs.pop((latest, self.batch), None)
 
     def _replay_from_now_on(self, block: Block) -> nn.Module:
         layer: Any = self.module_of(block)
@@ -190,9 +190,9 @@ class Runner:
 
     def _replay(self, block: Block, *_: Any, **named: Any) -> Any:
         """A finished layer's output, or that of the latest one, as nothing reads those before it."""
-        name = block.name if (block.name, self._batch) in self._outputs else self._latest[block.module]
+        name = block.name if (block.name, self.batch) in self._outputs else self._latest[block.module]
         if name not in self._replayed:
-            self._replayed = {name: self._outputs[name, self._batch].get(self.device)}
+            self._replayed = {name: self._outputs[name, self.batch].get(self.device)}
         output, shared = self._replayed[name]
         for argument, entries in shared.items():
             named[argument].update(entries)

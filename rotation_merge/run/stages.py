@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from rotation_merge.architecture.model import Block
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.runner import Halt, Runner
-from rotation_merge.run.store import hooked
 
 LAYER = "layer"
 """Name of the place where a layer passes the stream to the next one."""
@@ -76,38 +77,22 @@ class BlockHooks:
         gains = [norm.gain for norm in block.norms if owners.get(names.get(norm.gain, "")) not in (None, runner.model)]
         self.places = {gain: owners[names[gain]] for gain in gains}
 
-    def first(self, disturb: Mapping[str, Tensor] | None = None) -> BlockActivations:
-        """All activations of the smallest batch, with padding.
-
-        Args:
-            disturb: added to the outputs of maps.
-        """
-        return self._run(self.runner.least, BlockActivations(), {*self.maps, *self.places, LAYER}, disturb=disturb)
-
-    def see(self, batch: int, names: frozenset[str], record: bool = False) -> BlockActivations:
-        """Activations of one batch at some keys and places.
-
-        Args:
-            record: the layer's outputs for the next ones; else the forward ends where all names have been seen.
-        """
-        activations = BlockActivations(self.runner.batches[batch].get("attention_mask"))
-        return self._run(batch, activations, names, frozenset() if record else names, record)
-
-    def pass_on(self, batch: int, names: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """Outputs of maps and the stream at places, by name; of a layer the outputs are recorded for the next ones."""
-        activations = self.see(batch, names, record=self.layer is not None)
-        return {name: activations.rows(name) for name in activations.values}
-
-    def _run(
+    def see(
         self,
         batch: int,
-        activations: BlockActivations,
-        names: Collection[str],
-        until: frozenset[str] = frozenset(),
+        names: frozenset[str] | None = None,
         record: bool = False,
         disturb: Mapping[str, Tensor] | None = None,
     ) -> BlockActivations:
-        """Run a batch and put what is seen into the activations; the forward ends when all of `until` have been."""
+        """Activations of one batch at some keys and places (None: all).
+
+        Args:
+            record: the layer's outputs for the next ones; else the forward ends where all names have been seen.
+            disturb: added to the outputs of maps.
+        """
+        activations = BlockActivations(self.runner.batches[batch].get("attention_mask"))
+        until = frozenset[str]() if record or names is None else names
+        seen = frozenset([*self.maps, *self.places, LAYER]) if names is None else names
 
         def note(name: str, value: Tensor) -> None:
             activations.values[name] = value
@@ -115,27 +100,28 @@ class BlockHooks:
             if until and until <= activations.values.keys():
                 raise Halt
 
-        def on_map(key: str, arguments: Any, output: Tensor) -> Tensor:
+        def on_map(key: str, _: nn.Module, arguments: Any, output: Tensor) -> Tensor:
             output = output + disturb[key] if disturb and key in disturb else output
             activations.inputs[key] = arguments[0]
             note(key, output)
             return output
 
-        hooks = [
-            module.register_forward_hook(lambda _, arguments, output, key=key: on_map(key, arguments, output))
-            for key, module in self.modules.items()
-            if key in names
-        ]
-        hooks += [
-            module.register_forward_pre_hook(lambda _, arguments, place=place: note(place, arguments[0]))
-            for place, module in self.places.items()
-            if place in names
-        ]
-        if self.layer is not None and LAYER in names:
-            hooks.append(self.layer.register_forward_hook(lambda _, __, output: note(LAYER, _first_tensor(output))))
-        with hooked(hooks):
+        with ExitStack() as hooks:
+            for key in self.modules.keys() & seen:
+                hooks.enter_context(self.modules[key].register_forward_hook(partial(on_map, key)))
+            for place in self.places.keys() & seen:
+                on_norm = lambda _, arguments, place=place: note(place, arguments[0])  # noqa: E731
+                hooks.enter_context(self.places[place].register_forward_pre_hook(on_norm))
+            if self.layer is not None and LAYER in seen:
+                on_layer = lambda _, __, output: note(LAYER, _first_tensor(output))  # noqa: E731
+                hooks.enter_context(self.layer.register_forward_hook(on_layer))
             self.runner.run(batch, record)
         return activations
+
+    def pass_on(self, batch: int, names: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """Outputs of maps and the stream at places, by name; of a layer the outputs are recorded for the next ones."""
+        activations = self.see(batch, names, record=self.layer is not None)
+        return {name: activations.rows(name) for name in activations.values}
 
 
 def _first_tensor(output: Any) -> Tensor:
@@ -174,11 +160,6 @@ class Stage:
         """The activations whose targets are needed."""
         return frozenset().union(*map(self.aims, self.keys))
 
-    @property
-    def until(self) -> frozenset[str]:
-        """The activations that this stage needs."""
-        return self.wanted.union(self.keys)
-
 
 def stages(taps: BlockHooks, keys: set[str]) -> list[Stage]:
     """The stages of a block in the order of its forward; maps that run twice or never are in none.
@@ -188,7 +169,7 @@ def stages(taps: BlockHooks, keys: set[str]) -> list[Stage]:
     """
     if not keys:
         return []
-    activations = taps.first()
+    activations = taps.see(taps.runner.least)
     once = [key for key in activations.order if key in keys and activations.order.count(key) == 1]
     groups: dict[Any, list[str]] = {}
     for key in once:
@@ -205,7 +186,7 @@ def _places(taps: BlockHooks, key: str, activations: BlockActivations) -> dict[s
     output = activations.values[key]
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(output.shape, generator=draw).to(output) * output.detach().std().clamp_min(1e-6)
-    disturbed, noise_rows = taps.first({key: noise}), rows(noise)
+    disturbed, noise_rows = taps.see(taps.runner.least, disturb={key: noise}), rows(noise)
     gains = {}
     for place in activations.order[activations.order.index(key) + 1 :]:
         if place in taps.maps or activations.order.count(place) != 1:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils.hooks import RemovableHandle
 
 from rotation_merge.errors import RotationMergeError, SpaceError, short
 from rotation_merge.files import TemporaryFolder
@@ -85,13 +83,3 @@ class StateStore:
         """Remove the folder."""
         if self._scratch is not None:
             self._scratch.close()
-
-
-@contextmanager
-def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks of modules that are removed when the block ends."""
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

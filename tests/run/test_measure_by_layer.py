@@ -25,7 +25,7 @@ from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import streamed_model
 from rotation_merge.run.measure import GramSums, grams, measured, unfinished
-from rotation_merge.run.recorder import WatchedBlocks
+from rotation_merge.run.recorder import Products, WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import NAME
 
@@ -50,7 +50,7 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
         whole.fill_all()
         watched = WatchedBlocks(whole)
         sums = GramSums(watched, found.axes)
-        with watched.watched(sums):
+        with Products(watched, sums.add):
             whole.answer(0)
     wanted = sums.means(torch.float64)
     assert found.tensors.keys() == wanted.keys()

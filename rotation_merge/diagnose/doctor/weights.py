@@ -18,7 +18,6 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.store import hooked
 from rotation_merge.workers import Progress
 
 HALF = torch.finfo(torch.float16).max
@@ -115,7 +114,11 @@ def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
 
 
 def _spreads(model: Any) -> dict[str, tuple[float, float]]:
-    """Spread of each layer's output over features (median over tokens) and its largest value, by layer."""
+    """Spread of each layer's output over features (median over tokens) and its largest value, by layer.
+
+    Args:
+        model: loaded for this alone: its hooks stay.
+    """
     spread_of: dict[str, tuple[float, float]] = {}
 
     def look(name: str, output: Any) -> None:
@@ -124,11 +127,8 @@ def _spreads(model: Any) -> dict[str, tuple[float, float]]:
             spread_of[name] = float(states.std(-1).median()), float(states.abs().max())
 
     layers = {block.name for block in architecture_of(model).blocks if block.index is not None}
-    hooks = [
-        module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
-        for name, module in model.named_modules()
-        if name in layers
-    ]
-    with hooked(hooks), torch.no_grad():
+    for name in layers:
+        model.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: look(name, output))
+    with torch.no_grad():
         model(**random_batch(model, torch.Generator().manual_seed(0)))
     return spread_of
