@@ -18,6 +18,7 @@ from rotation_merge.config import NotNegative, Share
 from rotation_merge.errors import StatisticsError
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.run.maps import linear_map
+from rotation_merge.run.statistics import behind_norm
 
 
 class RegMean(StatisticsMethod):
@@ -48,17 +49,18 @@ class RegMean(StatisticsMethod):
         if gram is None or linear is None:
             problem, remedy = f"hold nothing of tensor '{info.name}'", "if transformers runs it in parts, use 'refit'"
             raise StatisticsError(problem, where=statistics.path, remedy=f"measure again; {remedy}")
-        norm, view = linear.norm, self.models.views[model]
+        gram, norm, view = gram.to(device).double(), linear.norm, self.models.views[model]
 
         def stored(key: str | None) -> Tensor | None:
             part = None if key is None else block.tensor(key)
-            tensor = None if part is None or not gram.split else read_tensor(part, view.tensors)
+            tensor = None if part is None else read_tensor(part, view.tensors)
             return None if tensor is None else tensor.to(device).double()
 
-        gain, shift = (None, None) if norm is None else (stored(norm.gain), stored(norm.shift))
-        if norm is not None and gain is not None:
-            gain = gain + norm.offset
-        inputs = gram.to(str(device)).behind_norm(linear, gain, shift).matrix[..., :-1, :-1]
+        if statistics.axes[info.name] in statistics.split:
+            gain, shift = (None, None) if norm is None else (stored(norm.gain), stored(norm.shift))
+            offset = 0.0 if norm is None else norm.offset
+            gram = behind_norm(gram, linear, None if gain is None else gain + offset, shift)
+        inputs = gram[..., :-1, :-1]
         return {"gram": inputs[piece] if info.stacked else inputs}
 
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:

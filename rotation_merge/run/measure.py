@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from rotation_merge.run.functions import architecture_of, empty_model, load, str
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.sample_kinds import SAMPLES, SELF, Statistic
+from rotation_merge.run.sample_kinds import SAMPLES, SELF
 from rotation_merge.run.statistics import NAME, SPACE, Statistics, first_readers, write_error
 from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress, free_memory
@@ -54,7 +54,7 @@ FITS = 0.75
 class MeasureConfig(Config):
     """Options of measuring a model."""
 
-    kinds: Annotated[tuple[Statistic, ...], MinLen(1)] = option(("gram",), "what to measure")
+    kinds: Annotated[tuple[Literal["gram", "fisher"], ...], MinLen(1)] = option(("gram",), "what to measure")
     labels: Literal["sampled", "data"] = option(
         "sampled",
         "labels of the gradients: sampled from the model (exact for classifiers), or those of the data",
@@ -130,18 +130,15 @@ def measured(
         "versions": versions(),
     }
     model = empty_model(view.transformers_config) if module is None else module
-    result = Statistics(together([]), {}, frozenset(), frozenset())
+    result = Statistics(as_tensors({}), {}, frozenset(), frozenset())
     with unfinished(out, metadata) as store:
         if "gram" in options.kinds:
-            states = StateStore(None if store is None else str(store.path), SPACE)
-            try:
+            with closing(StateStore(None if store is None else str(store.path), SPACE)) as states:
                 result = grams(Runner(view, with_small_first_batch(batches), states, device=device), store, progress)
-            finally:
-                states.close()
         if "fisher" in options.kinds:
             scores = LabelScores(data.task, options.labels == "data", options.seed)
             compute = partial(fisher_diagonals, model, architecture_of(model), batches, scores, progress)
-            result = replace(result, tensors=together([result.tensors, _part(store, FISHER, compute)]))
+            result = replace(result, tensors=result.tensors.replaced(_part(store, FISHER, compute)))
         statistics = _as_stored(result, model, view, metadata)
         if out is not None:
             statistics.write(out)
@@ -177,14 +174,6 @@ def _part(store: Store | None, name: str, compute: Callable[[], dict[str, Tensor
         store.put(name, compute())
     known = as_tensors(store.get(name, mapped=True))
     return Tensors(known.shapes, known.dtypes, by_name(lambda key: store.get(name, mapped=True)[key]))
-
-
-def together(parts: Iterable[Tensors]) -> Tensors:
-    """The tensors of several parts under one."""
-    sources = {key: part for part in parts for key in part}
-    shapes = {key: part.shapes[key] for key, part in sources.items()}
-    dtypes = {key: part.dtypes[key] for key, part in sources.items()}
-    return Tensors(shapes, dtypes, by_name(lambda key: sources[key][key]))
 
 
 # --- Grams -----------------------------------------------------------------------------------------------------------
@@ -233,16 +222,16 @@ def grams(runner: Runner, store: Store | None = None, progress: Progress = lambd
         runner: about to run on samples without padding.
         store: a block that an interrupted run has measured is only run forward; None: all stays in memory.
     """
-    watched, total, parts = WatchedBlocks(runner), len(runner.architecture.blocks), list[Tensors]()
+    watched, total, tensors = WatchedBlocks(runner), len(runner.architecture.blocks), as_tensors({})
     dtype = torch.promote_types(runner.dtype, torch.float32)
     while (block := watched.advance()) is not None:
-        progress(INPUTS, len(parts), total)
+        progress(INPUTS, len(runner.opened) - 1, total)
         name = f"{INPUTS} {block.name}"
         sums = GramSums(watched, watched.new_axes if store is None or store.get(name, mapped=True) is None else {})
         watched.run(sums.add)
-        parts.append(_part(store, name, partial(sums.means, dtype)))
+        tensors = tensors.replaced(_part(store, name, partial(sums.means, dtype)))
     progress(INPUTS, total, total)
-    return Statistics(together(parts), watched.axes, frozenset(watched.split), watched.uncalled)
+    return Statistics(tensors, watched.axes, frozenset(watched.split), watched.uncalled)
 
 
 # --- under the names of the checkpoint -------------------------------------------------------------------------------
@@ -270,7 +259,7 @@ def _as_stored(measured: Statistics, model: nn.Module, view: View, metadata: Map
         "buffers": sorted(name for name, module_name in names.items() if module_name in buffers),
     }
     uncalled = frozenset(readers) - axes.keys() if axes else frozenset[str]()
-    return Statistics(together([grams, fishers]), axes, measured.split, uncalled, {**metadata, **facts}, view.name)
+    return Statistics(grams.replaced(fishers), axes, measured.split, uncalled, {**metadata, **facts}, view.name)
 
 
 def _maps(module: Architecture, stored: Architecture) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
@@ -16,10 +15,6 @@ KINDS = (
 
 SOURCES = SELF, SYNTHETIC = "self", "synthetic"
 """Samples that need no file: text that a language model writes, and images made of noise."""
-
-Statistic = Literal["gram", "fisher"]
-STATISTICS = get_args(Statistic)
-"""Kinds of statistics that `measure` writes."""
 
 SAMPLES = 64
 """Samples that are made where no number is given."""

@@ -40,51 +40,6 @@ HEAD = ("made", "axes", "split", "uncalled")
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 
-@dataclass(frozen=True)
-class Gram:
-    """Second moments of an input.
-
-    Attributes:
-        matrix: of (x, 1), (..., n + 1, n + 1).
-        count: rows that were seen, one number for each expert.
-        split: whether x is a norm's normalised output, before gain and shift.
-    """
-
-    matrix: Tensor
-    count: Tensor
-    split: bool
-
-    def to(self, device: str) -> Gram:
-        """The same on a device."""
-        return Gram(self.matrix.to(device), self.count, self.split)
-
-    def behind_norm(self, linear: LinearMap, gain: Tensor | None, shift: Tensor | None) -> Gram:
-        """The Gram of what a map reads, ``x = D x_hat + c``, in float64; its own where no norm is split.
-
-        Args:
-            gain: D, of the norm that feeds the map, the offset added.
-            shift: c.
-
-        Raises:
-            StatisticsError: there is no gain.
-        """
-        matrix = self.matrix.double()
-        if not self.split:
-            return Gram(matrix, self.count, False)
-        if gain is None:
-            problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
-            raise StatisticsError(problem, remedy="the checkpoint is incomplete")
-        gain, shift = along_inputs(linear, gain.double(), None if shift is None else shift.double())
-        inner, means = matrix[..., :-1, :-1], matrix[..., :-1, -1]
-        share = matrix[..., -1, -1]  # one, or zero where no row was seen
-        crossed = (gain * means)[..., :, None] * shift
-        shifts = share[..., None, None] * torch.outer(shift, shift)
-        fed = matrix.clone()
-        fed[..., :-1, :-1] = gain[:, None] * inner * gain + crossed + crossed.mT + shifts
-        fed[..., :-1, -1] = fed[..., -1, :-1] = gain * means + share[..., None] * shift
-        return Gram(fed, self.count, False)
-
-
 @dataclass
 class Statistics:
     """What was measured of a model on samples; tensors are read, or computed, when they are asked for.
@@ -212,12 +167,36 @@ class Statistics:
             raise StatisticsError(f"'{key}' holds NaN or infinity", where=self.path, remedy=ANEW)
         return tensor
 
-    def gram(self, name: str) -> Gram | None:
-        """The Gram of a map's inputs, by the name of its tensor; None if it has none."""
-        axis = self.axes.get(name)
-        if axis is None or f"{axis}.gram" not in self:
-            return None
-        return Gram(self[f"{axis}.gram"], self[f"{axis}.count"], axis in self.split)
+    def gram(self, name: str) -> Tensor | None:
+        """The Gram of a map's inputs (x, 1), (..., n + 1, n + 1), by the name of its tensor; None if it has none."""
+        key = f"{self.axes.get(name)}.gram"
+        return self[key] if key in self.tensors else None
+
+
+def behind_norm(gram: Tensor, linear: LinearMap, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+    """The Gram of what a map reads, ``x = D x_hat + c``, from that of a norm's normalised output, in float64.
+
+    Args:
+        gram: of (x_hat, 1), (..., n + 1, n + 1).
+        gain: D, of the norm that feeds the map, the offset added.
+        shift: c.
+
+    Raises:
+        StatisticsError: there is no gain.
+    """
+    if gain is None:
+        problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
+        raise StatisticsError(problem, remedy="the checkpoint is incomplete")
+    gain, shift = along_inputs(linear, gain.double(), None if shift is None else shift.double())
+    gram = gram.double()
+    inner, means = gram[..., :-1, :-1], gram[..., :-1, -1]
+    share = gram[..., -1, -1]  # one, or zero where no row was seen
+    crossed = (gain * means)[..., :, None] * shift
+    shifts = share[..., None, None] * torch.outer(shift, shift)
+    fed = gram.clone()
+    fed[..., :-1, :-1] = gain[:, None] * inner * gain + crossed + crossed.mT + shifts
+    fed[..., :-1, -1] = fed[..., -1, :-1] = gain * means + share[..., None] * shift
+    return fed
 
 
 def first_readers(axes: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.measure import grams
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.statistics import Statistics, behind_norm
 
 FAMILIES = list({case.family: case for case in ALL}.values())
 EACH_FAMILY = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
@@ -57,7 +57,8 @@ def gram_of(statistics: Statistics, linear: LinearMap, tensors: State) -> Tensor
     assert gram is not None
     gain = None if norm is None or norm.gain not in tensors else tensors[norm.gain].double() + norm.offset
     shift = None if norm is None or norm.shift is None else tensors.get(norm.shift)
-    return gram.behind_norm(linear, gain, shift).matrix
+    split = statistics.axes[linear.info.name] in statistics.split
+    return behind_norm(gram, linear, gain, shift) if split else gram.double()
 
 
 def untie_heads(model: torch.nn.Module, architecture: Architecture) -> None:
