@@ -34,7 +34,7 @@ from rotation_merge.model.writing import parse_size
 from rotation_merge.report.compare import APART, coordinates_verdict, gaps
 from rotation_merge.run.batches import check_labels
 from rotation_merge.run.data import described, read_samples
-from rotation_merge.run.functions import load, stored_dtype, to_stored_dtype
+from rotation_merge.run.functions import configured_dtype, load, to_stored_dtype
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.proof import Proof, prove
 from rotation_merge.run.sample_kinds import ReadingConfig
@@ -209,7 +209,7 @@ def _learned(
 ) -> Iterator[Alignment]:
     """The alignment by learning; an interrupted fit continues, its state goes with the block."""
     anchor, donor = str(pair.anchor.reference), str(pair.donor.reference)
-    module = to_stored_dtype(load(anchor), stored_dtype(anchor)).to(device)
+    module = to_stored_dtype(load(anchor), configured_dtype(pair.anchor.config)).to(device)
     samples = read_samples(anchor, data, seed=config.seed, module=module, **asdict(reading))
     if config.objective != "distill":
         check_labels(samples.batches, module, samples.task, data)

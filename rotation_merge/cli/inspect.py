@@ -27,8 +27,9 @@ from rotation_merge.model.contents import read_json
 from rotation_merge.model.open import open_model
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import described, is_own_file
-from rotation_merge.report.memory import itemsize_of, peak_memory
+from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.spaces import matched_spaces
+from rotation_merge.run.functions import configured_dtype
 
 ABOUT, ALONE = ("fingerprint", "report", "draft"), ("methods", "architectures", "prove")
 """Questions about a model or a file, and about neither."""
@@ -109,7 +110,7 @@ def _inspected(donor: RecipeDonor) -> dict[str, Any]:
     if donor.matched != donor.name and are_here(donor.matched, donor.name):
         open_pair(donor.matched, donor.name, NOTHING, excluded=excluded, any_base=True, **checks)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, **checks)
-    anchor, size = pair.anchor, itemsize_of(pair.anchor.config)
+    anchor, size = pair.anchor, configured_dtype(pair.anchor.config).itemsize
     options = pair.options if donor.file is None else NOTHING
     tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)

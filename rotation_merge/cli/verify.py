@@ -12,9 +12,9 @@ from rotation_merge.cli.show import Answer
 from rotation_merge.config import Count
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.data import read_samples
-from rotation_merge.run.functions import kind_at
+from rotation_merge.run.functions import local_path, read_config
 from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.proof import blank_model, difference, outputs_of
+from rotation_merge.run.proof import allowed_difference, blank_model, largest_difference, outputs_of
 from rotation_merge.run.sample_kinds import SELF
 
 
@@ -40,26 +40,24 @@ def command(
     storage types, or to float32. Models run one layer at a time. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if float64 else torch.float32
-    if kind_at(model_b) is not kind_at(model_a):
+    kind_b, kind_a = (read_config(local_path(model)).get("architectures") for model in (model_b, model_a))
+    if kind_b != kind_a:
         problem, remedy = f"is of another class than {model_a}", "compare models of one class and size"
         raise CheckpointError(problem, where=model_b, remedy=remedy)
     blank, generator = blank_model(model_a), torch.Generator().manual_seed(seed)
     inputs = [random_batch(blank, generator) for _ in range(batches)]
     if data is not None:
         inputs += read_samples(model_a, data, limit=32, module=None if data == SELF else blank).batches
-    worst = difference(
-        model_a,
-        model_b,
-        inputs,
-        outputs_of(model_a, inputs, compute),
-        dtype=compute,
-        probabilities=probabilities,
-        tolerance=tolerance,
-        seed=seed,
+    expected = outputs_of(model_a, inputs, compute)
+    if tolerance is None:
+        tolerance = allowed_difference(model_a, model_b, inputs, expected, compute, probabilities, seed)
+    results = outputs_of(model_b, inputs, compute, like=model_a)
+    absolute, relative, output = largest_difference(expected, results, (model_a, model_b), probabilities)
+    same = relative <= tolerance
+    figures = f"{absolute:.3g}, {relative:.3g} of the size of {output}; {tolerance:.3g} is allowed"
+    lines = (
+        f"the two models {'compute the same' if same else 'differ'}",
+        f"largest difference over {len(inputs)} batches: {figures}",
     )
-    verdict = f"the two models {'compute the same' if worst.passes else 'differ'}"
-    figures = f"{worst.absolute:.3g}, {worst.relative:.3g} of the size of {worst.output}"
-    lines = verdict, f"largest difference over {len(inputs)} batches: {figures}; {worst.allowed:.3g} is allowed"
-    facts: dict[str, Any] = {"same": worst.passes, "tolerance": worst.allowed, "batches": len(inputs)}
-    facts |= {"absolute": worst.absolute, "relative": worst.relative, "output": worst.output}
-    return Answer(facts, lines, 0 if worst.passes else 1)
+    facts: dict[str, Any] = {"same": same, "tolerance": tolerance, "batches": len(inputs)}
+    return Answer({**facts, "absolute": absolute, "relative": relative, "output": output}, lines, 0 if same else 1)

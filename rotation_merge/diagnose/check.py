@@ -22,8 +22,9 @@ from rotation_merge.mergekit_plugin.session import Models
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.model.open import open_model
-from rotation_merge.report.memory import itemsize_of, peak_memory
+from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.remote import RemoteModel
+from rotation_merge.run.functions import configured_dtype
 from rotation_merge.workers import free_memory
 
 MOVED = {"finetuned_from", "alignment"}
@@ -105,7 +106,7 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
     with suppress(RotationMergeError, ValueError):  # recipes of other methods, and such as `check` finds faults in
         for donor in donors_of(recipe):
             anchor = open_model(donor.anchor, unsupported=donor.unsupported, any_base=True)
-            size = itemsize_of(anchor.config)
+            size = configured_dtype(anchor.config).itemsize
             output = size * sum(map(math.prod, anchor.shapes.values()))
             carried = donor.origin is not None
             memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.block import wanted_spaces
@@ -21,13 +18,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
-
-
-def itemsize_of(config: Mapping[str, Any]) -> int:
-    """Bytes of a weight in the dtype that a config names; 4 where it names none."""
-    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    dtype = getattr(torch, name, None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
 
 
 def peak_memory(

@@ -23,11 +23,11 @@ from rotation_merge.run.batches import (
     joined,
     unlabelled,
 )
-from rotation_merge.run.functions import empty_model, load, local_path, module_of, predicts_next
-from rotation_merge.run.pictures import synthetic_images, word_mask
-from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SELF, SYNTHETIC
+from rotation_merge.run.functions import empty_model, load, module_of, predicts_next
+from rotation_merge.run.pictures import word_mask
+from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SELF
 from rotation_merge.run.sentence import is_sentence_model
-from rotation_merge.run.sources import read_examples, self_written, tokenizer_of
+from rotation_merge.run.sources import read_examples, tokenizer_of
 
 Samples = Any
 """Batches of forward's inputs (a list, a `DataLoader`), or the name of a source: a file, `self`, `synthetic`,
@@ -95,7 +95,7 @@ def read_samples(
     if source is None:
         return data_in_memory(samples, module)
     path = model if isinstance(model, str) else "" if model.files is None else str(model.files.reference.model.path)
-    examples = _examples(source, module, path, limit, length, seed)
+    examples = read_examples(source, module, path, length, limit or SAMPLES, seed)
     count = min(len(examples), limit or len(examples))
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
@@ -115,17 +115,6 @@ def _module(model: View | str, source: str | None) -> Any:
     if isinstance(model, str):
         return load(model)
     return module_of(model) if source == SELF else model.module or empty_model(model.transformers_config)
-
-
-def _examples(source: str, model: Any, path: str, limit: int | None, length: int, seed: int) -> list[Batch]:
-    """Batches of one example: those of a file, or as many as are to be made."""
-    count = limit or SAMPLES
-    if source == SELF:
-        return [{"input_ids": ids} for ids in self_written(model, path, count, length, seed).split(1)]
-    if source == SYNTHETIC:
-        folder = local_path(path) if path else ""
-        return [{"pixel_values": pixels} for pixels in synthetic_images(model, folder, count, seed).split(1)]
-    return read_examples(source, model, path, length)
 
 
 def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import DataError
+from rotation_merge.model.view import stored_dtype
 from rotation_merge.run.batches import Batch, by_rows, inputs_for
 from rotation_merge.run.functions import check_answers
 from rotation_merge.workers import Progress
@@ -129,7 +130,7 @@ def _squared_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """The squared gradients of one example's scores, float64, by the names of the weights that they reach."""
     dtype = next(model.parameters()).dtype
-    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs_for(model, example).items()}
+    inputs = {name: x.to(stored_dtype(x, dtype)) for name, x in inputs_for(model, example).items()}
     with torch.enable_grad():
         result = model(**inputs)
         check_answers(model, (x for x in result.values() if isinstance(x, Tensor)))

@@ -21,7 +21,7 @@ from rotation_merge.model.folder import fetched_weights
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, parse_reference
-from rotation_merge.model.view import View, as_stored
+from rotation_merge.model.view import View, as_stored, stored_dtype
 from rotation_merge.run.batches import Batch, inputs_for
 from rotation_merge.run.sentence import is_sentence_model, with_modules
 
@@ -77,7 +77,8 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
     config = read_config(directory)
     unseen = stores_codes(config) or not config.get("architectures")  # transformers alone knows what it is
     if unseen and parse_reference(path).lora is None:
-        return _from_pretrained(kind_at(path), path, dtype, directory, local_files_only=True)
+        kind = model_class(config.get("architectures"), path)
+        return _from_pretrained(kind, path, dtype, directory, local_files_only=True)
     view = open_model(path, unsupported="merge")
     if like is not None:
         view = with_classes_of(view, replace(view, name=like, config=read_config(local_path(like))))
@@ -91,10 +92,7 @@ def in_memory(view: View, dtype: torch.dtype = torch.float32) -> Any:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
     """
     stored, copies = as_stored(view), view.files is not None and view.files.adapter is not None
-    state = {
-        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=copies)
-        for name, tensor in stored.blocks()
-    }
+    state = {name: tensor.to("cpu", stored_dtype(tensor, dtype), copy=copies) for name, tensor in stored.blocks()}
     values = {"config": stored.transformers_config, "state_dict": state}
     model = _from_pretrained(stored.model_class, view.name, dtype, **values)
     return with_modules(model, modules, state, view.name) if (modules := view.config.get(KEY)) else model
@@ -194,20 +192,10 @@ def model_class(names: Sequence[str] | None, label: str | None = None) -> Any:
     return kind
 
 
-def kind_at(path: str) -> Any:
-    """transformers' class of the model at a path.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    return model_class(read_config(local_path(path)).get("architectures"), path)
-
-
-def stored_dtype(path: str) -> torch.dtype:
-    """The dtype of a checkpoint, from its config."""
-    config = read_config(local_path(path))
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+def configured_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a checkpoint's weights, as its config names it; float32 where it names none."""
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

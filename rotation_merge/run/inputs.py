@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.batches import Batch
-from rotation_merge.run.pictures import both_sides, image_shape
+from rotation_merge.run.pictures import TOKENS, both_sides, image_shape, placeholder
 
 SIZE, LENGTH = 2, 24
 """Examples in a random batch, and words in each."""
 
-IMAGE_TOKENS = ("image_token_id", "image_token_index")
-SPECIAL = (*IMAGE_TOKENS, "video_token_id", "pad_token_id", "boi_token_index", "eoi_token_index")
+SPECIAL = (*chain(*TOKENS.values()), "pad_token_id", "boi_token_index", "eoi_token_index")
 """Entries of a config that name tokens which are no words."""
 
 POSITIONS = ("max_position_embeddings", "max_target_positions")
@@ -36,7 +36,7 @@ def random_batch(model: Any, generator: torch.Generator) -> Batch:
         batch["input_ids"] = _words(config, generator)
     if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = _words(config, generator)
-    image = next((getattr(config, key) for key in IMAGE_TOKENS if getattr(config, key, None) is not None), None)
+    image = placeholder(config, "pixel_values")
     if "pixel_values" in takes and "input_ids" in takes and image is not None:
         return _around_images(config, image, batch, takes, generator)
     if "pixel_values" in takes:

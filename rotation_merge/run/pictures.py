@@ -168,7 +168,7 @@ def split_arrays(arrays: Mapping[str, Tensor], model: Any, source: str) -> list[
 
 def _picture_rows(arrays: Mapping[str, Tensor], model: Any, name: str, source: str) -> dict[str, list[int]]:
     """By array of pictures (`name` and those beside it), the number of rows of each example."""
-    if (token := _token(model.config, name)) is None:
+    if (token := placeholder(model.config, name)) is None:
         return {}
     grid, remedy = BESIDE[name][0], "save everything that the model's processor gives, unchanged"
     places = (arrays["input_ids"] == token).flatten(1).sum(1).tolist()
@@ -207,8 +207,8 @@ def _sizes(arrays: Mapping[str, Tensor], config: Any, name: str, places: int) ->
     return [1] * count, [places // max(count, 1)] * count
 
 
-def _token(config: Any, name: str) -> int | None:
-    """The token that stands for an array of pictures."""
+def placeholder(config: Any, name: str) -> int | None:
+    """The token that stands for an array of pictures; None if the model has none."""
     return next((getattr(config, key) for key in TOKENS[name] if getattr(config, key, None) is not None), None)
 
 
@@ -216,6 +216,6 @@ def word_mask(batch: Batch, config: Any) -> Tensor:
     """A mask of word tokens, bool, (examples, tokens): neither padding nor image placeholders."""
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", torch.ones_like(ids)) == 1
-    for token in (_token(config, name) for name in TOKENS):
+    for token in (placeholder(config, name) for name in TOKENS):
         mask = mask if token is None else mask & (ids != token)
     return mask

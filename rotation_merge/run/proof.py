@@ -13,8 +13,17 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, weights_of
+from rotation_merge.model.view import stored_dtype
 from rotation_merge.run.batches import Batch
-from rotation_merge.run.functions import empty_model, floating_outputs, load, outputs, stored_dtype
+from rotation_merge.run.functions import (
+    configured_dtype,
+    empty_model,
+    floating_outputs,
+    load,
+    local_path,
+    outputs,
+    read_config,
+)
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.runner import Runner
 
@@ -55,11 +64,11 @@ def outputs_of(
         CheckpointError: it is large and cannot be run one layer at a time, or cannot be loaded.
     """
     draw = torch.Generator().manual_seed(seed)
-    inputs = [{name: _cast(x, dtype) for name, x in batch.items()} for batch in inputs]
+    inputs = [{name: x.to(stored_dtype(x, dtype)) for name, x in batch.items()} for batch in inputs]
     try:
         view = open_model(path)
         view = view if like is None else with_classes_of(view, open_model(like))
-        noisy = view.tensors.map(lambda _, tensor: _noisy(_cast(tensor, dtype), unit, draw))
+        noisy = view.tensors.map(lambda _, tensor: _noisy(tensor.to(stored_dtype(tensor, dtype)), unit, draw))
         run = Runner(replace(view, tensors=noisy) if unit else view, inputs, dtype=dtype)
     except RotationMergeError:  # transformers knows the class, or the form of its files, alone
         if weights_of(path) > LARGEST:
@@ -73,73 +82,53 @@ def outputs_of(
     return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 def _noisy(tensor: Tensor, unit: float, draw: torch.Generator) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor * (1 + unit * (torch.rand(tensor.shape, generator=draw, dtype=torch.float32).to(tensor) - 0.5))
 
 
-@dataclass(frozen=True)
-class OutputDifference:
-    """The largest difference between two models' outputs.
-
-    Attributes:
-        absolute, relative: by itself, and by the root mean square of the first model's output; infinite for NaN.
-        output: name of the output that it is in.
-        allowed: largest relative difference that passes.
-    """
-
-    absolute: float
-    relative: float
-    output: str
-    allowed: float
-
-    @property
-    def passes(self) -> bool:
-        return self.relative <= self.allowed
-
-
-def difference(
+def allowed_difference(
     first: str,
     second: str,
     inputs: Sequence[Batch],
     expected: Sequence[Batch],
-    *,
     dtype: torch.dtype = torch.float32,
     probabilities: bool = False,
-    tolerance: float | None = None,
     seed: int = 0,
-) -> OutputDifference:
-    """Compare the outputs of the models at two paths; one of them is in memory at a time.
+) -> float:
+    """The relative difference of two models' outputs that rounding explains.
+
+    It is a multiple of the effect of rounding the first one's weights, each by up to half a unit in the last place of
+    the less precise storage type, or of float32.
 
     Args:
         expected: the first one's outputs for the inputs.
         dtype: of the computation.
+        probabilities: see `largest_difference`.
+    """
+    dtypes = (configured_dtype(read_config(local_path(path))) for path in (first, second))
+    unit = max(torch.finfo(stored).eps for stored in (torch.float32, *dtypes) if stored.is_floating_point)
+    rounded = outputs_of(first, inputs, dtype, unit=unit, seed=seed)
+    return ROUNDINGS * largest_difference(expected, rounded, (first, first), probabilities)[1]
+
+
+def largest_difference(
+    a: Sequence[Batch], b: Sequence[Batch], names: tuple[str, str], probabilities: bool = False
+) -> tuple[float, float, str]:
+    """The largest difference between two models' outputs.
+
+    Args:
         probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all
             logits of a token does not change.
-        tolerance: largest relative difference that passes; None: a multiple of the effect of rounding the first one's
-            weights, each by up to half a unit in the last place of the less precise storage type, or of float32.
+
+    Returns:
+        The difference by itself, relative to the root mean square of the first one's output (infinite for NaN; the
+        largest such one), and the name of the output that it is in.
 
     Raises:
         CheckpointError: their outputs have other names or shapes.
     """
-    if tolerance is None:
-        dtypes = stored_dtype(first), stored_dtype(second), torch.float32
-        unit = max(torch.finfo(stored).eps for stored in dtypes if stored.is_floating_point)
-        rounded = outputs_of(first, inputs, dtype, unit=unit, seed=seed)
-        tolerance = ROUNDINGS * _largest(expected, rounded, (first, first), probabilities)[1]
-    results = outputs_of(second, inputs, dtype, like=first)
-    return OutputDifference(*_largest(expected, results, (first, second), probabilities), tolerance)
-
-
-def _largest(
-    a: Sequence[Batch], b: Sequence[Batch], names: tuple[str, str], probabilities: bool
-) -> tuple[float, float, str]:
-    """The largest relative difference: absolute, relative, and the output that it is in."""
     worst = 0.0, 0.0, "all outputs"
     pairs = [(n, x.get(n), y.get(n)) for x, y in zip(a, b, strict=True) for n in dict.fromkeys([*x, *y])]
     for name, x, y in pairs:
@@ -195,5 +184,6 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    apart = difference(donor, result, inputs, expected, probabilities=probabilities)
-    return Proof(apart.relative, apart.allowed)
+    allowed = allowed_difference(donor, result, inputs, expected, probabilities=probabilities)
+    results = outputs_of(result, inputs, like=donor)
+    return Proof(largest_difference(expected, results, (donor, result), probabilities)[1], allowed)

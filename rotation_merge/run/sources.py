@@ -20,8 +20,8 @@ from rotation_merge.model.vocabulary import tokenizer_in
 from rotation_merge.run import demo
 from rotation_merge.run.batches import Batch, check_inputs, device_of, joined
 from rotation_merge.run.functions import check_answers, fused_attention, local_path, outputs, predicts_next
-from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays
-from rotation_merge.run.sample_kinds import KINDS, columns
+from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays, synthetic_images
+from rotation_merge.run.sample_kinds import KINDS, SELF, SYNTHETIC, columns
 from rotation_merge.run.sentence import is_sentence_model
 from rotation_merge.workers import listener
 
@@ -39,12 +39,17 @@ def tokenizer_of(model_path: str) -> Any:
     return tokenizer
 
 
-def read_examples(source: str, model: Any, model_path: str, length: int) -> list[Batch]:
-    """All examples of a source.
+def read_examples(source: str, model: Any, model_path: str, length: int, count: int, seed: int) -> list[Batch]:
+    """All examples of a file; of a source without one, so many as are to be made.
 
     Raises:
         DataError: names the file and the expected content.
     """
+    if source == SELF:
+        return [{"input_ids": ids} for ids in self_written(model, model_path, count, length, seed).split(1)]
+    if source == SYNTHETIC:
+        folder = local_path(model_path) if model_path else ""
+        return [{"pixel_values": pixels} for pixels in synthetic_images(model, folder, count, seed).split(1)]
     if source.startswith("demo:"):
         return _demo(source.removeprefix("demo:"), length)
     path = Path(local_file(source))

@@ -11,8 +11,9 @@ from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.report import memory as module
-from rotation_merge.report.memory import itemsize_of, peak_memory
+from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.spaces import matched_spaces
+from rotation_merge.run.functions import configured_dtype
 
 ARCHITECTURE = table.sample(shipped()["llama"])
 """Two layers of width 64: 4 heads of 16 in 2 KV groups, 64 neurons."""
@@ -62,7 +63,7 @@ def test_long_vocabularies_are_written_in_slices(monkeypatch: pytest.MonkeyPatch
 
 def test_weights_have_the_size_of_the_dtype_of_the_config() -> None:
     configs = ({"dtype": "bfloat16"}, {"torch_dtype": "torch.float16"}, {"dtype": "float64"}, {}, {"dtype": "auto"})
-    assert [itemsize_of(config) for config in configs] == [2, 2, 8, 4, 4]
+    assert [configured_dtype(config).itemsize for config in configs] == [2, 2, 8, 4, 4]
 
 
 def test_spaces_that_are_matched_and_what_stays() -> None:
