@@ -103,7 +103,7 @@ def usual_source(model: View) -> str:
     Raises:
         RecipeError: there is none.
     """
-    kind = empty_model(model.transformers_config)
+    kind = empty_model(model)
     if writes_text(kind):
         return SELF
     if kind.main_input_name == "pixel_values" and not hasattr(kind.config, "text_config"):
@@ -136,7 +136,7 @@ def _read(teacher: Teacher, seed: int) -> Teacher:
         return teacher
     of_file = isinstance(teacher.key, str) and teacher.key != SYNTHETIC
     beyond = max(HELD_OUT, teacher.samples // 3) if of_file else 0
-    kind = empty_model(teacher.original.transformers_config)
+    kind = empty_model(teacher.original)
     samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=kind)
     held_out = None
     if beyond and samples.examples >= 2 * HELD_OUT:

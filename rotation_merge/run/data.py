@@ -114,7 +114,7 @@ def _module(model: View | str, source: str | None) -> Any:
     """A module of the model, with its weights where it writes the samples."""
     if isinstance(model, str):
         return load(model)
-    return module_of(model) if source == SELF else model.module or empty_model(model.transformers_config)
+    return module_of(model) if source == SELF else model.module or empty_model(model)
 
 
 def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -73,11 +73,15 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
         CheckpointError: no class of transformers fits, weights are missing or of the wrong shape, or an adapter was
             trained on another base.
     """
+    import transformers
+
     directory = local_path(path)
     config = read_config(directory)
     unseen = stores_codes(config) or not config.get("architectures")  # transformers alone knows what it is
     if unseen and parse_reference(path).lora is None:
-        kind = model_class(config.get("architectures"), path)
+        name = str((config.get("architectures") or ["AutoModel"])[0])
+        if not hasattr(kind := getattr(transformers, name, None), "from_pretrained"):
+            raise CheckpointError(f"transformers has no class {name}", where=path, remedy="update transformers")
         return _from_pretrained(kind, path, dtype, directory, local_files_only=True)
     view = open_model(path, unsupported="merge")
     if like is not None:
@@ -121,25 +125,27 @@ def module_of(opened: View) -> Any:
     return with_modules(module, modules, view, opened.name) if modules and not is_sentence_model(module) else module
 
 
-def empty_model(config: Any, untie: bool = False) -> Any:
+def empty_model(view: View) -> Any:
     """A model of transformers' own class without weights, its buffers as they should be; in evaluation mode.
 
     No weight is drawn: where tensors hold nothing that takes longer than all the rest.
+
+    Raises:
+        CheckpointError: transformers has no class for it.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    config_copy = copy.deepcopy(config)
-    disable_extra_outputs(config_copy)
-    for part in (config_copy, config_copy.get_text_config()):
+    config = copy.deepcopy(view.transformers_config)  # whose mappings may be those of the view
+    disable_extra_outputs(config)
+    for part in (config, config.get_text_config()):
         part.use_cache = False
         part._attn_implementation = part._experts_implementation = "eager"
-        if untie:
+        if view.untie:
             part.tie_word_embeddings = False
-    kind = model_class(config_copy.architectures)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = kind(config_copy)
-        if modules := getattr(config_copy, KEY, None):
+        model = view.model_class(config)
+        if modules := view.config.get(KEY):
             model = with_modules(model, modules)
     model.tie_weights()
     return model.eval()
@@ -153,7 +159,7 @@ def streamed_model(view: View, device: str) -> Any:
     """
     from accelerate import cpu_offload
 
-    model = empty_model(view.transformers_config, view.untie)
+    model = empty_model(view)
     tensors = restructured(view.tensors, view.architecture, architecture_of(model, view.untie))
     if missing := sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - tensors.keys()):
         problem = f"has no weight {missing[0]} in the form of {type(model).__name__}"
@@ -175,21 +181,6 @@ def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
     config = cast(Any, model).config.to_dict()
     config["architectures"] = [type(model).__name__]
     return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
-
-
-def model_class(names: Sequence[str] | None, label: str | None = None) -> Any:
-    """transformers' class of a model, as its config names it.
-
-    Raises:
-        CheckpointError: there is none of that name.
-    """
-    import transformers
-
-    kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
-    if kind is None or not hasattr(kind, "from_pretrained"):
-        problem = f"transformers has no class {names[0] if names else ''}"
-        raise CheckpointError(problem, where=label, remedy="update transformers")
-    return kind
 
 
 def configured_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -85,7 +85,7 @@ def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, 
     """
     fisher = "fisher" in options.kinds  # with gradients, and their sums in float64
     if not fisher and data != SELF:
-        return empty_model(checkpoint.transformers_config)
+        return empty_model(checkpoint)
     if by_layer is None:
         free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
         by_layer = (16 if fisher else 4) * sum(map(math.prod, checkpoint.shapes.values())) > FITS * free
@@ -129,7 +129,7 @@ def measured(
         "seed": options.seed,
         "versions": versions(),
     }
-    model = empty_model(view.transformers_config) if module is None else module
+    model = empty_model(view) if module is None else module
     result = Statistics(as_tensors({}), {}, frozenset(), frozenset())
     with unfinished(out, metadata) as store:
         if "gram" in options.kinds:

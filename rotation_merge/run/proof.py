@@ -40,7 +40,7 @@ BATCHES = 2
 def blank_model(path: str) -> Any:
     """The model at a path without weights, or, where only transformers knows it, with them; it has a signature."""
     try:
-        return empty_model(open_model(path, unsupported="merge").transformers_config)
+        return empty_model(open_model(path, unsupported="merge"))
     except RotationMergeError:
         return load(path)
 

@@ -63,7 +63,7 @@ class Runner:
     ) -> None:
         self.dtype, self.device = dtype, torch.device(device)
         self.store = StateStore() if store is None else store
-        self.model = empty_model(view.transformers_config, view.untie)
+        self.model = empty_model(view)
         self.architecture = architecture_of(self.model, view.untie)
         self.source = restructured(view.tensors, view.architecture, self.architecture)
         self.batches = [{k: self._cast(v) for k, v in unlabelled(batch).items()} for batch in batches]
