@@ -24,7 +24,7 @@ from rotation_merge.averaging.ridge import RidgeSums
 from rotation_merge.averaging.softmax import softmax_change
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import Tensors, by_name
-from rotation_merge.run.maps import LinearMap, linear_map, same_map
+from rotation_merge.run.maps import LinearMap, maps_of, same_map
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import BlockActivations, BlockHooks, Stage, stages
 from rotation_merge.run.store import StateStore, StoredValue
@@ -157,11 +157,10 @@ class Refit:
         """By key of each map that can be solved, the checkpoint tensors that hold it, or parts of it."""
         names: dict[str, list[str]] = {}
         stored = next((each for each in self.stored_architecture.blocks if same_place(each, block)), None)
-        for info in () if stored is None else stored.tensors:
-            linear = None if stored is None else linear_map(stored, info)
-            if linear is None or self.skip(info.name):
+        for linear in () if stored is None else maps_of(stored):
+            info, keys = linear.info, _keys_of(linear, hooks.maps)
+            if self.skip(info.name):
                 continue
-            keys = _keys_of(linear, hooks.maps)
             if linear.stacked or any(space.kind == "experts" for space in info.spaces()):
                 self._leave(EXPERTS, [info.name])
             elif not keys:

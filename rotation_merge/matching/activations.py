@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.run.batches import Batch, examples_in
-from rotation_merge.run.maps import LinearMap, linear_map, same_map
+from rotation_merge.run.maps import LinearMap, maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import first_readers
@@ -114,9 +114,7 @@ def activation_points(
     """Points for the plans of some spaces, by space and plan (`SPACE:neurons`), from the maps of some blocks."""
     points: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     keys = {(space.name, plan): f"{space.name}:{plan}" for space in spaces for plan in wanted_roles(space)}
-    for linear in (linear_map(block, info) for block in blocks for info in block.tensors):
-        if linear is None or linear.stacked:
-            continue
+    for linear in (linear for block in blocks for linear in maps_of(block) if not linear.stacked):
         (_, x, y), (_, u, v) = (of_model.around(linear) for of_model in activations)
         for axis, a, b in ((linear.inputs, x, u), (linear.outputs, y, v)):
             for part, start, *pair in () if a is None or b is None or not axis.parts else axis_views(a, b, 1, axis):

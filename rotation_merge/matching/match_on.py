@@ -39,7 +39,7 @@ from rotation_merge.run.batches import Batch, unpadded
 from rotation_merge.run.data import SAMPLES, Data, Samples, data_in_memory, read_samples
 from rotation_merge.run.functions import module_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.run.maps import linear_map
+from rotation_merge.run.maps import maps_of
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.symmetry import Transform
 from rotation_merge.workers import Progress
@@ -184,9 +184,7 @@ def with_recordings(
 
     def infos(block: Block) -> Iterator[TensorInfo]:
         read = set[str]()
-        for linear in (linear_map(block, info) for info in block.tensors):
-            if linear is None or linear.stacked:
-                continue
+        for linear in (linear for linear in maps_of(block) if not linear.stacked):
             (source, x, y), (donor_source, u, v) = (of_model.around(linear) for of_model in activations)
             sources = zip((source, donor_source), activations, strict=True)
             normed = linear.norm is None or all(axis in of_model.split for axis, of_model in sources)

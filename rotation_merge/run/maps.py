@@ -93,14 +93,14 @@ def _is(axis: Axis, roles: tuple[str, ...]) -> bool:
     return bool(axis.parts) and all(part.role in roles for part in axis.parts)
 
 
+def maps_of(block: Block) -> list[LinearMap]:
+    """Every map of a block."""
+    return [linear for info in block.tensors if (linear := linear_map(block, info)) is not None]
+
+
 def linear_maps(architecture: Architecture) -> dict[str, LinearMap]:
     """Every map by the first of its tensor's names."""
-    maps = {}
-    for block in architecture.blocks:
-        for info in block.tensors:
-            if (linear := linear_map(block, info)) is not None:
-                maps[info.name] = linear
-    return maps
+    return {linear.info.name: linear for block in architecture.blocks for linear in maps_of(block)}
 
 
 def local_parts(axis: Axis) -> tuple[tuple[str, str], ...]:

@@ -35,7 +35,7 @@ from rotation_merge.run.batches import unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, described
 from rotation_merge.run.fisher import FISHER, LabelScores, fisher_diagonals
 from rotation_merge.run.functions import architecture_of, empty_model, load, streamed_model
-from rotation_merge.run.maps import linear_map, same_map
+from rotation_merge.run.maps import maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.sample_kinds import SAMPLES, SELF
@@ -268,8 +268,8 @@ def _maps(module: Architecture, stored: Architecture) -> dict[str, str]:
     maps: dict[str, str] = {}
     for block in stored.blocks:
         same = blocks.get((block.module, block.place, block.index))
-        candidates = [m for info in same.tensors if (m := linear_map(same, info)) is not None] if same else []
-        for linear in filter(None, (linear_map(block, info) for info in block.tensors)):
+        candidates = maps_of(same) if same else []
+        for linear in maps_of(block):
             if (place := same_map(linear, candidates)) is not None:
                 maps[linear.info.name] = place[0].info.name
     return maps

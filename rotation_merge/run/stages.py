@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architecture.model import Block
-from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.maps import LinearMap, maps_of
 from rotation_merge.run.runner import Halt, Runner
 
 LAYER = "layer"
@@ -69,10 +69,10 @@ class BlockHooks:
         self.maps: dict[str, LinearMap] = {}
         self.modules: dict[str, nn.Module] = {}
         owners = dict(runner.model.named_modules(remove_duplicate=False))
-        for info in block.tensors:
-            linear, module = linear_map(block, info), owners.get(info.name.removesuffix(".weight"))
-            if linear is not None and not linear.stacked and isinstance(module, nn.Linear | Conv1D):
-                self.maps[info.key], self.modules[info.key] = linear, module
+        for linear in maps_of(block):
+            key, module = linear.info.key, owners.get(linear.info.name.removesuffix(".weight"))
+            if not linear.stacked and isinstance(module, nn.Linear | Conv1D):
+                self.maps[key], self.modules[key] = linear, module
         names = {info.key: info.name.rpartition(".")[0] for info in block.tensors}
         gains = [norm.gain for norm in block.norms if owners.get(names.get(norm.gain, "")) not in (None, runner.model)]
         self.places = {gain: owners[names[gain]] for gain in gains}
