@@ -12,7 +12,7 @@ from rotation_merge.cli.show import Answer
 from rotation_merge.config import Count
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.data import read_samples
-from rotation_merge.run.functions import local_path, read_config
+from rotation_merge.run.functions import read_config
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import allowed_difference, blank_model, largest_difference, outputs_of
 from rotation_merge.run.sample_kinds import SELF
@@ -40,7 +40,7 @@ def command(
     storage types, or to float32. Models run one layer at a time. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if float64 else torch.float32
-    kind_b, kind_a = (read_config(local_path(model)).get("architectures") for model in (model_b, model_a))
+    kind_b, kind_a = (read_config(model).get("architectures") for model in (model_b, model_a))
     if kind_b != kind_a:
         problem, remedy = f"is of another class than {model_a}", "compare models of one class and size"
         raise CheckpointError(problem, where=model_b, remedy=remedy)

@@ -32,15 +32,6 @@ SAME = 1e-4
 """Outputs apart by less than this share of their largest are the same in float32."""
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """A checkpoint's config.json.
-
-    Raises:
-        CheckpointError: there is none, or it is not JSON object.
-    """
-    return read_json(os.path.join(path, "config.json"))
-
-
 def local_path(path: str) -> str:
     """The folder of a model: a local directory, or the hub's cache. Of `model+adapter` the model's.
 
@@ -48,6 +39,15 @@ def local_path(path: str) -> str:
         CheckpointError: there is no such directory or model.
     """
     return fetched_weights(parse_reference(path).model)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The config.json of the model at a path.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    return read_json(os.path.join(local_path(path), "config.json"))
 
 
 def predicts_next(model: nn.Module) -> bool:
@@ -75,17 +75,16 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
     """
     import transformers
 
-    directory = local_path(path)
-    config = read_config(directory)
+    config = read_config(path)
     unseen = stores_codes(config) or not config.get("architectures")  # transformers alone knows what it is
     if unseen and parse_reference(path).lora is None:
         name = str((config.get("architectures") or ["AutoModel"])[0])
         if not hasattr(kind := getattr(transformers, name, None), "from_pretrained"):
             raise CheckpointError(f"transformers has no class {name}", where=path, remedy="update transformers")
-        return _from_pretrained(kind, path, dtype, directory, local_files_only=True)
+        return _from_pretrained(kind, path, dtype, local_path(path), local_files_only=True)
     view = open_model(path, unsupported="merge")
     if like is not None:
-        view = with_classes_of(view, replace(view, name=like, config=read_config(local_path(like))))
+        view = with_classes_of(view, replace(view, name=like, config=read_config(like)))
     return in_memory(view, dtype)
 
 

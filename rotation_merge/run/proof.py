@@ -20,7 +20,6 @@ from rotation_merge.run.functions import (
     empty_model,
     floating_outputs,
     load,
-    local_path,
     outputs,
     read_config,
 )
@@ -107,7 +106,7 @@ def allowed_difference(
         dtype: of the computation.
         probabilities: see `largest_difference`.
     """
-    dtypes = (configured_dtype(read_config(local_path(path))) for path in (first, second))
+    dtypes = (configured_dtype(read_config(path)) for path in (first, second))
     unit = max(torch.finfo(stored).eps for stored in (torch.float32, *dtypes) if stored.is_floating_point)
     rounded = outputs_of(first, inputs, dtype, unit=unit, seed=seed)
     return ROUNDINGS * largest_difference(expected, rounded, (first, first), probabilities)[1]

@@ -87,10 +87,10 @@ def usual_data(model: str) -> str:
     Raises:
         RotationMergeError: the model can make up neither.
     """
-    from rotation_merge.run.functions import local_path, read_config
+    from rotation_merge.run.functions import read_config
     from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 
-    config = read_config(local_path(model))
+    config = read_config(model)
     name = str((config.get("architectures") or [""])[0])
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return SELF
