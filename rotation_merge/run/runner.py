@@ -21,7 +21,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import as_tensors
-from rotation_merge.model.view import View
+from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.run.batches import Batch, unlabelled
 from rotation_merge.run.functions import architecture_of, empty_model
 from rotation_merge.run.store import StateStore, StoredValue
@@ -260,12 +260,10 @@ class Runner:
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """A buffer on the device, or a parameter without values in the dtype, which some models give inputs."""
-        if not tensor.is_meta:
-            return tensor.to(self.device)
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(stored_dtype(tensor, self.dtype)) if tensor.is_meta else tensor.to(self.device)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        return tensor.to(self.device, stored_dtype(tensor, self.dtype))
 
 
 Slot = tuple[nn.Module, str]

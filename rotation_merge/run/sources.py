@@ -18,7 +18,7 @@ from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
 from rotation_merge.model.vocabulary import tokenizer_in
 from rotation_merge.run import demo
-from rotation_merge.run.batches import Batch, check_inputs, device_of, joined
+from rotation_merge.run.batches import Batch, by_rows, check_inputs, device_of, joined
 from rotation_merge.run.functions import check_answers, fused_attention, local_path, outputs, predicts_next
 from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays, synthetic_images
 from rotation_merge.run.sample_kinds import KINDS, SELF, SYNTHETIC, columns
@@ -46,10 +46,10 @@ def read_examples(source: str, model: Any, model_path: str, length: int, count: 
         DataError: names the file and the expected content.
     """
     if source == SELF:
-        return [{"input_ids": ids} for ids in self_written(model, model_path, count, length, seed).split(1)]
+        return by_rows({"input_ids": self_written(model, model_path, count, length, seed)})
     if source == SYNTHETIC:
         folder = local_path(model_path) if model_path else ""
-        return [{"pixel_values": pixels} for pixels in synthetic_images(model, folder, count, seed).split(1)]
+        return by_rows({"pixel_values": synthetic_images(model, folder, count, seed)})
     if source.startswith("demo:"):
         return _demo(source.removeprefix("demo:"), length)
     path = Path(local_file(source))
@@ -152,7 +152,7 @@ def _demo(name: str, length: int) -> list[Batch]:
     """Samples that come with the package."""
     if name == "digits":
         _, _, pixels, labels = demo.digits()
-        return [{"pixel_values": pixels[i : i + 1], "labels": labels[i : i + 1]} for i in range(len(labels))]
+        return by_rows({"pixel_values": pixels, "labels": labels})
     if name not in demo.NAMES:
         known = ", ".join(f"demo:{known}" for known in ("digits", *demo.NAMES))
         raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
@@ -163,7 +163,7 @@ def _windows(tokens: Tensor, length: int, source: str) -> list[Batch]:
     count = len(tokens) // length
     if count == 0:
         raise DataError(f"holds {len(tokens)} tokens, a window takes {length}", where=source, remedy="give more text")
-    return [{"input_ids": window[None]} for window in tokens[: count * length].view(count, length)]
+    return by_rows({"input_ids": tokens[: count * length].view(count, length)})
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
