@@ -71,7 +71,9 @@ STEPS = ("replace", "rename", "link", "symlink", "unlink", "remove", "rmdir", "m
 """Functions of `os` in front of which a writer may be ended."""
 
 
-def at_step(number: int, count: Path, sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+def at_step(
+    number: int, count: Path, sent: signal.Signals = signal.SIGKILL, names: Sequence[str] = STEPS
+) -> Callable[[], None]:
     """Make a process send itself a signal before its step of this number; it counts its steps in a file."""
 
     def prepare() -> None:
@@ -91,7 +93,7 @@ def at_step(number: int, count: Path, sent: signal.Signals = signal.SIGKILL) -> 
 
             return step
 
-        for name in STEPS:
+        for name in names:
             setattr(os, name, counted(name))
 
     return prepare

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cli_support import run
+from interrupted_support import at_step
 from plugin_support import mergekit_yaml, one_error, recipe_for
 
 from rotation_merge import RotationMergeError
@@ -165,25 +164,11 @@ def model_in(content: dict[str, str], folder: str) -> dict[str, str]:
     return {name: text for name, text in below.items() if is_of_a_model(name)}
 
 
-STEPS = ("remove", "replace", "rename", "unlink", "rmdir")
-
-
 def killed(out: Path, new: dict[str, str], step: int) -> bool:
     """Write in a process of its own, which kills itself before its move or removal of this number; whether it lived."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    steps = itertools.count(1)
-
-    def dying(real: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **options: object) -> object:
-            if next(steps) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **options)
-
-        return call
-
-    for name in STEPS:
-        setattr(os, name, dying(getattr(os, name)))
+    at_step(step, out.parents[1] / "count", names=("remove", "replace", "rename", "unlink", "rmdir"))()
     put(out, new)
     os._exit(0)
 
