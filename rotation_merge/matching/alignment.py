@@ -18,7 +18,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.matching.basis import Basis, Identity, IdentityFacts
-from rotation_merge.matching.moving import Mover
+from rotation_merge.matching.moving import mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
 from rotation_merge.matching.statistics import moved_statistics
@@ -222,7 +222,7 @@ class Alignment:
     def _view(self, donor: View, dtype: torch.dtype | None, strict: bool) -> View:
         """A view of the opened donor: folded, transformed, rounded once."""
         architecture, basis = donor.architecture, self.known_basis
-        mover = Mover(architecture, donor.tensors, self.transforms, self.folded)
+        tensor = mover(architecture, donor.tensors, self.transforms, self.folded)
         left_out = frozenset((donor.text or donor).unread if self.moves_streams(architecture) else ())
         notes = (not_written(sorted(left_out)),) if left_out else ()
         changes = {"left_out": left_out, "notes": notes, "report": self.report, "folded": self.folded}
@@ -232,12 +232,12 @@ class Alignment:
             return self._moved_fingerprint(mark) if mark else None
 
         if donor.text is None:
-            return donor.blockwise(mover.tensor, dtype, identity=identity, **changes)
+            return donor.blockwise(tensor, dtype, identity=identity, **changes)
         places = architecture.places()
         by_text_name = {text_name: places[name][:2] for name, text_name in donor.text_names.items() if name in places}
 
         def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
-            return mover.tensor(*by_text_name[info.names[0]], rounded) if info.names[0] in by_text_name else None
+            return tensor(*by_text_name[info.names[0]], rounded) if info.names[0] in by_text_name else None
 
         return donor.text.blockwise(of_half, dtype, **changes)
 

@@ -15,7 +15,7 @@ from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.heads import match_heads
-from rotation_merge.matching.matrix_pairs import SpaceMatch, Tensors, chunks, sides
+from rotation_merge.matching.matrix_pairs import SpaceMatch, Tensors, chunks, sides, views
 from rotation_merge.matching.neurons import match_experts, match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
@@ -203,7 +203,7 @@ class _Matching:
             return SpaceMatch(match_experts(*arguments, self.options))
         if space.kind == "translation":
             return SpaceMatch(match_translation(*arguments, group))
-        axes = sides(*arguments, unknown) or sides(*arguments)
+        axes = sides(views(*arguments, unknown)) or sides(views(*arguments))
         if all(torch.equal(side.anchor, side.donor.to(side.anchor)) for side in axes):
             return SpaceMatch(group.identity())
         if space.kind == "attention":

@@ -13,19 +13,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import islice, pairwise
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 
-from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, compared, row_of, squared_distances
 from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.stream import FLOOR, StreamSums, Transforms, residual_groups
-from rotation_merge.matching.visit import Step, Visits
+from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
+from rotation_merge.matching.visit import Visits
 from rotation_merge.model.apply import read_block
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource
@@ -48,6 +48,7 @@ LEAST_PROMISE = 0.1
 distance: so much is gained by turning it after the noise of fine-tuning, and merges are none the better for it."""
 EXACT = 1e-12
 """Promised share of the distance, or objective beyond the floor, that counts as nothing."""
+ENDS = "embeddings and heads"
 KEPT = "streams"
 """What a ledger calls the state after a pass, and then the result."""
 
@@ -84,20 +85,20 @@ def match_model(
 
     Raises:
         RecipeError: the architecture does not admit the residual group asked for.
-        AlignmentError: a tensor holds NaN or infinity.
+        AlignmentError: as of `checked`.
     """
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
     by_block = {block.name: options.at(architecture, block) for block in architecture.blocks}
     visits = Visits(architecture, anchor, donor, by_block, folded if fold else (), cached=bool(streams))
     matching = _ModelMatching(visits, progress or (lambda *_: None), streams, over, ledger)
-    state = matching.streams_matched(starts) if streams else {"maps": {}, "summary": {}}
-    transforms: Transforms = dict(state["maps"])
+    passes = matching.streams_matched(starts) if streams else None
+    transforms = passes.maps if passes is not None else {}
     began, model = time.perf_counter(), BlockMatch({}, [])
     for match in matching.last_matches(transforms):
         model = model.plus(match)
     rows = model.rows + stream_rows(architecture, transforms, model, time.perf_counter() - began)
-    return Alignment(transforms | model.transforms, folded, rows, state["summary"])
+    return Alignment(transforms | model.transforms, folded, rows, {} if passes is None else passes.summary)
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
@@ -137,17 +138,28 @@ class _Passes:
     """The state of the passes.
 
     Attributes:
-        transforms: of the streams.
-        start, objectives: the start that was chosen, and what all of them were at.
-        sums: what is known of the streams by part; -1: from plain blocks.
-        history: a bound of the objective after every pass.
+        maps: of the streams.
+        start, objectives: the start that was chosen (`shared`: the streams of related models are to stay), and what all
+            of them were at.
+        sums: what is known of the streams by part of the layers.
+        history: a bound of the objective after every pass, never rising.
+        done: whether the maps are the result.
     """
 
-    transforms: Transforms
+    maps: Transforms
     start: str
     objectives: dict[str, float]
     sums: dict[int, StreamSums] = field(default_factory=dict)
     history: list[float] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """What a report says of them."""
+        if self.start == "shared":
+            return {"start": "identity", "passes": 0, "objective": [*self.objectives.values()], "shared": True}
+        passes = {"start": self.start, "passes": len(self.history), "objective": self.history}
+        return {**passes, "starts": self.objectives}
 
 
 torch.serialization.add_safe_globals([_Passes, StreamSums])  # so that an interrupted run reads them again
@@ -161,6 +173,7 @@ class _ModelMatching:
         streams: the group of each stream that is to move.
         over: who matches blocks.
         ledger: where what is known is kept.
+        known: what plain blocks say of the streams, which is the same in every pass, by whether it is precise.
     """
 
     visits: Visits
@@ -168,123 +181,116 @@ class _ModelMatching:
     streams: dict[str, str]
     over: Spread
     ledger: Ledger = NOWHERE
+    known: dict[bool, list[StreamMeasurement]] = field(default_factory=dict)
 
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        return self.visits.architecture.blocks
+    def __post_init__(self) -> None:
+        self.architecture, self.blocks = self.visits.architecture, self.visits.architecture.blocks
+        numbers = range(len(self.blocks))
+        self.layers = [number for number in numbers if self.blocks[number].index is not None]
+        self.plain = [number for number in numbers if self.visits.is_plain(self.blocks[number])]
+        self.further = [number for number in numbers if number not in (*self.layers, *self.plain)]
 
-    @cached_property
-    def layers(self) -> list[int]:
-        """Numbers of the layers."""
-        return [number for number, block in enumerate(self.blocks) if block.index is not None]
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """Numbers of all other blocks."""
-        return [number for number, block in enumerate(self.blocks) if block.index is None]
-
-    def each(self, label: str, step: Step, chosen: Sequence[int], before: int = 0, total: int = 0) -> Iterator[Any]:
+    def each(
+        self, label: str, step: Callable[..., Any], chosen: Sequence[int], before: int = 0, total: int = 0
+    ) -> Iterator[Any]:
         """Run a step on blocks in parallel; the results, in order.
 
         Args:
+            step: a method of `Visits`, with all its arguments but the block.
             chosen: numbers of the blocks.
             before: how many blocks of the same pass come before these.
             total: how many blocks the pass has; 0: these alone.
         """
-        total = total or len(chosen)
-        if not before:
-            self.progress(label, 0, total)
+        if chosen and not before:
+            self.progress(label, 0, total or len(chosen))
         for done, result in enumerate(self.over(self.visits, step, chosen) if chosen else (), before + 1):
-            self.progress(label, done, total)
+            self.progress(label, done, total or len(chosen))
             yield result
 
-    def streams_matched(self, starts: Mapping[str, Transforms] | None) -> dict[str, Any]:
+    def ends(self, maps: Transforms, precise: bool = False, equal: bool = False) -> StreamSums:
+        """The sums of plain blocks, each of which is measured once; arguments as of `Visits.sums`."""
+        if precise not in self.known:
+            step = partial(Visits.measurements, streams=maps, precise=precise)
+            self.known = {precise: [*chain(*self.each(ENDS, step, self.plain))]}
+        return StreamSums.of(self.known[precise], maps, equal)
+
+    def sums(self, label: str, chosen: Sequence[int], maps: Transforms, equal: bool = False) -> StreamSums:
+        """The sums of plain blocks and of chosen ones without weights; arguments as of `each` and `Visits.sums`."""
+        step = partial(Visits.sums, streams=maps, weights={}, equal=equal)
+        return StreamSums.total([self.ends(maps, equal=equal), *self.each(label, step, chosen)])
+
+    def streams_matched(self, starts: Mapping[str, Transforms] | None) -> _Passes:
         """Alternate residual and local spaces from the nearest start (in deep models judged on a sample of layers).
 
         Args:
             starts: by name, instead of the identity and what embeddings and heads say.
-
-        Returns:
-            The streams' `maps`, and a `summary`, with a bound of the objective after every pass, never rising.
         """
-        state = self.ledger.get(KEPT)
-        if state is not None and not isinstance(state, _Passes):
-            return dict(state)
-        passes = state or self._started(starts)
-        best = passes.transforms if passes.start == "shared" else self._alternated(passes)
-        summary = {"start": passes.start, "passes": len(passes.history), "objective": passes.history}
-        summary["starts"] = passes.objectives
-        if passes.start == "shared":
-            summary = {"start": "identity", "passes": 0, "objective": [*passes.objectives.values()], "shared": True}
-        self.ledger.keep(KEPT, lambda: {"maps": best, "summary": summary})
-        return {"maps": best, "summary": summary}
+        passes: _Passes = self.ledger.get(KEPT) or self._started(starts)
+        if not passes.done:
+            passes = replace(passes, maps=self._alternated(passes), sums={}, done=True)
+        self.ledger.keep(KEPT, lambda: passes)
+        return passes
 
     def _started(self, starts: Mapping[str, Transforms] | None) -> _Passes:
-        """The passes' state at the nearest start; `shared`: the streams of related models are to stay."""
-        architecture, count = self.visits.architecture, len(self.layers)
-        still = {s: architecture.stream_group(s, g).identity() for s, g in self.streams.items()}
+        """The passes' state at the nearest start."""
+        still = {s: self.architecture.stream_group(s, g).identity() for s, g in self.streams.items()}
+        known, objectives, count = dict(starts or {"identity": still}), dict[str, float](), len(self.layers)
         places = [count * (2 * i + 1) // (2 * SAMPLE) for i in range(SAMPLE)] if count > 2 * SAMPLE else range(count)
-        sample = sorted(self.ends + [self.layers[place] for place in places])
-        objectives = dict[str, float]()
-        for name, start in (starts or {"identity": still}).items():
-            sums = StreamSums.total(self.each(f"residual, from {name}", Step(start, {}), sample))
+        sample = sorted([*self.further, *(self.layers[place] for place in places)])
+        for name, start in known.items():
+            sums = self.sums(f"residual, from {name}", sample, start)
             objectives[name] = sums.bound(start)
         if starts is None:
-            solved = sums.solve(architecture, self.streams, still)
+            solved = sums.solve(self.architecture, self.streams, still)
             if objectives["identity"] < RELATED and sums.promise(still, solved) < LEAST_PROMISE:
-                return _Passes(still, "shared", objectives)
-            ends = StreamSums.total(self.each("embeddings and heads", Step(still, {}, equal=True), self.ends))
-            start = ends.solve(architecture, self.streams, still)
-            sums = StreamSums.total(self.each("residual, from embeddings and heads", Step(start, {}), sample))
-            objectives["embeddings and heads"] = sums.bound(start)
-            starts = {"identity": still, "embeddings and heads": start}
+                return _Passes(still, "shared", objectives, done=True)
+            start = self.sums(ENDS, self.further, still, equal=True).solve(self.architecture, self.streams, still)
+            known[ENDS], objectives[ENDS] = start, self.sums(f"residual, from {ENDS}", sample, start).bound(start)
         best = min(objectives, key=lambda name: objectives[name])
-        return _Passes(starts[best], best, objectives)
+        return _Passes(known[best], best, objectives)
 
     def _alternated(self, passes: _Passes) -> Transforms:
         """Alternate between streams and local spaces until the gain is small; the best maps of the streams."""
-        history, best = passes.history, passes.transforms
+        history, best = passes.history, passes.maps
         while len(history) < MOST_PASSES:
-            moved = self._pass(passes)
-            now = StreamSums.total(passes.sums.values()).bound(passes.transforms)
+            moved, now = self._pass(passes)
             if history and now > history[-1]:
                 break
             history.append(now)
-            best = passes.transforms
+            best = passes.maps
             if now - FLOOR <= EXACT or not moved or _expected(history) < LEAST_GAIN:
                 break
             self.ledger.keep(KEPT, lambda: passes, large=True)
         return best
 
-    def _pass(self, passes: _Passes) -> bool:
-        """Visit every part once, and solve the streams after each; whether that has turned one.
+    def _pass(self, passes: _Passes) -> tuple[bool, float]:
+        """Visit every part once, and solve the streams after each; whether that has turned one, and the bound.
 
-        Layers are evenly spread over the parts; in the first is what else changes from pass to pass. Blocks that are
-        measured once (`Visits.is_plain`) are weighed anew with every part.
+        Layers are evenly spread over the parts; in the first is what else changes from pass to pass.
         """
-        plain = [number for number in self.ends if self.visits.is_plain(self.blocks[number])]
-        count, further = max(1, min(PARTS, len(self.layers))), [n for n in self.ends if n not in plain]
-        parts = [further * (part == 0) + self.layers[part::count] for part in range(count)]
+        count, every = max(1, min(PARTS, len(self.layers))), len(self.further + self.layers)
+        parts = [self.further * (part == 0) + self.layers[part::count] for part in range(count)]
         moved, label, before = False, f"residual, pass {len(passes.history) + 1}", 0
         precise = bool(passes.history) and passes.history[-1] < 2 * FLOOR  # the models nearly agree
         for number, part in enumerate(parts):
+            ends = self.ends(passes.maps, precise)
             weights = {name: weight for sums in passes.sums.values() for name, weight in sums.weights.items()}
-            step = Step(passes.transforms, weights, precise=precise)
-            visited = self.each(label, step, plain + part, before, sum(len(plain + part) for part in parts))
-            passes.sums[-1] = StreamSums.total(islice(visited, len(plain)))
-            passes.sums[number] = StreamSums.total(visited)
-            before += len(plain + part)
-            total = StreamSums.total(passes.sums.values())
-            solved = total.solve(self.visits.architecture, self.streams, passes.transforms)
-            if total.promise(passes.transforms, solved) > EXACT:
-                passes.transforms, moved = solved, True
-        return moved
+            step = partial(Visits.sums, streams=passes.maps, weights=weights, precise=precise)
+            passes.sums[number] = StreamSums.total(self.each(label, step, part, before, every))
+            before += len(part)
+            total = StreamSums.total([ends, *passes.sums.values()])
+            solved = total.solve(self.architecture, self.streams, passes.maps)
+            if total.promise(passes.maps, solved) > EXACT:
+                passes.maps, moved = solved, True
+        return moved, total.bound(passes.maps)
 
     def last_matches(self, streams: Transforms) -> Iterator[BlockMatch]:
         """The match of every block without weights, from an earlier run if it is known."""
         known = {number: self.ledger.get(block.name) for number, block in enumerate(self.blocks)}
         pending = [number for number, match in known.items() if match is None]
-        fresh = self.each("matching", Step(streams), pending, len(known) - len(pending), len(known))
+        fresh = self.each(
+            "matching", partial(Visits.match, streams=streams), pending, len(known) - len(pending), len(known)
+        )
         for number, block in enumerate(self.blocks):
             match: BlockMatch = next(fresh) if known[number] is None else known[number]
             if known[number] is None and (match.transforms or any(match.whole)):

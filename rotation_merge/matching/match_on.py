@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,63 +65,56 @@ Recordings = dict[str, tuple[Tensor, Tensor]]
 """Activations of anchor and donor by the name of a tensor that they stand as, (rows, size)."""
 
 
-@dataclass(frozen=True)
-class ActivationMatcher:
-    """Matches two models by the inputs and outputs of their maps on samples, in place of `match_model`.
+def match_on_samples(
+    how: str,
+    record: Callable[[], ActivationPair],
+    samples: tuple[str, int] | None,
+    architecture: Architecture,
+    anchor: TensorSource,
+    donor: TensorSource,
+    options: AlignConfig,
+    progress: Progress | None = None,
+    *,
+    ledger: Ledger = NOWHERE,
+) -> Alignment:
+    """Match two models by the inputs and outputs of their maps, in place of `match_model`; rows are over the weights.
 
-    Attributes:
+    Args:
         how: `activations` or `both`.
         record: gives what the maps of the anchor and of the donor read and gave on the same samples.
         samples: what these are called, and how many they are, where a report is to say so.
+
+    Raises:
+        DataError: nothing was seen of any map that could be matched; of checkpoints, the vocabularies differ, or there
+            are no samples.
     """
-
-    how: str
-    record: Callable[[], ActivationPair]
-    samples: tuple[str, int] | None = None
-
-    def __call__(
-        self,
-        architecture: Architecture,
-        anchor: TensorSource,
-        donor: TensorSource,
-        options: AlignConfig,
-        progress: Progress | None = None,
-        *,
-        ledger: Ledger = NOWHERE,
-    ) -> Alignment:
-        """Match the two models; records are over the weights.
-
-        Raises:
-            DataError: nothing was seen of any map that could be matched; of checkpoints, the vocabularies differ, or
-                there are no samples.
-        """
-        streams = residual_groups(architecture, options.residual)
-        folded = architecture.folds(streams)
-        plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
-        whole, recordings = with_recordings(architecture, self.record(), plain[0])
-        rows = max((len(x) for x, _ in recordings.values()), default=0)
-        if not rows:
-            raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
-        first, second = (
-            as_tensors(source).replaced({name: pair[which] for name, pair in recordings.items()})
-            for which, source in enumerate(plain)
-        )
-        start = _start(whole, recordings, streams)
-        scaled = [bool(options.at(architecture, block).scaling) for block in architecture.blocks]
-        chosen = (_alone(block, recordings, scales) for block, scales in zip(whole.blocks, scaled, strict=True))
-        steps = {ACTIVATIONS: replace(whole, blocks=tuple(chosen)), **({BOTH: whole} if self.how == BOTH else {})}
-        for step, compared in steps.items():
-            starts = {ACTIVATIONS: start} if streams else None
-            within = ledger.under(step)
-            alignment = match_model(compared, first, second, options, progress, starts, fold=False, ledger=within)
-            start = {name: alignment.transforms[name] for name in streams}
-        notes = [f"matched on {WORDS[self.how]}: {rows} rows of inputs and outputs on samples."]
-        widest = max((architecture.streams[name].sizes["size"] for name in streams), default=0)
-        if rows < widest:
-            rest = "the rest is arbitrary" if self.how == ACTIVATIONS else "weights decide the rest"
-            notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {rest}. Give more samples.")
-        alignment = replace(alignment, folded=folded, notes=tuple(notes), samples=self.samples)
-        return recorded(architecture, anchor, donor, alignment)
+    streams = residual_groups(architecture, options.residual)
+    folded = architecture.folds(streams)
+    plain = [folded_tensors(architecture, source, folded) for source in (anchor, donor)]
+    whole, recordings = with_recordings(architecture, record(), plain[0])
+    rows = max((len(x) for x, _ in recordings.values()), default=0)
+    if not rows:
+        raise DataError("the samples reach no linear map that can be matched", remedy="match on weights")
+    first, second = (
+        as_tensors(source).replaced({name: pair[which] for name, pair in recordings.items()})
+        for which, source in enumerate(plain)
+    )
+    start = _start(whole, recordings, streams)
+    scaled = [bool(options.at(architecture, block).scaling) for block in architecture.blocks]
+    chosen = (_alone(block, recordings, scales) for block, scales in zip(whole.blocks, scaled, strict=True))
+    steps = {ACTIVATIONS: replace(whole, blocks=tuple(chosen)), **({BOTH: whole} if how == BOTH else {})}
+    for step, compared in steps.items():
+        starts = {ACTIVATIONS: start} if streams else None
+        within = ledger.under(step)
+        alignment = match_model(compared, first, second, options, progress, starts, fold=False, ledger=within)
+        start = {name: alignment.transforms[name] for name in streams}
+    notes = [f"matched on {WORDS[how]}: {rows} rows of inputs and outputs on samples."]
+    widest = max((architecture.streams[name].sizes["size"] for name in streams), default=0)
+    if rows < widest:
+        rest = "the rest is arbitrary" if how == ACTIVATIONS else "weights decide the rest"
+        notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {rest}. Give more samples.")
+    alignment = replace(alignment, folded=folded, notes=tuple(notes), samples=samples)
+    return recorded(architecture, anchor, donor, alignment)
 
 
 def matcher(
@@ -160,7 +154,7 @@ def matcher(
         first, second = (_activations(view, batches, device) for view in views)
         return first, second
 
-    return ActivationMatcher(how, record, (str(samples), count) if named else None)
+    return partial(match_on_samples, how, record, (str(samples), count) if named else None)
 
 
 def _activations(view: View, batches: Sequence[Batch], device: str) -> Activations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ Tensors = Mapping[str, Tensor]
 
 Pairs = list[tuple[Tensor, Tensor]]
 """(anchor, donor), of one shape, of any strides."""
+
+PartView = tuple[TensorInfo, Part, int, Tensor, Tensor]
+"""A tensor, a part of one of its axes, the first dimension of that, and views of anchor and donor."""
 
 CACHED = 1 << 16
 """Entries that are widened at a time, so that they stay in the processor's cache."""
@@ -51,32 +54,6 @@ class Side(NamedTuple):
     donor: Tensor
 
 
-def sides(
-    block: Block,
-    space: Space,
-    anchor: Tensors,
-    donor: Tensors,
-    transforms: Mapping[str, Transform],
-    without: Collection[str] = (),
-) -> list[Side]:
-    """Every axis that lives in `space`, the donor's other axes moved by the current transforms.
-
-    Args:
-        block: whose tensors are looked at.
-        space: the space to be matched next.
-        anchor, donor: the block's tensors by key.
-        transforms: transforms of other spaces (this one's, if there, is left out).
-        without: spaces whose tensors are not looked at, because nothing is known of them yet.
-    """
-    result = []
-    for _, part, dim, *pair in views(block, space, anchor, donor, transforms, without):
-        count = len(part.factors)
-        first, second = (x.movedim(tuple(range(dim, dim + count)), tuple(range(count))) for x in pair)
-        a, b = (x.reshape(*x.shape[:count], -1) for x in (first, second))
-        result.append(Side(part.role, a, b))
-    return result
-
-
 def views(
     block: Block,
     space: Space,
@@ -84,10 +61,15 @@ def views(
     donor: Tensors,
     transforms: Mapping[str, Transform],
     without: Collection[str] = (),
-) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
-    """Like `sides`, but with axes in place.
+) -> Iterator[PartView]:
+    """Every axis that lives in `space`, in place, the donor's other axes moved by the current transforms.
 
-    Yields tensor, part, the part's first dimension, and both models' views.
+    Args:
+        block: whose tensors are looked at.
+        space: the space to be matched next.
+        anchor, donor: the block's tensors by key.
+        transforms: transforms of other spaces (this one's, if there, is left out).
+        without: spaces whose tensors are not looked at, because nothing is known of them yet.
     """
     fixed = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
@@ -100,6 +82,17 @@ def views(
             if any(part.space == space for part in axis.parts):
                 views = axis_views(a, b, dim, axis)
                 yield from ((info, part, start, x, y) for part, start, x, y in views if part.space == space)
+
+
+def sides(parts: Iterable[PartView]) -> list[Side]:
+    """The same axes in front of all else, which is one dimension."""
+    result = []
+    for _, part, dim, *pair in parts:
+        count = len(part.factors)
+        first, second = (x.movedim(tuple(range(dim, dim + count)), tuple(range(count))) for x in pair)
+        a, b = (x.reshape(*x.shape[:count], -1) for x in (first, second))
+        result.append(Side(part.role, a, b))
+    return result
 
 
 def axis_views(a: Tensor, b: Tensor, dim: int, axis: Axis) -> Iterator[tuple[Part, int, Tensor, Tensor]]:

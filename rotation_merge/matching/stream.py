@@ -102,6 +102,11 @@ class StreamMeasurement:
         apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms), precise)
         return cls(info.name, a.numel(), _square(a, precise), donor_norm, apart, tuple(products))
 
+    def to(self, device: str | None) -> StreamMeasurement:
+        """The same, its products on a device; None: where they are."""
+        moved = (product._replace(matrix=product.matrix.to(device=device)) for product in self.products)
+        return replace(self, products=tuple(moved))
+
     def plus(self, piece: StreamMeasurement) -> StreamMeasurement:
         """That of this slice of a tensor and of a further one."""
         figures = ("entries", "norm", "donor_norm", "apart")

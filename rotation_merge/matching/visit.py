@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -27,24 +27,6 @@ PROBED = 1 << 16
 """Bytes of a model that are kept from the question on which device it lies."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """What is done with every block: its local spaces are matched under the streams' maps.
-
-    Attributes:
-        streams: transforms of the streams.
-        weights: of tensors by name, for the local spaces; one not named counts as it stands. None: the last match,
-            without weights (`BlockMatch`), instead of the sums that the streams are solved from (`StreamSums`).
-        equal: every tensor has the same say in the sums.
-        precise: products are summed in float64.
-    """
-
-    streams: Transforms
-    weights: Mapping[str, float] | None = None
-    equal: bool = False
-    precise: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class Visits:
     """Two models, read block by block.
@@ -56,8 +38,7 @@ class Visits:
         folded: streams whose norms are folded as blocks are read.
         cached: whether what fits in memory is kept, as the models are read more than once.
         device: where blocks are brought; None: they stay where they are read.
-        home: where sums are brought.
-        known: what plain blocks say of the streams, by their names, and whether precisely: the same in every pass.
+        home: where sums are brought; None: they stay where they are computed.
     """
 
     architecture: Architecture
@@ -68,11 +49,9 @@ class Visits:
     cached: bool = False
     device: str | None = None
     home: str | None = None
-    known: dict[str, tuple[bool, list[StreamMeasurement]]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.architecture, self.anchor, self.donor, self.options, self.folded, self.cached)
-        return Visits, (*arguments, self.device, self.home)
+        return Visits, tuple(getattr(self, field.name) for field in fields(self))
 
     @cached_property
     def _reading(self) -> Lock:
@@ -112,27 +91,34 @@ class Visits:
         matched = wanted_spaces(block, self.options[block.name])
         return block.index is None and not matched and max(sides, default=0) <= 1
 
-    def piece(self, step: Step, item: int) -> StreamSums | BlockMatch:
-        """A step on the block of a number."""
-        block = self.architecture.blocks[item]
-        if step.weights is None:
-            return self._last(step.streams, block)
-        sums = self._plain(step, block) if self.is_plain(block) else self._passed(step, step.weights, block)
-        home = sums.products if self.home is None else {key: x.to(self.home) for key, x in sums.products.items()}
-        return replace(sums, products=home)
+    def piece(self, step: Callable[[Visits, Block], Any], item: int) -> Any:
+        """A step, which is one of the following methods with its arguments, on the block of a number."""
+        return step(self, self.architecture.blocks[item])
 
-    def _plain(self, step: Step, block: Block) -> StreamSums:
-        """The sums of a plain block, which is measured once."""
-        precise, measurements = self.known.get(block.name, (None, []))
-        if precise != step.precise:
-            measurements = list(measured(self._pieces(block), step.streams, step.precise))
-            self.known[block.name] = step.precise, measurements
-        return StreamSums.of(measurements, step.streams, step.equal)
+    def measurements(self, block: Block, streams: Transforms, precise: bool = False) -> list[StreamMeasurement]:
+        """What the tensors of a plain block say of the streams, whatever their maps are.
 
-    def _passed(self, step: Step, weights: Mapping[str, float], block: Block) -> StreamSums:
+        Args:
+            precise: products are summed in float64.
+        """
+        return [tensor.to(self.home) for tensor in measured(self._pieces(block), streams, precise)]
+
+    def sums(
+        self,
+        block: Block,
+        streams: Transforms,
+        weights: Mapping[str, float],
+        equal: bool = False,
+        precise: bool = False,
+    ) -> StreamSums:
         """Match all local spaces under the streams' transforms, and sum what the block says of the streams.
 
         Tensors have the roots of their weights as factors, in place; not those that are stored without an offset.
+
+        Args:
+            weights: of tensors by name, for the local spaces; one not named counts as it stands.
+            equal: every tensor has the same say in the sums.
+            precise: products are summed in float64.
         """
         ((_, anchor, donor),) = self._pieces(block)
         options = self.options[block.name]
@@ -141,12 +127,15 @@ class Visits:
         for tensors in (anchor, donor):
             for key in factors.keys() & tensors.keys():
                 tensors[key] = at_least_float32(tensors[key]) * factors[key] ** 0.5
-        maps = step.streams | match_block(block, anchor, donor, options, step.streams, with_rows=False).transforms
-        sums = StreamSums.of(measured([(block, anchor, donor)], maps, step.precise), maps, step.equal)
+        maps = streams | match_block(block, anchor, donor, options, streams, with_rows=False).transforms
+        sums = StreamSums.of(measured([(block, anchor, donor)], maps, precise), maps, equal)
         applied = {info.name: factors.get(info.key, 1.0) for info in block.tensors}
-        return replace(sums, weights={name: weight * applied[name] for name, weight in sums.weights.items()})
+        of_stored = {name: weight * applied[name] for name, weight in sums.weights.items()}
+        return replace(
+            sums, weights=of_stored, products={key: x.to(device=self.home) for key, x in sums.products.items()}
+        )
 
-    def _last(self, streams: Transforms, block: Block) -> BlockMatch:
+    def match(self, block: Block, streams: Transforms) -> BlockMatch:
         """Match the local spaces without weights under the streams' transforms."""
         result, options = BlockMatch({}, []), self.options[block.name]
         matched = wanted_spaces(block, options)

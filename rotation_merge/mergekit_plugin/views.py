@@ -25,7 +25,7 @@ from rotation_merge.averaging.average import check_finite
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, match_block, named, wanted_spaces
-from rotation_merge.matching.moving import Mover
+from rotation_merge.matching.moving import mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.donors import Donor
@@ -281,7 +281,7 @@ class RecipeViews:
         stored, alignment = self.stored[model], Alignment(self.transforms.get(model, {}), self.folded)
         least = self.recipe.least_dtype if self.folded else None
         if (origin := self.origins.get(model)) is None:
-            return Mover(self.architecture, stored, alignment.transforms, self.folded, least).tensor
+            return mover(self.architecture, stored, alignment.transforms, self.folded, least)
         base, donor = replace(self.base, architecture=self.architecture, tensors=self.anchor), self.donors[model]
         fold = Fold(self.architecture, self.folded, least) if self.folded else None
         tuned = padded_as(stored, origin, self.architecture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.between import LearnedTransforms
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import ROWS, ActivationMatcher
+from rotation_merge.matching.match_on import ROWS, match_on_samples
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.moving import Mover
+from rotation_merge.matching.moving import mover
 from rotation_merge.matching.options import FitConfig
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.run.batches import unlabelled
@@ -94,9 +95,9 @@ def held(x: Tensor) -> Tensor:
 
 def tensors(architecture: Architecture, donor: dict[str, Tensor], alignment: Alignment) -> dict[str, Tensor]:
     """A donor's tensors in the anchor's coordinates, as a view computes them."""
-    mover = Mover(architecture, donor, alignment.transforms, alignment.folded)
-    moved = {info.name: mover.tensor(b, info) for b in architecture.blocks for info in b.tensors}
-    return {name: tensor for name, tensor in moved.items() if tensor is not None}
+    tensor = mover(architecture, donor, alignment.transforms, alignment.folded)
+    moved = {info.name: tensor(b, info, None) for b in architecture.blocks for info in b.tensors}
+    return {name: x for name, x in moved.items() if x is not None}
 
 
 @pytest.mark.slow
@@ -173,7 +174,7 @@ def test_matching_on_samples_and_a_whole_fit(monkeypatch: pytest.MonkeyPatch) ->
     options = AlignConfig(heads="permutation", scaling=False, residual="rotation")
     for how in ("activations", "both"):
         with second_device():
-            matcher = ActivationMatcher(how, lambda: (rows[0], rows[1]))
+            matcher = partial(match_on_samples, how, lambda: (rows[0], rows[1]), None)
             found = matcher(architecture_of(models[0]), anchor, donor, options)
         assert not any(isinstance(x, Far) for x in found.transforms["residual"].tensors().values())
     for module in (module for model in models for module in model.modules()):

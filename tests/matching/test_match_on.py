@@ -16,7 +16,7 @@ from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, pl
 
 import rotation_merge as rm
 from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.match_on import ROWS, ActivationMatcher, centred
+from rotation_merge.matching.match_on import ROWS, centred, match_on_samples
 
 FIRST = {case.family: case for case in reversed(ALL)}
 KINDS = ("bert", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
@@ -72,7 +72,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
         {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}
         for m in (model.state_dict(), other.state_dict())
     ]
-    found = ActivationMatcher("activations", lambda: (rows[0], rows[1]))(architecture, *states, options)
+    found = match_on_samples("activations", lambda: (rows[0], rows[1]), None, architecture, *states, options)
     blank = rm.align(model, other, attention="none", ffn="none", scaling=False)
     close(model.state_dict(), replace(blank, transforms=found.transforms).apply(other).state_dict())
 
