@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -85,12 +84,23 @@ class AlignConfig(GroupOptions):
 
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         """The options of one block."""
-        return self
+        if (of_block := vars(self).get("_of_block")) is None:
+            return self
+        last = len(architecture.layers(block.module)) - 1
+        options: AlignConfig = of_block(block.name, 0.0 if block.index is None else block.index / last if last else 1.0)
+        return options
+
+    def varying(self, of_block: Callable[[str, float], AlignConfig]) -> AlignConfig:
+        """The options with others for each block, by its module path and its place among the layers, from 0 to 1."""
+        return self._with("_of_block", of_block)
 
     def with_residual(self, residual: str) -> AlignConfig:
         """The options with another residual group (or groups by stream)."""
+        return self._with("residual", residual)
+
+    def _with(self, name: str, value: Any) -> AlignConfig:
         options = copy.copy(self)
-        object.__setattr__(options, "residual", residual)
+        object.__setattr__(options, name, value)
         return options
 
 
@@ -159,22 +169,3 @@ class FitConfig(Config):
 
 NOTHING = AlignConfig(attention="none", heads="none", ffn="none", scaling=False)
 """Match no space at all."""
-
-
-class VaryingOptions(AlignConfig):
-    """Options that differ from block to block; its own fields hold for the whole model."""
-
-    def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig]) -> None:
-        """Set options that differ from block to block.
-
-        Args:
-            of: options by a block's module path and its place among the layers, from 0 to 1.
-        """
-        super().__init__(**asdict(whole))
-        object.__setattr__(self, "_of", of)
-
-    def at(self, architecture: Architecture, block: Block) -> AlignConfig:
-        last = len(architecture.layers(block.module)) - 1
-        place = 0.0 if block.index is None else block.index / last if last else 1.0
-        options: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
-        return options

@@ -20,7 +20,7 @@ from rotation_merge.config import FILE, MODEL, Config
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
 from rotation_merge.matching.alignment import opened_file
-from rotation_merge.matching.options import AlignConfig, VaryingOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS, PRESETS, UNMOVED, checked
@@ -140,7 +140,7 @@ class Recipe:
         scopes = filter(None, reader.parameter_sources(donor))
         varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
         whole = self.options(reader, "", donor)
-        return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
+        return whole.varying(lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
 
     def settle_heads(self, models: Iterable[View]) -> None:
         """Settle which tensors every model keeps of its own."""

@@ -9,7 +9,6 @@ import pytest
 from rotation_merge import AlignConfig
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.report import memory as module
 from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.spaces import matched_spaces
@@ -83,5 +82,5 @@ def test_spaces_that_are_matched_and_what_stays() -> None:
     assert half["matched"] == ATTENTION + FFN
     unmatched = [(line["space"], line["blocks"]) for line in half["lines"] if line["group"] == "not matched"]
     assert unmatched == [("attn", "layers 0-0"), ("ffn", "layers 0-0")]
-    varying = VaryingOptions(AlignConfig(), lambda name, place: AlignConfig(attention="none" if place else "rotation"))
+    varying = AlignConfig().varying(lambda name, place: AlignConfig(attention="none" if place else "rotation"))
     assert spaces(varying)["matched"] == ATTENTION + 2 * FFN
