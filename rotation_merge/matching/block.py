@@ -130,16 +130,12 @@ def match_block(
 
     Args:
         block: the anchor's block (the donor's has the same spaces).
-        anchor, donor: tensors of the block by key.
+        anchor, donor: tensors of the block by key (`checked`).
         options: which groups to use.
         streams: transforms of the residual streams, under which the donor is looked at.
         with_rows: whether the report's rows are given, too; with them a move that rounding would undo is left out.
-
-    Raises:
-        AlignmentError: as of `checked`.
     """
     spaces = wanted_spaces(block, options)
-    anchor, donor = checked(block, anchor, donor)
     matching = _Matching(block, compared(block, anchor), compared(block, donor), options, streams or {})
     seconds = list[float]()
     for place, space in enumerate(spaces):

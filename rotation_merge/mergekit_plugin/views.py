@@ -24,7 +24,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.averaging.average import check_finite
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import BlockMatch, match_block, named, wanted_spaces
+from rotation_merge.matching.block import BlockMatch, checked, match_block, named, wanted_spaces
 from rotation_merge.matching.moving import mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
@@ -254,7 +254,7 @@ class RecipeViews:
         def match(device: torch.device | None) -> BlockMatch:
             blocks = read_block(part, anchor), read_block(part, donor)
             with named(str(self.recipe.base), name):
-                return match_block(out.anchor, *blocks, options, on_device(streams(), device))
+                return match_block(out.anchor, *checked(out.anchor, *blocks), options, on_device(streams(), device))
 
         tensors = [tensor for info in out.block.tensors for tensor in info.names]
         weights = sum(math.prod(anchor.shapes.get(tensor, (0,))) for tensor in tensors)

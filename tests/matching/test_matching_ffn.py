@@ -17,7 +17,7 @@ from rotation_merge.architecture.model import Architecture, Block, Space, Tensor
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale, cost
-from rotation_merge.matching.block import STILL, compared, match_block, squared_distances
+from rotation_merge.matching.block import STILL, checked, compared, match_block, squared_distances
 from rotation_merge.matching.neurons import Neurons, match_experts, match_ffn, proven_order
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_tensor
@@ -302,4 +302,4 @@ def test_bad_values_are_named(bad: float, whose: str, dtype: torch.dtype) -> Non
     assert match_block(block, *models.values(), AlignConfig()).transforms
     next(x for key, x in models[whose].items() if "up_proj" in key)[3, 3] = bad
     with pytest.raises(RotationMergeError, match=rf"up_proj.weight' of the {whose} holds NaN"):
-        match_block(block, *models.values(), AlignConfig())
+        checked(block, *models.values())

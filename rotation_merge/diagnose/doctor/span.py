@@ -15,7 +15,7 @@ from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.diagnose.doctor.case import Case, Cause
 from rotation_merge.diagnose.doctor.parents import Parent, parents_of
 from rotation_merge.errors import AlignmentError, RotationMergeError, named
-from rotation_merge.matching.block import match_block
+from rotation_merge.matching.block import checked, match_block
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.model.apply import read_tensor, transform_tensor
@@ -138,7 +138,7 @@ def _in_order(merged: View, parents: Sequence[Parent], compared: Comparisons) ->
         means = {key: torch.stack(stored).mean(0) for key, (_, stored) in pairs.items()}
         ours = {key: tensor for key, (tensor, _) in pairs.items()}
         with suppress(AlignmentError):  # of numbers too large for matching, which stay in their order
-            transforms = match_block(block, means, ours, ORDERS, with_rows=False).transforms
+            transforms = match_block(block, *checked(block, means, ours), ORDERS, with_rows=False).transforms
             moved = {i.key: transform_tensor(ours[i.key], i, transforms) for i in block.tensors if i.key in ours}
             ordered = _of_block(block, {key: (tensor, pairs[key][1]) for key, tensor in moved.items()})
             compared = [*(tensor for tensor in compared if tensor.layer != block.name), *ordered]
