@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,6 @@ from rotation_merge.matching.neurons import match_experts, match_ffn
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
 from rotation_merge.record import SpaceRow
-from rotation_merge.run.ledger import Ledger
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
 
@@ -55,15 +54,6 @@ class BlockMatch:
         """The match of this and of a further part."""
         first, second, third = (a + b for a, b in zip(self.whole, part.whole, strict=True))
         return BlockMatch(self.transforms | part.transforms, self.rows + part.rows, (first, second, third))
-
-    @classmethod
-    def once(cls, ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
-        """A match of an earlier run, or computed now."""
-        known: BlockMatch | None = ledger.get(name)
-        if known is None:
-            known = match()
-            ledger.keep(name, lambda: known)
-        return known
 
 
 # so that an interrupted run reads them again

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import groupby
 from typing import NamedTuple
 
@@ -140,12 +141,11 @@ def measured(
     )
     alike = ((info, a, b) for info, a, b in present if a.shape == b.shape)
     for _, slices in groupby(alike, key=lambda piece: piece[0].key):
-        whole: StreamMeasurement | None = None
-        for info, entries, a, b in _centred(slices):
-            part = replace(StreamMeasurement.of(info, a, b, transforms, precise), entries=entries)
-            whole = part if whole is None else whole.plus(part)
-        assert whole is not None
-        yield whole
+        parts = (
+            replace(StreamMeasurement.of(info, a, b, transforms, precise), entries=entries)
+            for info, entries, a, b in _centred(slices)
+        )
+        yield reduce(StreamMeasurement.plus, parts)
 
 
 def _centred(

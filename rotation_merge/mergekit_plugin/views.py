@@ -98,7 +98,11 @@ class BlockMatches:
         return on_device(self._transforms[job.key], device)
 
     def _match(self, job: BlockJob, device: torch.device | None = None) -> BlockMatch:
-        return BlockMatch.once(self.run.ledger, job.key, lambda: job.match(device))
+        known: BlockMatch | None = self.run.ledger.get(job.key)
+        match = known or job.match(device)
+        if known is None:
+            self.run.ledger.keep(job.key, lambda: match)
+        return match
 
     def _matched_ahead(self) -> Generator[tuple[BlockJob, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""

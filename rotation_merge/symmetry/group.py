@@ -189,14 +189,10 @@ class Monomials:
         if not self.permutes:
             return replace(self.identity(*stats.donor[0].shape), factor=factor[:, numbers].double().cpu())
         gain = -cost(factor, primal, dual, p, q, self.degree) if self.scaled else 2 * (p + q) * factor
-        index = torch.stack([self._order(m) for m in (gain if stats.follow is None else gain + 2 * stats.follow)])
+        gain, first = gain if stats.follow is None else gain + 2 * stats.follow, self.first or 0
+        index = torch.stack([torch.cat([torch.arange(first), assign(m[first:, first:]) + first]) for m in gain])
         picked = factor.gather(2, index.to(factor.device)[..., None])[..., 0]
         return Monomial(index, picked.double().cpu(), self.degree)
-
-    def _order(self, gain: Tensor) -> Tensor:
-        """The best order of the coordinates that may change places, for gains (d, d)."""
-        first = self.first or 0
-        return torch.cat([torch.arange(first), assign(gain[first:, first:]) + first])
 
     def value(self, stats: Stats) -> Tensor:
         """The gains of the best elements, (N,), or of ones that are nearly the best: enough to choose pairs by."""
