@@ -207,9 +207,7 @@ class HeadPart:
                 result[:, blocks[:, :, None], blocks[:, None, :]] = picked.sum(1, dtype=torch.float64)
             products.append(result)
         anchor, donor = self.squares[0][:, i], self.squares[1][:, pairing.donor.to(self.device)]
-        follow, follow_norms = (products[2], donor[2]) if len(products) > 2 else (None, None)
-        norms = (donor[0], donor[1]), (anchor[0], anchor[1])
-        return Stats(products[0], products[1], *norms, follow, follow_norms, self.rounding, turns)
+        return Stats(tuple(products), (*donor,), (*anchor,), self.rounding, turns)
 
     def inner(self, pairing: Pairing) -> list[Tensor]:
         """Products of every query head with every other, of N pairs of groups, (N, r, r, k, s, s) for each size."""

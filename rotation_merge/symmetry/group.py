@@ -43,29 +43,24 @@ class Stats:
     with P the primal side (keys, values), D the dual one (queries, outputs), A anchor and B donor.
 
     Attributes:
-        primal, dual: A B^T of either side, (N, d, d).
-        donor: squared norms of the donor's coordinates on either side, (N, d) each.
-        anchor: the same of the anchor.
-        follow: A B^T, (N, d, d), of tensors that are permuted with the coordinates and neither scaled nor turned.
-        follow_norms: the donor's squared norms there, (N, d).
+        products: A B^T of the primal and of the dual side, (N, d, d); third, if there are any, of tensors that are
+            permuted with the coordinates and neither scaled nor turned.
+        donor, anchor: squared norms of the coordinates on each of these, (N, d).
         rounding: relative rounding of the products.
         turns: how often map and scale take turns at most, where both are free.
     """
 
-    primal: Tensor
-    dual: Tensor
-    donor: tuple[Tensor, Tensor]
-    anchor: tuple[Tensor, Tensor]
-    follow: Tensor | None = None
-    follow_norms: Tensor | None = None
+    products: tuple[Tensor, ...]
+    donor: tuple[Tensor, ...]
+    anchor: tuple[Tensor, ...]
     rounding: float = RANK_TOLERANCE
     turns: int = 60
 
     @classmethod
     def of_products(cls, products: Tensor, gains: Tensor) -> Stats:
         """Of one side whose maps keep norms, as a stream's: products of its axes and of gains, (N, d, d) each."""
-        nothing = torch.zeros_like(products[:, 0])
-        return cls(products, torch.zeros_like(products), (nothing, nothing), (nothing, nothing), gains, nothing)
+        nothing = (torch.zeros_like(products[:, 0]),) * 3
+        return cls((products, torch.zeros_like(products), gains), nothing, nothing)
 
     def balanced(self, groups: Tensor) -> Tensor:
         """The scales that give the donor the anchor's ratio of primal to dual norm, 1 where a side is zero.
@@ -76,42 +71,32 @@ class Stats:
         Returns:
             (N, number of groups).
         """
-        sums = [summed(x, groups) for x in (*self.donor, *self.anchor)]
+        sums = [summed(x, groups) for x in (*self.donor[:2], *self.anchor[:2])]
         ratio = (sums[1] * sums[2]) / (sums[0] * sums[3])
         return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio)) ** 0.25
 
     def part(self, dims: slice) -> Stats:
         """The statistics of some of the coordinates."""
-        donor, anchor = ((x[0][:, dims], x[1][:, dims]) for x in (self.donor, self.anchor))
-        return replace(
-            self, primal=self.primal[:, dims, dims], dual=self.dual[:, dims, dims], donor=donor, anchor=anchor
-        )
+        donor, anchor = (tuple(norms[:, dims] for norms in of_model) for of_model in (self.donor, self.anchor))
+        return replace(self, products=tuple(m[:, dims, dims] for m in self.products), donor=donor, anchor=anchor)
 
     def gain(self, element: Monomial | Linear) -> Tensor:
         """The gain of one element for each pair, (N,)."""
-        total = torch.zeros_like(self.primal[:, 0, 0])
-        sides = (element.matrices(), self.primal), (element.powered().matrices(dual=True), self.dual)
-        for (maps, products), norms in zip(sides, self.donor, strict=True):
-            maps = maps.to(products)
+        total = torch.zeros_like(self.products[0][:, 0, 0])
+        sides = (element, False), (element.powered(), True), (element.order(), False)
+        for (side, dual), products, norms in zip(sides, self.products, self.donor, strict=False):
+            maps = side.matrices(dual).to(products)
             total = total + 2 * (maps * products).sum((1, 2)) - (maps.square().sum(1) * norms).sum(1)
-        if self.follow is None or self.follow_norms is None:
-            return total
-        return (
-            total
-            + 2 * (element.order().matrices().to(self.follow) * self.follow).sum((1, 2))
-            - self.follow_norms.sum(1)
-        )
+        return total
 
     def of_equals(self, equal: Tensor) -> Stats:
         """The same with exact statistics where both models are equal, (N,): nothing moves there."""
         if not bool(equal.any()):
             return self
-        primal, dual = (
-            torch.where(equal[:, None, None], torch.diag_embed(norms), m)
-            for norms, m in zip(self.anchor, (self.primal, self.dual), strict=True)
-        )
-        donor = tuple(torch.where(equal[:, None], a, b) for a, b in zip(self.anchor, self.donor, strict=True))
-        return replace(self, primal=primal, dual=dual, donor=(donor[0], donor[1]))
+        pairs = zip(self.anchor, self.products, strict=True)
+        products = (torch.where(equal[:, None, None], torch.diag_embed(norms), m) for norms, m in pairs)
+        donor = (torch.where(equal[:, None], a, b) for a, b in zip(self.anchor, self.donor, strict=True))
+        return replace(self, products=tuple(products), donor=tuple(donor))
 
 
 @dataclass(frozen=True)
@@ -177,11 +162,12 @@ class Monomials:
 
         Assignment over the gains of pairs of coordinates, each with its best sign or factor.
         """
-        p, q, primal, dual = stats.primal, stats.dual, *(norm[:, None] for norm in stats.donor)
+        p, q = stats.products[:2]
+        primal, dual = (norm[:, None] for norm in stats.donor[:2])
         numbers = self.blocks(p.shape[-1]).to(p.device)
         if not self.permutes:
             p, q = (summed(m.diagonal(dim1=1, dim2=2), numbers) for m in (p, q))
-            primal, dual = (summed(norm, numbers) for norm in stats.donor)
+            primal, dual = (summed(norm, numbers) for norm in stats.donor[:2])
         if self.scaled:
             factor = best_scale(primal, dual, p, q, self.signed, self.degree)
         else:
@@ -189,7 +175,7 @@ class Monomials:
         if not self.permutes:
             return replace(self.identity(*stats.donor[0].shape), factor=factor[:, numbers].double().cpu())
         gain = -cost(factor, primal, dual, p, q, self.degree) if self.scaled else 2 * (p + q) * factor
-        gain, first = gain if stats.follow is None else gain + 2 * stats.follow, self.first or 0
+        gain, first = sum((2 * m for m in stats.products[2:]), gain), self.first or 0
         index = torch.stack([torch.cat([torch.arange(first), assign(m[first:, first:]) + first]) for m in gain])
         picked = factor.gather(2, index.to(factor.device)[..., None])[..., 0]
         return Monomial(index, picked.double().cpu(), self.degree)
@@ -257,7 +243,7 @@ class Rotations:
 
         Source: ICML 2025 paper, section 4.2; jointly: its appendix D.
         """
-        primal, dual = self._inside(stats.primal), self._inside(stats.dual)
+        primal, dual = map(self._inside, stats.products[:2])
         norms, scale = self._balance(stats, primal.shape[1])
         for _ in range(stats.turns if self.scaled else 1):
             turn = self._best(scale * primal + dual / scale, stats.rounding)
@@ -271,7 +257,7 @@ class Rotations:
 
     def _balance(self, stats: Stats, count: int) -> tuple[list[Tensor], Tensor]:
         """The donor's squared norms on both sides, and the scale that the turns begin at, (N, k, 1, 1) each."""
-        blocks = self.blocks(stats.primal.shape[-1])
+        blocks = self.blocks(stats.donor[0].shape[-1])
         norms = [summed(x, blocks)[:, :count, None, None] for x in stats.donor]
         balanced = self.scaled and not self.sequential
         return norms, stats.balanced(blocks)[:, :count, None, None] if balanced else torch.ones_like(norms[0])
@@ -297,7 +283,8 @@ class Rotations:
         if self.fixes_ones:
             return stats.gain(self.solve(stats))
         norms, scale = self._balance(stats, 1)
-        best = nuclear_norm((scale * stats.primal[:, None] + stats.dual[:, None] / scale)[:, 0])
+        primal, dual = map(self._inside, stats.products[:2])
+        best = nuclear_norm((scale * primal + dual / scale)[:, 0])
         return 2 * best - (scale**2 * norms[0] + norms[1] / scale**2).flatten()
 
     def project(self, element: Any) -> Linear:
@@ -363,7 +350,7 @@ class Planar(Rotations):
 
     def _whole(self, maps: Tensor, stats: Stats) -> Linear:
         unturned = self.unturned.solve(stats.part(self._rest)).matrix if self.unturned else None
-        return Linear(self._joined(maps, stats.primal.shape[-1], unturned))
+        return Linear(self._joined(maps, stats.donor[0].shape[-1], unturned))
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Linear:
         angle = (torch.rand(batch, len(self.pairs[0]), dtype=torch.float64, generator=generator) * 2 - 1) * math.pi

@@ -150,8 +150,7 @@ def test_elements_and_statistics(group: Group) -> None:
             assert isinstance(element.act(x, 0, 1, dual=True), Far)
         assert far.is_identity() == near.is_identity()
         stats = Pair.random().stats
-        sides = [(Far(a), Far(b)) for a, b in (stats.donor, stats.anchor)]
-        there = Stats(Far(stats.primal), Far(stats.dual), *sides)
+        there = Stats(*(tuple(map(Far, of_sides)) for of_sides in (stats.products, stats.donor, stats.anchor)))
         best = group.solve(there)
         assert not any(isinstance(tensor, Far) for tensor in tensors_of(best).values())
         torch.testing.assert_close(best.matrices(), group.solve(stats).matrices())

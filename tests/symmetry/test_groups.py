@@ -131,8 +131,7 @@ class Pair:
     def stats(self) -> Stats:
         products = [torch.einsum("nrdm,nrem->nde", a, b) for a, b in zip(self.anchor, self.donor, strict=True)]
         anchor, donor = ([x.square().sum((1, 3)) for x in model] for model in (self.anchor, self.donor))
-        follow = {"follow": products[2], "follow_norms": donor[2]} if len(products) > 2 else {}
-        return Stats(products[0], products[1], (donor[0], donor[1]), (anchor[0], anchor[1]), **follow)  # type: ignore[arg-type]
+        return Stats(tuple(products), tuple(donor), tuple(anchor))
 
     def gain(self, element: Element) -> Tensor:
         """What an element takes off the squared distance, but for a constant, by applying it."""
@@ -185,7 +184,7 @@ def test_equal_models_and_ties_get_the_identity(group: Group) -> None:
         x[1, :, 2:4] = 0
         x[2] = 0
     nothing, still = torch.zeros(N, D, dtype=torch.float64), group.identity(N, D)
-    unknown = Stats(torch.zeros(N, D, D).double(), torch.zeros(N, D, D).double(), (nothing,) * 2, (nothing,) * 2)
+    unknown = Stats((torch.zeros(N, D, D).double(),) * 2, (nothing,) * 2, (nothing,) * 2)
     for stats in (Pair(pair.anchor, pair.anchor).stats, unknown):
         assert torch.equal(group.solve(stats).matrices(), still.matrices())
     stats = Pair.random().stats
@@ -199,7 +198,7 @@ def test_signed_scaled_orders_against_brute_force() -> None:
     pair, group = Pair.random(), Monomials(0, signed=True, scaled=True)
     grid = torch.linspace(-4, 4, 2001, dtype=torch.float64).exp()
     grid = torch.cat([grid, -grid])[:, None, None, None]
-    (p, d), (m, w) = pair.stats.donor, (pair.stats.primal, pair.stats.dual)
+    (p, d), (m, w) = pair.stats.donor, pair.stats.products
     gain = (2 * grid * m - grid**2 * p[:, None] + 2 * w / grid - d[:, None] / grid**2).amax(0)
     orders = torch.tensor(list(itertools.permutations(range(D))))
     best = gain[:, torch.arange(D), orders].sum(-1).amax(1)
@@ -220,8 +219,8 @@ def test_map_and_scale_in_turn_find_what_a_search_finds(spread: float) -> None:
         for k in (0, 9)
     )
     donor, anchor = ((x[0].square().sum(-1), x[1].square().sum(-1)) for x in (b, a))
-    stats = Stats(a[0] @ b[0].mT, a[1] @ b[1].mT, donor, anchor)
-    p, q = (torch.einsum("kij,nij->nk", maps, m)[..., None] for m in (stats.primal, stats.dual))
+    stats = Stats((a[0] @ b[0].mT, a[1] @ b[1].mT), donor, anchor)
+    p, q = (torch.einsum("kij,nij->nk", maps, m)[..., None] for m in stats.products)
     norms = [x.sum(-1)[:, None, None] for x in stats.donor]
     best = (2 * scale * p + 2 * q / scale - scale**2 * norms[0] - norms[1] / scale**2).flatten(1).amax(1)
     solved = [group.solve(stats) for group in (Rotations(True), Rotations(), Rotations(True, sequential=True))]
