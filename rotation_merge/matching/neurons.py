@@ -14,7 +14,7 @@ of its neurons changes. The order is kept if the matched neurons then lie nearer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import cast
 
@@ -29,6 +29,7 @@ from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
 from rotation_merge.symmetry.group import Monomials
 
+ROLES = ("in", "gate", "out")
 ENTRIES = 1 << 19
 """Entries of a sketch's products that are looked at together."""
 ROWS = 1 << 22
@@ -45,32 +46,30 @@ WIDTH = 32
 
 @dataclass(frozen=True)
 class Neurons:
-    """The sides of one FFN (or expert) by role, and the group of its neurons.
+    """The sides of one FFN (or expert), and the group of its neurons.
 
     Attributes:
-        ins, gates, outs: (n, m) each: rows into the neurons, gate rows, columns out of them.
+        sides: rows into the neurons, gate rows, and columns out of them, (n, m) each.
     """
 
-    ins: Pairs
-    gates: Pairs
-    outs: Pairs
+    sides: tuple[Pairs, ...]
     group: Monomials
 
     @classmethod
     def of(cls, space: Space, by_role: Mapping[str, Pairs], options: GroupOptions) -> Neurons:
         """The sides of an FFN or of one expert, with what its activation and the options admit."""
         group = cast(Monomials, admitted(space, options).groups["neurons"][0])
-        return cls(by_role["in"], by_role["gate"], by_role["out"], group)
+        return cls(tuple(by_role[role] for role in ROLES), group)
 
     @property
     def pairs(self) -> Pairs:
         """All sides."""
-        return [*self.ins, *self.gates, *self.outs]
+        return [pair for pairs in self.sides for pair in pairs]
 
     @property
     def unscaled(self) -> Pairs:
         """The sides that no rescaling touches."""
-        return self.gates if self.group.scaled else self.pairs
+        return self.sides[1] if self.group.scaled else self.pairs
 
     @property
     def size(self) -> int:
@@ -84,15 +83,13 @@ class Neurons:
 
     def reordered(self, index: Tensor) -> Neurons:
         """The donor's neurons in another order (a copy)."""
-        every = self.ins, self.gates, self.outs
-        ins, gates, outs = ([(a, b[index.to(b.device)]) for a, b in pairs] for pairs in every)
-        return Neurons(ins, gates, outs, self.group)
+        return replace(self, sides=tuple([(a, b[index.to(b.device)]) for a, b in pairs] for pairs in self.sides))
 
     @cached_property
     def squares(self) -> Tensor:
         """Squared norms of anchor and donor and their squared distance, of ins, gates and outs, float64 (3, 3, n)."""
         total = torch.zeros(3, 3, self.size, dtype=torch.float64, device=self.pairs[0][0].device)
-        for side, pairs in enumerate((self.ins, self.gates, self.outs)):
+        for side, pairs in enumerate(self.sides):
             for pair in pairs:
                 total[side] += row_squares(*pair)
         return total
@@ -125,11 +122,9 @@ class Neurons:
         balance = torch.where((ins > 0) & (outs > 0), outs / ins, 1.0)
         balance = balance.pow(0.5 / (1 + self.group.degree) if self.group.scaled else 0.0)
         first, second = (scale.to(result)[:, None] for scale in balance)
-        weighted = (
-            (self.ins, first, second),
-            (self.outs, first**power, second**power),
-            (self.gates, torch.ones_like(first), torch.ones_like(second)),
-        )
+        ones, (rows_in, gates, columns_out) = torch.ones_like(first), self.sides
+        weighted: list[tuple[Pairs, Tensor, Tensor]]
+        weighted = [(rows_in, first, second), (columns_out, first**power, second**power), (gates, ones, ones)]
         donor = [[b.to(result, copy=True).mul_(t) for _, b in pairs] for pairs, _, t in weighted]
         for rows in torch.arange(n).split(max(1, ROWS // n)):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -144,7 +139,7 @@ class Neurons:
 
 def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
     """Order and rescaling of one FFN's neurons."""
-    by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ("in", "gate", "out")}
+    by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ROLES}
     neurons = Neurons.of(space, by_role, options)
     element, after = match_neurons(neurons)
     anchor, _, before = neurons.squares.sum((0, 2)).tolist()
@@ -219,7 +214,7 @@ def match_experts(
     A tensor with a neuron axis counts its experts on dimension 0; one without is the router's.
     """
     count, router = space.sizes["count"], list[tuple[Tensor, Tensor]]()
-    stacks: dict[str, Pairs] = {"in": [], "gate": [], "out": []}
+    stacks: dict[str, Pairs] = {role: [] for role in ROLES}
     for info, part, dim, *pair in views(block, space, anchor, donor, transforms):
         if part.role != "index":
             # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
