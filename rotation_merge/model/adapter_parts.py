@@ -260,7 +260,7 @@ def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
             _apply(adapter, part, number, tensor)
         return tensor
 
-    return base.map(changed, dtypes={**base.dtypes, **wide})
+    return base.tensors.map(changed, dtypes={**base.dtypes, **wide})
 
 
 def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> None:
