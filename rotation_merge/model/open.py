@@ -95,9 +95,11 @@ def open_model(
 def _in_memory(
     name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
 ) -> View:
-    if odd := [f"'{key}' is of type {type(x).__name__}" for key, x in state.items() if not isinstance(x, Tensor)]:
-        remedy = "give a pair (state dict, config), with tensors of torch"
-        raise CheckpointError(f"entry {odd[0]} in its state dict", where=name, remedy=remedy)
+    for key, value in state.items():
+        layout = value.layout if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+        if layout is not torch.strided or not isinstance(key, str):
+            remedy = "give a pair (state dict, config), with dense tensors of torch by their names"
+            raise CheckpointError(f"entry '{key}' is {layout} in its state dict", where=name, remedy=remedy)
     tensors = as_tensors(dict(state), name)
     kinds = {key: str(dtype).removeprefix("torch.") for key, dtype in tensors.dtypes.items()}
     check_classes(config, name)

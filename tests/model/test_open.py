@@ -83,6 +83,12 @@ def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, view[name].bfloat16()) for name, tensor in written.items())
 
 
+@pytest.mark.parametrize("entry", [{"x": torch.ones(2, 2).to_sparse()}, {1: torch.ones(2)}, {"x": [1.0]}])
+def test_entries_of_a_state_dict_that_are_no_tensors_by_name(entry: dict[Any, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"entry '{next(iter(entry))}' is .* in its state dict; give a pair"):
+        open_model(({**llama().state_dict(), **entry}, LLAMA))
+
+
 @pytest.mark.parametrize(
     ("entry", "value"), [("architectures", 1), ("architectures", [1]), ("architectures", "x"), ("text_config", 1)]
 )
