@@ -126,6 +126,12 @@ def test_files_and_targets_in_blocks(page: Path) -> None:
                 assert all((ROOT / word).exists() for word in words[1:] if word.endswith(".py")), line
 
 
+def test_what_ci_runs_is_there() -> None:
+    for file in (".ci/run", "Makefile"):
+        named = re.findall(r"(?:tests|docs|benchmarks)/[\w/]+\.py", (ROOT / file).read_text("utf-8"))
+        assert [path for path in named if not (ROOT / path).exists()] == [], file
+
+
 def test_every_public_name_is_in_the_api_page() -> None:
     shown = re.findall(r"^::: rotation_merge\.(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(shown) == sorted(rotation_merge.__all__)
