@@ -35,7 +35,7 @@ _PRODUCTS = {
 """Functions that multiply activations by a weight, and the place of the activations among their arguments."""
 
 
-Report = Callable[[str, int | None, Tensor, Tensor], None]
+Recorder = Callable[[str, int | None, Tensor, Tensor], None]
 """Takes a map's name, its expert (None: it is no expert's), its inputs (..., inputs), and its outputs (..., outputs)
 after a layer scale."""
 
@@ -88,9 +88,9 @@ class WatchedBlocks:
         self.axes.update(self.new_axes)
         return block
 
-    def run(self, report: Report) -> None:
+    def run(self, recorder: Recorder) -> None:
         """Run every batch through the present block, and record its outputs for the next ones."""
-        with Products(self, report):
+        with Products(self, recorder):
             for batch in range(len(self.runner.batches)):
                 self.runner.run(batch, record=True)
 
@@ -138,9 +138,9 @@ def _unused(axis: str, known: Collection[str]) -> str:
 class Products(TorchFunctionMode):
     """Reports, within a block, products with the weights of maps that are in memory."""
 
-    def __init__(self, blocks: WatchedBlocks, report: Report) -> None:
+    def __init__(self, blocks: WatchedBlocks, recorder: Recorder) -> None:
         super().__init__()
-        self.blocks, self.report = blocks, report
+        self.blocks, self.recorder = blocks, recorder
         self.weights: dict[int, tuple[str, int | None]] = {}  # map and expert by the place in memory
         stored = blocks.runner.model.state_dict()
         for name, linear in blocks.maps.items():
@@ -164,8 +164,8 @@ class Products(TorchFunctionMode):
         scale = self.blocks.scales.get(name)
         y = y if scale is None else y * self.blocks.runner.model.get_parameter(scale)
         if weight.ndim < 3:
-            self.report(name, expert, x, y)
+            self.recorder(name, expert, x, y)
             return
         for number, (rows, outputs) in enumerate(zip(x, y, strict=True)):
             routed = rows.detach().abs().amax(-1).nonzero()[:, 0]
-            self.report(name, number, rows[routed], outputs[routed])
+            self.recorder(name, number, rows[routed], outputs[routed])

@@ -106,14 +106,18 @@ class BlockHooks:
             note(key, output)
             return output
 
+        def on_norm(place: str, _: nn.Module, arguments: Any) -> None:
+            note(place, arguments[0])
+
+        def on_layer(_: nn.Module, __: Any, output: Any) -> None:
+            note(LAYER, next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor)))
+
         with ExitStack() as hooks:
             for key in self.modules.keys() & seen:
                 hooks.enter_context(self.modules[key].register_forward_hook(partial(on_map, key)))
             for place in self.places.keys() & seen:
-                on_norm = lambda _, arguments, place=place: note(place, arguments[0])  # noqa: E731
-                hooks.enter_context(self.places[place].register_forward_pre_hook(on_norm))
+                hooks.enter_context(self.places[place].register_forward_pre_hook(partial(on_norm, place)))
             if self.layer is not None and LAYER in seen:
-                on_layer = lambda _, __, output: note(LAYER, _first_tensor(output))  # noqa: E731
                 hooks.enter_context(self.layer.register_forward_hook(on_layer))
             self.runner.run(batch, record)
         return activations
@@ -122,10 +126,6 @@ class BlockHooks:
         """Outputs of maps and the stream at places, by name; of a layer the outputs are recorded for the next ones."""
         activations = self.see(batch, names, record=self.layer is not None)
         return {name: activations.rows(name) for name in activations.values}
-
-
-def _first_tensor(output: Any) -> Tensor:
-    return next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True)
