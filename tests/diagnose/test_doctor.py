@@ -206,14 +206,3 @@ def test_a_parent_by_two_paths_is_one_model(monkeypatch: pytest.MonkeyPatch, tmp
     path = write_recipe(recipe(*pair), tmp_path / "recipe.yml")
     monkeypatch.chdir(CHECKPOINTS)
     assert open_case(str(path), ["llama-0"]).parents == ("llama-0", pair[1])
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("models: []\n", "names no merge_method"), ("merge_method: [\n", "not valid YAML"), (None, "no such file")],
-)
-def test_bad_input_is_one_line(text: str | None, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yml"
-    if text is not None:
-        path.write_text(text)
-    assert said in output_of("doctor", path, code=2)

@@ -128,6 +128,8 @@ LINES = [
     call("doctor empty", "config.json is missing", spoil=lambda bench: Path("empty").mkdir()),
     *(call(f"doctor {name}", "names no merge_method") for name in ("file", "list.yml")),
     call("doctor none.yml", "none.yml"),
+    call("doctor half.yml", "not valid YAML"),
+    call("doctor absent.yml", "absent.yml: no such file"),
     call("doctor bytes.yml", "bytes.yml: is not a text file"),
     call("push anchor a/b/c", "names no repository"),
     call("push anchor org/name", "anchor/rotation_merge.json: no such file"),
