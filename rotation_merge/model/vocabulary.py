@@ -258,7 +258,7 @@ def in_slices(
     """Computes a tensor of a block, in slices of a long vocabulary, each rounded at once to save memory.
 
     Args:
-        sources: that it is computed from; none: in one piece.
+        sources: that it is computed from, which keep what is read of them; none: in one piece.
         dtype: of the result.
         make: gets the sources with a slice of the vocabulary; None: the whole tensor is wanted.
     """
@@ -266,9 +266,8 @@ def in_slices(
     slices = vocabulary_slices(info, [tensor.shape for tensor in stored])
     if not slices:
         return make(None).to(dtype).contiguous()
-    axes, parts = vocabulary_axes(block.tensors), [stored_tensors(block, source) for source in sources]
-    result = torch.empty(stored[0].shape, dtype=dtype, device=stored[0].device)
+    axes, result = vocabulary_axes(block.tensors), torch.empty(stored[0].shape, dtype=dtype, device=stored[0].device)
     for rows in slices:
         place = result.narrow(info.vocabulary_axis or 0, rows.start, rows.stop - rows.start)
-        place.copy_(make([with_rows(part, axes, rows) for part in parts]))
+        place.copy_(make([with_rows(source, axes, rows) for source in sources]))
     return result
