@@ -1,7 +1,7 @@
 """Align transformers by their symmetries, then merge them with mergekit.
 
 Importing the package registers the merge method `rotation_merge` with mergekit (once) and is otherwise cheap: the
-public names below are those of `rotation_merge.api`, which is loaded when one is first used.
+public names below are loaded with their modules when one is first used.
 """
 
 from rotation_merge.mergekit_plugin.hooks import install
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from rotation_merge.averaging.polish import PolishConfig
     from rotation_merge.carrying.config import TransferConfig
     from rotation_merge.carrying.delta import Delta
+    from rotation_merge.cli.check import check
+    from rotation_merge.cli.demo import demo
+    from rotation_merge.cli.doctor import doctor
+    from rotation_merge.cli.inspect import inspect
+    from rotation_merge.cli.push import push
+    from rotation_merge.cli.verify import verify
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.matching.alignment import Alignment
     from rotation_merge.matching.fit import fit
@@ -29,40 +35,50 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Alignment",
-    "FitConfig",
     "AdapterMergeConfig",
     "AlignConfig",
+    "Alignment",
     "BarrierConfig",
+    "Delta",
     "EvaluateConfig",
+    "FitConfig",
     "MeasureConfig",
     "MergeConfig",
     "PolishConfig",
     "RefitConfig",
     "RotationMergeError",
     "Statistics",
-    "Delta",
     "TransferConfig",
     "View",
     "align",
     "average",
     "barrier",
+    "check",
+    "demo",
+    "doctor",
     "evaluate",
+    "fit",
+    "inspect",
     "measure",
     "merge",
-    "polish",
-    "refit",
-    "fit",
     "merge_adapters",
+    "polish",
+    "push",
+    "refit",
     "transfer",
+    "verify",
 ]
+
+COMMANDS = ("check", "demo", "doctor", "inspect", "push", "verify")
+"""Functions that give what the command of the same name prints."""
 
 
 def __getattr__(name: str) -> "Any":
     if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module("rotation_merge.api"), name)
+        home = f"rotation_merge.cli.{name}" if name in COMMANDS else "rotation_merge.api"
+        return getattr(import_module(home), name)
     raise AttributeError(f"module 'rotation_merge' has no attribute '{name}'")
 
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from rotation_merge.averaging.config import AdapterMergeConfig as AdapterMergeConfig
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.lora import merge_adapters as merge_adapters
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.parameters import numbers_for
-from rotation_merge.averaging.polish import PolishConfig
+from rotation_merge.averaging.polish import PolishConfig, PolishReport
 from rotation_merge.averaging.polish_models import polished
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta as Delta
-from rotation_merge.carrying.transfer import carried
+from rotation_merge.carrying.transfer import carried, carry
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.errors import RotationMergeError as RotationMergeError
-from rotation_merge.files import FOLDER, Input, Output, Store, TemporaryFolder, check_output
+from rotation_merge.files import DATA, FOLDER, Input, Output, Store, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit as fit
@@ -31,27 +34,35 @@ from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.matching.options import FitConfig as FitConfig
 from rotation_merge.matching.pair import check_pair, check_shapes, open_pair
+from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.average import average_views, delegate_of, python_places, recipe_of, renamed_views
 from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.card import notes, origins, updated_card, with_metadata
+from rotation_merge.model.checkpoint import mark_of, write_notes
 from rotation_merge.model.fold import unfolded_gain
 from rotation_merge.model.heads import under_heads
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.naming import check_different
-from rotation_merge.model.open import ModelLike, check_names, on_base, open_model, paths_of, several, whole_path
+from rotation_merge.model.open import ModelLike, check_names, open_model, parse_reference, paths_of, several
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.model.writing import parse_size, staged
+from rotation_merge.record import MergeReport
 from rotation_merge.run.batches import Batch
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, listed, read_samples
 from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
 from rotation_merge.run.functions import module_of
+from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.measure import MeasureConfig, measured
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
 from rotation_merge.run.statistics import Statistics
-from rotation_merge.search.config import MergeConfig, SearchConfig, usual_data
-from rotation_merge.search.run import Outcome, searched
+from rotation_merge.search.config import MergeConfig as MergeConfig
+from rotation_merge.search.run import merge as merge
+from rotation_merge.workers import listener
 
 LOG = logging.getLogger(__name__)
+
+StrPath = str | os.PathLike[str]
 
 
 def align(
@@ -151,9 +162,16 @@ def average(
     for name, source in (("statistics", statistics), ("samples", samples)):
         if source is not None and not takes[name]:
             raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
-    measured = _statistics(views, opened, method, kind.statistics, statistics, samples, limit, seed)
-    sources = [] if kind.statistics or samples is None else for_each(samples, len(opened))
-    batches = _pool(opened, method, sources, limit, seed) if sources and not kind.whole_models else sources
+    sources, measured = [] if samples is None else for_each(samples, len(opened)), list[Statistics]()
+    if kind.statistics and statistics is None and samples is None:
+        remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
+        raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
+    if kind.statistics and statistics is not None:
+        measured = _opened_statistics(statistics, kind.statistics, views, opened)
+    elif kind.statistics:
+        config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
+        measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
+    batches = _pool(opened, method, sources, limit, seed) if sources and kind.on_samples else sources
     with python_places():
         result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
     result = replace(result, name=views[0].name)
@@ -222,35 +240,16 @@ def _check_folded(models: Sequence[View]) -> None:
             raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
-def _statistics(
-    views: Sequence[View],
-    models: Sequence[View],
-    method: str,
-    kind: str,
-    statistics: Any,
-    samples: Samples,
-    limit: int,
-    seed: int,
-) -> list[Statistics]:
-    """The statistics of each model that a method averages by: from values or files, or measured on samples.
+def _opened_statistics(statistics: Any, kind: str, views: Sequence[View], models: Sequence[View]) -> list[Statistics]:
+    """The statistics of each model that a method averages by, as values or files.
 
     Args:
         models: the views with distinct names.
-        kind: of statistics; empty: the method needs none.
 
     Raises:
-        RecipeError: there are none, too few, or too many.
+        RecipeError: there are too few, or too many.
         StatisticsError: they belong to other weights, or lack an entry that the method needs.
     """
-    if not kind:
-        return []
-    if statistics is None and samples is None:
-        remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
-        raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
-    if statistics is None:
-        config = MeasureConfig.from_values({"kinds": (kind,), "samples": limit, "seed": seed})
-        sources = for_each(samples, len(models))
-        return [measure(*each, config) for each in zip(models, sources, strict=True)]
     parts = several(statistics, "statistics", (Statistics,))
     if len(parts) != len(models):
         problem = f"{len(parts)} statistics for {len(models)} models"
@@ -325,31 +324,81 @@ def refit(
 
 
 def polish(
-    merged: ModelLike, teachers: Sequence[ModelLike], samples: Samples = SELF, config: PolishConfig | None = None
-) -> View:
+    merged: ModelLike,
+    teachers: Sequence[ModelLike],
+    samples: Samples = SELF,
+    config: PolishConfig | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    device: str = "cpu",
+    force: bool = False,
+) -> View | Adapter:
     """Distil the merged models into the merge for a few steps, every sample answered by its own teacher.
 
-    Answers wait in a folder for temporary files, so that one model is in memory at a time.
+    Answers wait in a folder for temporary files, or beside `out`, so that one model is in memory at a time.
 
     Args:
         merged: as `align` takes models, or a view.
         teachers: the models that were merged. Where the merge has `heads` (`heads_of: each`), in its folder or as a
             view, each of those trains the body under its own head.
         samples: for all teachers or a list with those of each, as of `average`.
+        out, device, force: as of `rotation-merge polish`, for stored models; without `out` a LoRA is merged.
 
     Returns:
-        The trained model; where held-out samples gain nothing, the merge as it was. `notes` says which. `heads` holds
-            the same body under the head of each teacher, by the teacher's name, and is written beside it.
+        The trained model, or the adapter; where held-out samples gain nothing, the merge as it was. `notes` and
+        `report` say which. `heads` of a model holds the same body under the head of each teacher, by the teacher's
+        name, and is written beside it.
 
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    config = PolishConfig.of(config)
-    opened, parents = open_model(merged), [open_model(teacher) for teacher in several(teachers)]
-    with TemporaryFolder() as folder:
-        result, _ = polished(opened, parents, samples, replace(config, merge_lora=True), Store(folder, ""))
-    assert isinstance(result, View)
+    config, device = PolishConfig.of(config), usable_device(device)
+    if out is None:
+        opened, *parents = map(open_model, (merged, *several(teachers)))
+        with TemporaryFolder() as folder:
+            inputs = opened, parents, samples, replace(config, merge_lora=True), Store(folder, "")
+            return polished(*inputs, device=device, progress=listener())
+    names, place, sources = paths_of([merged, *teachers]), os.fspath(out), for_each(samples, len(teachers))
+    _check_folder(place, names, sources, force)
+    if config.lora and not config.merge_lora and parse_reference(names[0]).lora is not None:
+        problem = "is a base with an adapter, so a new adapter cannot have it as its base"
+        raise RotationMergeError(problem, where=names[0], remedy="add '--merge-lora', or leave '--lora' out")
+    opened, *parents = (open_model(name, unsupported="merge") for name in names)
+    with Store(place) as work:
+        work.begin("polish")
+        inputs, state = (opened, parents, sources, config, work), work.file("state")
+        result = polished(*inputs, state=state, device=device, progress=listener())
+        if result.report.gained:
+            record = _training_record(names, sources, result.report, config)
+            with staged(place) as staging:
+                result.write(staging)
+                write_notes(staging, record, _training_card(record, place, opened))
     return result
+
+
+def _training_record(
+    names: Sequence[str], sources: Sequence[Any], report: PolishReport, config: PolishConfig
+) -> MergeReport:
+    """The report on a trained model: its start, teachers and samples."""
+    run, (merged, *teachers) = Run(), names
+    weights = f"a LoRA of rank {config.lora}" if config.lora else "all weights"
+    verdict = report.verdict()
+    run.note(
+        f"This model was **trained**: `{merged}` was distilled for {config.steps} steps ({weights}), every sample "
+        f"answered by its own teacher, by rotation_merge. {verdict[:1].upper()}{verdict[1:]}."
+    )
+    for teacher, source in zip(teachers, sources, strict=True):
+        run.used(f"answers of {teacher}", str(source), config.samples)
+    parts = origins(dict.fromkeys(map(parse_reference, names)))
+    relation = "adapter" if config.lora and not config.merge_lora else "finetune"
+    return run.report(merged, "none", "", models=parts, relation=relation, base=merged)
+
+
+def _training_card(record: MergeReport, out: str, merged: View) -> str:
+    """A model card for a trained model."""
+    name = os.path.basename(os.path.abspath(out))
+    text = with_metadata({"tags": ["distillation"]}, "\n\n".join([f"# {name}", *notes(record)]))
+    return updated_card(text, record, name, merged.config)
 
 
 def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: BarrierConfig | None = None) -> Curve:
@@ -376,51 +425,31 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     return path(*ends, data, config.points, "path")
 
 
-def merge(
-    models: Iterable[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
-    data: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
-    config: MergeConfig | None = None,
-    *,
-    device: str = "cpu",
-    force: bool = False,
-    anyway: bool = False,
-    watch: Callable[[str], None] | None = None,
-) -> Outcome:
-    """Look for the best merge of two or more checkpoints, and write it with its recipe.
-
-    Args:
-        models: folders or names of the hub; the anchor first. An adapter's folder stands for the adapter on its base.
-        out: a folder, new or empty.
-        data: a source of samples for all models, or a list with one for each; empty: samples that the models write.
-        force: whatever lies at `out` may be replaced.
-        anyway: write the best merge even if one parent alone is better.
-        watch: called with each line of progress.
-
-    Returns:
-        What was tried and found; `verdict.worth_it` tells whether the best merge is better than every model alone.
-
-    Raises:
-        RotationMergeError: models, data or the folder are of no use.
-    """
-    named, place, say = list(map(whole_path, paths_of(models))), os.path.abspath(out), watch or LOG.info
-    if len(named) < 2:
-        raise RecipeError(f"{len(named)} models are given", remedy="name two or more")
-    check_different(named)
-    config = MergeConfig.of(config)
-    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
-    check_output(Output(place, FOLDER), [Input(name, "model") for name in named], force=True)
-    base = config.base and whole_path(config.base)
-    whole = tuple(on_base(name, base) for name in named)
-    if not set(named) & set(whole):
-        say("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
-    values = {**vars(config), "base": base, "data": sources or (usual_data(whole[0]),)}
-    return searched(SearchConfig(models=whole, out=place, device=device, **values), say, force, anyway)
-
-
 def for_evaluation(opened: View) -> Any:
     """Load a model for evaluation: in float32, with its weights rounded to storage."""
     return module_of(opened).float()
+
+
+def _check_folder(out: StrPath, models: Sequence[Any], sources: Sequence[Any], force: bool) -> None:
+    """Refuse a folder that lies in the way of inputs, or of what is there."""
+    named = [*((model, "model") for model in models), *((source, DATA) for source in sources)]
+    inputs = [Input(os.fspath(name), kind) for name, kind in named if isinstance(name, str | os.PathLike)]
+    check_output(Output(os.fspath(out), FOLDER), inputs, force)
+
+
+def usable_device(name: str) -> str:
+    """The device of a name; `auto`: the first GPU, if there is one.
+
+    Raises:
+        RotationMergeError: it is not there, or is none.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto") from error
+    return name
 
 
 def transfer(
@@ -430,6 +459,11 @@ def transfer(
     config: TransferConfig | None = None,
     *,
     samples: Samples = None,
+    out: StrPath | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5B",
+    device: str = "cpu",
+    force: bool = False,
     **options: Any,
 ) -> View | Adapter:
     """Carry the change of a fine-tune or an adapter from an old base to a new one.
@@ -445,6 +479,7 @@ def transfer(
             bases that share their coordinates, nothing is matched: the change is added as it is.
         samples: batches of forward's inputs, or the name of a source, that a change is solved from and judged by, and
             of `match_on` other than weights; or the number of them, as in the config. None: `data` of the config.
+        out: a folder to write to; with this and all others as of `rotation-merge carry`.
 
     Returns:
         The new base with the carried change, of weights lazily; its norms stay as they are. Of an adapter, or with a
@@ -455,11 +490,14 @@ def transfer(
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
             fit.
     """
-    chosen = _with_checked_alignment(TransferConfig.of(config, options), old)
+    chosen, size = _with_checked_alignment(TransferConfig.of(config, options), old), parse_size(max_shard_size)
     chosen.check_use()
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
+    if out is not None:
+        _check_folder(out, [tuned, old, new], [chosen.data if samples is None else samples], force)
+    device = usable_device(device)
     first, second = open_model(new, "new"), open_model(old, "old")
-    work = tuned if is_adapter(tuned) else open_model(tuned, "tuned")
+    work = tuned if is_adapter(tuned) else open_model(tuned, "tuned", any_base=True)
     if isinstance(work, View) and None in (first.files, work.files):
         check_names(first, work)
     if type(samples) is int:
@@ -467,11 +505,26 @@ def transfer(
     named = isinstance(samples, str | os.PathLike)
     if samples is not None:
         chosen = replace(chosen, data=os.fspath(samples) if named else "samples in memory")
-    value = carried(Transfer.of(work, second, first, chosen, watched=False, samples=None if named else listed(samples)))
+    mark = partial(_transfer_mark, first, second, work, chosen)
+    with kept_beside(None if out is None else os.fspath(out), mark, device) as ledger:
+        more: dict[str, Any] = {"device": device, "dtype": dtype, "force": force, "ledger": ledger}
+        more |= {"watched": out is not None, "samples": None if named else listed(samples), "progress": listener()}
+        job = Transfer.of(work, second, first, chosen, **more)
+        if out is not None:
+            return carry(job, os.fspath(out), size, listener())
+        value = carried(job, progress=listener())
     if isinstance(value, Adapter) and first.files is None:
         base = getattr(new, "name_or_path", None) or None
         return replace(value, config={**value.config, "base_model_name_or_path": base})
     return value
+
+
+def _transfer_mark(new: View, old: View, work: Any, config: TransferConfig) -> str:
+    """A key of all inputs and options that matching depends on."""
+    sampled = [config.data, str(config.sample_count), str(config.seed)]
+    on = [] if config.matched_on == WEIGHTS else [str(config.matched_on), *sampled]
+    name = str(work.reference) if isinstance(work, View) else str(work)
+    return mark_of((new, old), [*on, name], on=on, options=config.match, lora=config.rank, untie=config.untie)
 
 
 def _with_checked_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors.torch import load_file
 
 from rotation_merge.architecture.sentence import KEY
-from rotation_merge.averaging.polish import Polish, PolishConfig, PolishReport, SharedBody, with_lora
+from rotation_merge.averaging.polish import Polish, PolishConfig, SharedBody, with_lora
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded
@@ -43,7 +43,7 @@ def polished(
     state: Path | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
-) -> tuple[View | Adapter, PolishReport]:
+) -> Any:
     """Distil teachers into a merge for a few steps, every sample answered by its own teacher.
 
     Args:
@@ -54,7 +54,7 @@ def polished(
 
     Returns:
         The trained model, its heads with it, or the LoRA that was trained beside it; where nothing was gained, the
-        merge as it was. Of a model `notes` says which.
+        merge as it was. `notes` says which, and `report` is a `PolishReport`.
 
     Raises:
         RotationMergeError: models or samples are of no use.
@@ -78,7 +78,7 @@ def polished(
         watch = progress or (lambda *_: None)
         report = Polish(student, answered, config, config.lora > 0, state=state, watch=watch).run()
     if config.lora and not config.merge_lora and report.gained:
-        return _adapter(student, merged.name), report
+        return replace(_adapter(student, merged.name), notes=(report.verdict(),), report=cast(Any, report))
     if config.lora and report.gained:
         modules[merged.name] = student.merge_and_unload()
     result, *headed = (
@@ -86,7 +86,7 @@ def polished(
         for view in (merged, *filter(None, heads))
     )
     named = {os.path.basename(view.name): view for view in headed}
-    return replace(result, heads=named, notes=(report.verdict(),), report=None), report
+    return replace(result, heads=named, notes=(report.verdict(),), report=cast(Any, report))
 
 
 def _check_models(merged: View, teachers: Sequence[View]) -> None:

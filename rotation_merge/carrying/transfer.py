@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.bases import Bases, Transfer
-from rotation_merge.carrying.config import HOW, NONE, TransferConfig
+from rotation_merge.carrying.config import HOW, NONE
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
 from rotation_merge.model.adapters import Adapter
@@ -17,7 +16,7 @@ from rotation_merge.model.card import notes, updated_card
 from rotation_merge.model.checkpoint import unchanged, write_notes
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.view import View
-from rotation_merge.model.writing import SHARD_SIZE, staged
+from rotation_merge.model.writing import staged
 from rotation_merge.record import MergeReport, versions
 from rotation_merge.workers import Progress
 
@@ -77,31 +76,19 @@ def _noted(transfer: Transfer, value: View | Adapter, lines: Sequence[str]) -> V
     return replace(value, notes=tuple(notes), report=report, beside=files)
 
 
-def carry(
-    path: str,
-    old: str,
-    new: str,
-    out: str,
-    config: TransferConfig | None = None,
-    shard_size: int = SHARD_SIZE,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> MergeReport:
+def carry(job: Transfer, out: str, shard_size: int, progress: Progress | None = None) -> View | Adapter:
     """Carry an adapter or a fine-tune of one base to another, into a folder with report and card.
 
     Args:
-        path: folder of the adapter, or the fine-tune.
         shard_size: bytes of a model's largest file.
-        settings: further arguments of `Transfer.of`: device, dtype, force, ledger.
 
     Returns:
-        The report, whose first note is on the distance of the bases.
+        The value that was written; the first note of its report is on the distance of the bases.
 
     Raises:
-        RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
+        RotationMergeError: the samples cannot be used, or the new base has no place for a change.
     """
-    job = Transfer.of(path, old, new, config or TransferConfig(), progress=progress, **settings)
-    bases, value = job.bases, carried(job, out, progress=progress)
+    bases, value = job.bases, carried(job, out, progress)
     lines, report = [*value.notes, *_advice(job)], value.report
     assert report is not None
     with staged(out) as staging, unchanged([bases.anchor]):
@@ -111,7 +98,7 @@ def carry(
             value.write(staging)
         report = replace(report, notes=[*lines, *job.size_note()])
         write_notes(staging, report, card(bases, job.name, report, out))
-    return replace(report, notes=[verdict(bases, report), *report.notes])
+    return replace(value, report=replace(report, notes=[verdict(bases, report), *report.notes]))
 
 
 def _advice(job: Transfer) -> list[str]:

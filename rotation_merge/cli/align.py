@@ -6,39 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rotation_merge.cli.command import (
-    Device,
-    Model,
-    ShardSize,
-    Storage,
-    cli_command,
-    flags_used,
-    refuse_idle,
-    usable_device,
-)
+import rotation_merge as rm
+from rotation_merge.cli.command import Device, Model, ShardSize, Storage, cli_command, flags_used, refuse_idle
 from rotation_merge.cli.paths import NEW_ALIGNMENT, NEW_MODEL
 from rotation_merge.cli.show import Answer, Progress, Table, sentence
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store
-from rotation_merge.matching.aligned_output import match_pair, write_aligned
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.fit import fit
-from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, MatchConfig
-from rotation_merge.matching.pair import Pair, open_pair
-from rotation_merge.model.checkpoint import mark_of, unchanged
-from rotation_merge.model.writing import parse_size
-from rotation_merge.report.compare import APART, coordinates_verdict, gaps
-from rotation_merge.run.batches import check_labels
-from rotation_merge.run.data import described, read_samples
-from rotation_merge.run.functions import configured_dtype, load, to_stored_dtype
-from rotation_merge.run.ledger import kept_beside
-from rotation_merge.run.proof import Proof, prove
 from rotation_merge.run.sample_kinds import ReadingConfig
-from rotation_merge.workers import on_backend
+
+if TYPE_CHECKING:
+    from rotation_merge.matching.pair import Pair
+    from rotation_merge.run.proof import Proof
 
 THREADS = "threads"
 Backend = Annotated[
@@ -90,9 +71,14 @@ def command(
     --learn starts from the matching and lowers the loss of the interpolated models by gradient descent, on a GPU in
     mixed precision. For several donors at once, see rotation_merge.fit in Python.
     """
+    from rotation_merge.matching.aligned_output import write_aligned
+    from rotation_merge.matching.pair import open_pair
+    from rotation_merge.model.writing import parse_size
+    from rotation_merge.run.proof import prove
+
     _check_use(learn, out, alignment, match.match_on)
     place, size, devices = out or alignment, parse_size(shard_size), _devices(device, backend, match, learn)
-    pair, proofs = open_pair(anchor, donor, options, match.untie, devices[0], watched=place is not None), list[Proof]()
+    pair, proofs = open_pair(anchor, donor, options, match.untie, devices[0], watched=place is not None), list[Any]()
     notes = [*(f"Warning: {warning}" for warning in pair.warnings), *pair.notes]
     working = _matched(pair, match, devices, backend, place, progress)
     if learn:
@@ -117,7 +103,7 @@ def command(
 
 
 def _gain(
-    pair: Pair, alignment: Alignment, files: dict[str, Any], proofs: Sequence[Proof], notes: Sequence[str]
+    pair: Pair, alignment: rm.Alignment, files: dict[str, Any], proofs: Sequence[Proof], notes: Sequence[str]
 ) -> Answer:
     """What alignment did, and the files that were written."""
     report, name, learned = alignment.known_report, str(pair.donor.reference), alignment.metadata.get("learned")
@@ -130,8 +116,10 @@ def _gain(
     return Answer(facts, lines)
 
 
-def _distances(pair: Pair, alignment: Alignment, by: str, notes: Sequence[str]) -> Answer:
+def _distances(pair: Pair, alignment: rm.Alignment, by: str, notes: Sequence[str]) -> Answer:
     """Distances and angles, space by space, before and after alignment."""
+    from rotation_merge.report.compare import APART, coordinates_verdict, gaps
+
     measured = list(gaps(pair.architecture, *pair.matched, alignment))
     summary = coordinates_verdict(measured)
     facts = {"anchor": str(pair.anchor.reference), "donor": str(pair.donor.reference), "summary": summary}
@@ -171,6 +159,8 @@ def _devices(name: str, backend: str, match: MatchConfig, learn: bool) -> tuple[
     Raises:
         RotationMergeError: it is not there, or is none; the backend cannot do what is asked for.
     """
+    from rotation_merge.api import usable_device
+
     if backend == THREADS:
         return usable_device(name), "cpu"
     if learn or match.match_on != WEIGHTS:
@@ -185,13 +175,20 @@ def _devices(name: str, backend: str, match: MatchConfig, learn: bool) -> tuple[
 @contextmanager
 def _matched(
     pair: Pair, match: MatchConfig, devices: tuple[str, str], backend: str, place: str | None, progress: Progress
-) -> Iterator[Alignment]:
+) -> Iterator[rm.Alignment]:
     """The alignment by matching; unfinished work goes with the block.
 
     Args:
         devices: of this process and of workers.
         place: the output that unfinished work is kept beside.
     """
+    from rotation_merge.matching.aligned_output import match_pair
+    from rotation_merge.matching.match import match_model
+    from rotation_merge.matching.match_on import matcher
+    from rotation_merge.model.checkpoint import mark_of, unchanged
+    from rotation_merge.run.ledger import kept_beside
+    from rotation_merge.workers import on_backend
+
     models, (device, worker_device) = (pair.anchor, pair.donor), devices
     anchor, donor = (str(model.reference) for model in models)
     by_weights, sampled = match.match_on == WEIGHTS, (match.data, match.samples, match.seed)
@@ -206,8 +203,12 @@ def _matched(
 @contextmanager
 def _learned(
     pair: Pair, config: FitConfig, data: str, reading: ReadingConfig, device: str, place: str, progress: Progress
-) -> Iterator[Alignment]:
+) -> Iterator[rm.Alignment]:
     """The alignment by learning; an interrupted fit continues, its state goes with the block."""
+    from rotation_merge.run.batches import check_labels
+    from rotation_merge.run.data import described, read_samples
+    from rotation_merge.run.functions import configured_dtype, load, to_stored_dtype
+
     anchor, donor = str(pair.anchor.reference), str(pair.donor.reference)
     module = to_stored_dtype(load(anchor), configured_dtype(pair.anchor.config)).to(device)
     samples = read_samples(anchor, data, seed=config.seed, module=module, **asdict(reading))
@@ -221,5 +222,5 @@ def _learned(
         work.begin("learn")
         config = replace(config, state=work.file("state"))
         inputs: tuple[Any, ...] = samples.batches, pair.options, config, watch, data, pair.untie, module, [device]
-        (result,) = fit(anchor, donor, *inputs).alignments
+        (result,) = rm.fit(anchor, donor, *inputs).alignments
         yield replace(result, metadata={**result.metadata, **described(samples), "seed": config.seed})

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import time
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from rotation_merge import __version__
-from rotation_merge.cli.show import verbosity
-from rotation_merge.errors import INTERRUPTED, nearest
+from rotation_merge.cli.show import Answer, note, silence_libraries, verbosity
+from rotation_merge.errors import INTERRUPTED, RotationMergeError, nearest
+
+LOG = logging.getLogger(__name__)
 
 COMMANDS = {
     "merge": "Find the best merge of models: try several, judge on held-out samples, write the winner with its recipe.",
@@ -32,6 +37,8 @@ COMMANDS = {
 """Commands by name; each lives in a module of the same name, as `command`."""
 
 JSON = f"{__name__}.json"
+BROKEN_PIPE = 141
+"""Exit code of a process whose output nobody reads any more."""
 
 
 class LazyGroup(click.Group):
@@ -41,14 +48,8 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        try:
-            command: click.Command = import_module(f"rotation_merge.cli.{cmd_name}").command
-        except KeyboardInterrupt:  # libraries take seconds to come up, and click would end this with 1
-            click.echo("Interrupted.", err=True)
-            sys.exit(INTERRUPTED)
-        return command
+        known = cmd_name in COMMANDS
+        return cast(click.Command, import_module(f"rotation_merge.cli.{cmd_name}").command) if known else None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Suggest the nearest name for an unknown command."""
@@ -61,20 +62,47 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Report wrong usage as JSON if --json was given."""
+        """Print a command's answer, with --json as JSON, and end the process with its exit code.
+
+        Errors become one line (or JSON) and 2; Ctrl-C ends with 130, a closed pipe with 141 and no message.
+        """
+        from rotation_merge.mergekit_plugin.console import one_line
+
+        began, as_json = time.perf_counter(), ctx.meta[JSON]
+        silence_libraries()
         try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            if not ctx.meta[JSON]:
+            with one_line():
+                answer: Answer = super().invoke(ctx)
+                text, code = answer.text(as_json), answer.code
+            click.echo(text, nl=bool(text))
+            sys.stdout.flush()
+        except click.ClickException as error:
+            if not as_json:
                 raise
-            name = error.ctx.command_path if error.ctx is not None else ctx.command_path
-            fault = {"what": error.format_message(), "where": None, "remedy": f"see '{name} --help'"}
-            click.echo(json.dumps({"error": fault}, indent=1))
-            sys.exit(error.exit_code)
+            click.echo(json.dumps({"error": _parts(error, ctx)}, indent=1))
+            code = error.exit_code
+        except KeyboardInterrupt as error:
+            note(f"Interrupted{error}.")
+            code = INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it closes its output
+            code = BROKEN_PIPE
+        LOG.info("done in %.1f s", time.perf_counter() - began)
+        sys.exit(code)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def _parts(error: click.ClickException, ctx: click.Context) -> dict[str, str | None]:
+    """An error as JSON has it."""
+    if isinstance(error, click.UsageError):
+        name = error.ctx.command_path if error.ctx is not None else ctx.command_path
+        return {"what": error.format_message(), "where": None, "remedy": f"see '{name} --help'"}
+    cause = error.__context__
+    parts = vars(cause) if isinstance(cause, RotationMergeError) else {"what": error.message}
+    return {part: parts.get(part) for part in ("what", "where", "remedy")}
 
 
 @click.group(

@@ -20,7 +20,7 @@ from rotation_merge.cli.paths import (
     checked_outputs,
     is_document,
 )
-from rotation_merge.cli.show import Answer, Progress, Table, sentence
+from rotation_merge.cli.show import Answer, Table, sentence
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of, measurement_key
 from rotation_merge.diagnose.matchings import ALIGNED, Paths, matchings
 from rotation_merge.errors import RecipeError, RotationMergeError
@@ -33,6 +33,7 @@ from rotation_merge.run.curves import FILE, Barrier, is_barrier
 from rotation_merge.run.evaluate import BarrierConfig
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.sample_kinds import KINDS
+from rotation_merge.workers import listener
 
 NEW_PLOT = Writes("file", "file", work=(MATCHING_UNFINISHED,))
 SAVED = Writes("file", "dir", within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
@@ -65,7 +66,6 @@ def command(
     save: Annotated[str | None, SAVED, f"also write {FILE} there, beside the merge in DIR"] = None,
     options: AlignConfig,
     match: Annotated[MatchConfig, ("match_on", "untie")],
-    progress: Progress,
 ) -> Answer:
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
@@ -86,7 +86,7 @@ def command(
     read = [*data, *(matching.file for matching in chosen if matching.file)]
     mark = partial(measurement_key, models, donors, read, wanted=chosen, config=config)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, data, config, progress, ledger)
+        paths = Paths(models[0], donors, data, config, listener(), ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(checked_outputs([Output(picture) for picture in pictures[1:]]))
         barriers = paths.barriers(chosen)

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
+import rotation_merge as rm
 from rotation_merge.carrying.config import TransferConfig
-from rotation_merge.carrying.transfer import carry
-from rotation_merge.cli.command import (
-    Device,
-    Model,
-    ShardSize,
-    Storage,
-    cli_command,
-    flags_used,
-    refuse_idle,
-    usable_device,
-)
+from rotation_merge.cli.command import Device, Model, ShardSize, Storage, cli_command, flags_used, refuse_idle
 from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL
-from rotation_merge.cli.show import Answer, Progress
+from rotation_merge.cli.show import Answer
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.model.checkpoint import mark_of
-from rotation_merge.model.open import open_model
-from rotation_merge.model.writing import parse_size
-from rotation_merge.run.ledger import kept_beside
 
 WIDEST = TransferConfig().match
 
@@ -43,7 +30,6 @@ def command(
     match: AlignConfig = WIDEST,
     opening: Annotated[MatchConfig, ("untie",)],
     force: bool,
-    progress: Progress,
 ) -> Answer:
     """Move a LoRA adapter or fine-tune WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
@@ -52,25 +38,17 @@ def command(
     coordinates, the change is added as it is, unless options of matching or --data are given. --force also moves an
     adapter whose base is not OLD_BASE. Interrupted matching continues from OUT.matching.unfinished.
     """
-    size, device = parse_size(shard_size), usable_device(device)
     config = replace(config, alignment=alignment, match=match, untie=opening.untie)
     if flags_used("steps") and not flags_used("method"):
         config = replace(config, method="distil")
-    config.check_use()
     by_weights, without = config.matched_on == WEIGHTS, not config.needs_samples
     matching = (*AlignConfig.options(), "match_on")
+    config.check_use()
     refuse_idle(
         (without and by_weights, ("data", "samples"), "{} has no effect with --carry weights", "add --scale auto"),
         (alignment is not None, matching, "{} has no effect beside --alignment", "leave it out"),
     )
-
-    def mark() -> str:
-        on = [] if by_weights else [config.matched_on, config.data, str(config.sample_count), str(config.seed)]
-        shapes = {"lora": config.rank, "untie": config.untie}
-        return mark_of(map(open_model, (to, from_)), [*on, work], on=on, options=match, **shapes)
-
-    with kept_beside(out, mark, device) as ledger:
-        settings = {"device": device, "dtype": dtype, "force": force, "ledger": ledger}
-        report = carry(work, from_, to, out, config, size, progress, **settings)
-    written = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
-    return Answer({"from": from_, "to": to, "written": [written]}, [*report.notes, f"Written to {out}."])
+    written: dict[str, Any] = {"out": out, "dtype": dtype, "max_shard_size": shard_size, "force": force}
+    report: Any = rm.transfer(work, from_, to, config, device=device, **written).report
+    facts = {"work": work, "out": out, "lines": report.notes, "lift": report.lift}
+    return Answer({"from": from_, "to": to, "written": [facts]}, [*report.notes, f"Written to {out}."])

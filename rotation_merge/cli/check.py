@@ -8,13 +8,9 @@ from typing import Annotated, Any
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, read_recipe
 from rotation_merge.cli.show import Answer
-from rotation_merge.diagnose.check import advice, needs_of
-from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_text
-from rotation_merge.report.remote import remote_headers
 
 
-@cli_command("rotation-merge check recipe.yml")
-def command(
+def check(
     recipe: Annotated[str, MODELS_OR_RECIPE],
     *,
     offline: Annotated[bool, "do not fetch headers of models from the hub"] = False,
@@ -27,6 +23,10 @@ def command(
     checks that need weights are skipped. For a recipe without mistakes it names the preset, near or far, that fits the
     models, and the lengths of the changes that the recipe merges.
     """
+    from rotation_merge.diagnose.check import advice, needs_of
+    from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_text
+    from rotation_merge.report.remote import remote_headers
+
     text = read_recipe(recipe)
     with remote_headers(absent_models(text), offline) as (remote, refused):
         faults = check_text(text, refused)
@@ -50,3 +50,6 @@ def command(
     unseen = any(HUB_NOTE in fault.what for fault in faults)
     condition = ", if the models that were not checked exist and fit" if unseen else ""
     return Answer(facts, [*lines, f"the recipe is ready to run{condition}"])
+
+
+command = cli_command("rotation-merge check recipe.yml")(check)

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -25,19 +22,14 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from rotation_merge.cli.paths import MODEL, SAMPLES, Writes, checked_outputs
-from rotation_merge.cli.show import Answer, Progress, note, silence_libraries, verbosity
+from rotation_merge.cli.show import Answer, Progress, verbosity
 from rotation_merge.config import Config, Dtype, Option
-from rotation_merge.errors import INTERRUPTED, RecipeError, RotationMergeError
-from rotation_merge.mergekit_plugin.console import BAD_INPUT, OneLineError, one_line
+from rotation_merge.errors import RecipeError, RotationMergeError
 
 LOG = logging.getLogger(__name__)
 
-BROKEN_PIPE = 141
-"""Exit code of a process whose output nobody reads any more."""
 FIELDS = {"data": SAMPLES, "base": MODEL}
 """Click types of config fields that name inputs."""
-ERROR = ("what", "where", "remedy")
-"""The parts of an error in JSON."""
 
 Model = Annotated[str, MODEL]
 Device = Annotated[str, "DEVICE", "device to compute on: auto, cpu, cuda or cuda:N"]
@@ -128,7 +120,8 @@ def _option(
 
 def flags_used(*names: str) -> list[str]:
     """Flags of those parameters of the running command that the user gave."""
-    context = click.get_current_context()
+    if (context := click.get_current_context(silent=True)) is None:
+        return []  # called from Python
     flags = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     return [flags[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
@@ -147,30 +140,13 @@ def refuse_idle(*rules: tuple[bool, Iterable[str], str, str]) -> None:
             raise RotationMergeError(problem.format(flags[0]), remedy=remedy)
 
 
-def usable_device(name: str) -> str:
-    """The device named by --device; auto: the first GPU, if there is one.
-
-    Raises:
-        RotationMergeError: it is not there, or is none.
-    """
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto") from error
-    return name
-
-
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
 def cli_command(
     *examples: str, cls: type[click.Command] = click.Command
 ) -> Callable[[Callable[..., Answer]], click.Command]:
-    """Turn a function into a command that prints its answer, with --json its data; the docstring is the help.
+    """Turn a function into a command that gives its answer; the docstring is the help.
 
     Without --force it overwrites nothing, with it never an input.
     """
@@ -183,62 +159,32 @@ def cli_command(
         if outputs:
             help = "Overwrite an existing output, never an input."
             params.append(click.Option(["--force"], is_flag=True, help=help))
-        params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print machine-readable JSON."))
+        more: dict[str, Any] = {"is_flag": True, "expose_value": False, "help": "Print machine-readable JSON."}
         fills = {name: fill for name, (_, fill) in filled.items()}
-        call = partial(_run, partial(_answer, function, fills), any(kind.work for kind in outputs))
+        call = partial(_answer, function, fills, any(kind.work for kind in outputs))
         epilog = f"Example{'s' * (len(examples) > 1)}: {'; '.join(examples)}"
-        return cls(None, callback=call, params=[*params, verbosity(hidden=True)], help=function.__doc__, epilog=epilog)
+        params += [click.Option(["--json", "as_json"], **more), verbosity(hidden=True)]
+        return cls(None, callback=call, params=params, help=function.__doc__, epilog=epilog)
 
     return decorated
 
 
-def _answer(function: Callable[..., Answer], fills: Mapping[str, Fill], values: Mapping[str, Any]) -> Answer:
-    """Call a command's function, its outputs checked and locked, with a progress bar."""
-    with checked_outputs(), Progress() as progress:
-        known = {"force": False, "progress": progress, **values}
-        return function(**{name: fill(known) for name, fill in fills.items()})
-
-
-def _run(call: Callable[[Mapping[str, Any]], Answer], resumes: bool, as_json: bool, **values: Any) -> None:
-    """Run a command, and end the process with its exit code.
-
-    Errors become one line (or JSON) and 2; Ctrl-C ends with 130, a closed pipe with 141 and no message.
+def _answer(function: Callable[..., Answer], fills: Mapping[str, Fill], resumes: bool, **values: Any) -> Answer:
+    """Call a command's function, its outputs checked and locked, with a progress bar.
 
     Args:
         resumes: whether it continues an interrupted run.
     """
-    began = time.perf_counter()
-    silence_libraries()
     if LOG.isEnabledFor(logging.INFO):
         from rotation_merge.record import versions
 
         LOG.info("%s", ", ".join(f"{name} {number}" for name, number in versions().items()))
     try:
-        code = _printed(partial(call, values), as_json)
-    except KeyboardInterrupt:
-        note("Interrupted" + ("; run the same command to continue." if resumes else "."))
-        code = INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it closes its output
-        code = BROKEN_PIPE
-    LOG.info("done in %.1f s", time.perf_counter() - began)
-    sys.exit(code)
+        with checked_outputs(), closing(Progress()) as progress:
+            from rotation_merge.workers import listening
 
-
-def _printed(call: Callable[[], Answer], as_json: bool) -> int:
-    """Print an answer, or as JSON the error in its place; returns the exit code."""
-    try:
-        with one_line():
-            answer = call()
-            text = answer.text(as_json)
-    except OneLineError as error:
-        if not as_json:
-            raise
-        cause = error.__context__
-        parts = vars(cause) if isinstance(cause, RotationMergeError) else {"what": error.message}
-        answer = Answer({"error": {part: parts.get(part) for part in ERROR}}, code=BAD_INPUT)
-        text = answer.text(as_json)
-    if text:
-        click.echo(text)
-    sys.stdout.flush()
-    return answer.code
+            known = {"force": False, "progress": progress, **values}
+            with listening(progress):
+                return function(**{name: fill(known) for name, fill in fills.items()})
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt("; run the same command to continue" * resumes) from error

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
 import click
-import torch
 import yaml
 
-from rotation_merge.api import evaluate
+import rotation_merge as rm
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import NEW_FOLDER
 from rotation_merge.cli.show import Answer, Table, note
 from rotation_merge.files import TemporaryFolder
-from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.fit import fit
-from rotation_merge.matching.options import FitConfig
-from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.record import REPORT_FILE
-from rotation_merge.report.files import read_report
-from rotation_merge.run.demo import CHECKPOINTS, digits
-from rotation_merge.run.evaluate import EvaluateConfig
 
+CHECKPOINTS = Path(rm.__file__).parent / "run" / "checkpoints"
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"attention": "none", "ffn": "none", "scaling": False},
     "local": {"heads": "permutation"},
@@ -60,9 +54,8 @@ class DemoStage(NamedTuple):
     def figure(self, model: str) -> float:
         """The figure that a model is judged by."""
         figure, _, nats = self.measure.partition(" ")
-        config = EvaluateConfig(limit=160 if nats else None)
-        figures = [evaluate(model, f"demo:{name}", config)[figure] for name in self.data]
-        return sum(figures) / len(figures)
+        config = rm.EvaluateConfig(limit=160 if nats else None)
+        return fmean(rm.evaluate(model, f"demo:{name}", config)[figure] for name in self.data)
 
 
 CARRIED = f"English fine-tune carried to Llama 1 (x {SCALE})"
@@ -77,40 +70,16 @@ STAGES = {
 }
 
 
-@cli_command("rotation-merge demo --only twin")
-def command(
-    *,
-    only: Annotated[tuple[str, ...], click.Choice(list(STAGES)), "run only this stage (may be repeated)"] = (),
-    keep: Annotated[str | None, NEW_FOLDER, "keep the merged models and recipes there"] = None,
-) -> Answer:
-    """Merge the tiny checkpoints that come with the package and print what alignment did.
-
-    Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by a recipe of mergekit: as
-    they are, with heads and neurons aligned, with the whole model aligned, and with an alignment learned on the
-    training images. Takes about two minutes on one core.
-    """
-    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-    began, results = time.perf_counter(), list[dict[str, Any]]()
-    with TemporaryFolder() as scratch:
-        for name in only or tuple(STAGES):
-            note(f"{name}: {STAGES[name].words} ...")
-            results.append(_merged(STAGES[name], Path(keep or scratch, name)))
-    seconds = time.perf_counter() - began
-    lines = (
-        Table(results),
-        f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.",
-        f"Recipes and merged models: {keep}" if keep else "",
-    )
-    return Answer({"seconds": seconds, "results": results}, lines)
-
-
 def _merged(stage: DemoStage, place: Path) -> dict[str, Any]:
     """Merge a stage in each of its ways, and measure the results."""
+    from rotation_merge.mergekit_plugin.run import merge_recipe
+    from rotation_merge.report.files import read_report
+
     place.mkdir(parents=True, exist_ok=True)
     anchor, donor = str(CHECKPOINTS / stage.anchor), str(CHECKPOINTS / stage.donor)
     if stage.donor == "twin":
         donor = str(place / "twin-of-vit-0")
-        Alignment.random(anchor, **WAYS["whole"]).apply(anchor).save_pretrained(donor)
+        rm.Alignment.random(anchor, **WAYS["whole"]).apply(anchor).save_pretrained(donor)
     parents = [stage.figure(parent) for parent in ([anchor] if stage.old else [anchor, donor])]
     merges, before, after = dict[str, float](), 0.0, 0.0
     for way in stage.ways:
@@ -131,12 +100,45 @@ def _recipe(stage: DemoStage, anchor: str, donor: str, way: str, place: Path) ->
     if stage.old:
         settings = {donor: {"weight": SCALE, "finetuned_from": str(CHECKPOINTS / stage.old)}}
     if way == "learned":
+        from rotation_merge.run.demo import digits
+
         pixels, labels, _, _ = digits()
         batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
-        (learned,) = fit(anchor, donor, batches, options=FitConfig(steps=LEARNING_STEPS)).alignments
+        (learned,) = rm.fit(anchor, donor, batches, options=rm.FitConfig(steps=LEARNING_STEPS)).alignments
         settings[donor]["alignment"] = str(place / "learned.safetensors")
         learned.save(settings[donor]["alignment"])
     models = [{"model": model, "parameters": values} for model, values in settings.items()]
     parameters = {"delegate": "task_arithmetic" if stage.old else "linear", **WAYS[way]}
     recipe = {"merge_method": "rotation_merge", "base_model": anchor, "models": models, "parameters": parameters}
     return yaml.safe_dump({**recipe, "dtype": "float32"}, sort_keys=False)
+
+
+def demo(
+    *,
+    only: Annotated[tuple[str, ...], click.Choice(list(STAGES)), "run only this stage (may be repeated)"] = (),
+    keep: Annotated[str | None, NEW_FOLDER, "keep the merged models and recipes there"] = None,
+) -> Answer:
+    """Merge the tiny checkpoints that come with the package and print what alignment did.
+
+    Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by a recipe of mergekit: as
+    they are, with heads and neurons aligned, with the whole model aligned, and with an alignment learned on the
+    training images. Takes about two minutes on one core.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+    began, results = time.perf_counter(), list[dict[str, Any]]()
+    with TemporaryFolder() as scratch:
+        for name in only or tuple(STAGES):
+            note(f"{name}: {STAGES[name].words} ...")
+            results.append(_merged(STAGES[name], Path(keep or scratch, name)))
+    seconds = time.perf_counter() - began
+    lines = (
+        Table(results),
+        f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.",
+        f"Recipes and merged models: {keep}" if keep else "",
+    )
+    return Answer({"seconds": seconds, "results": results}, lines)
+
+
+command = cli_command("rotation-merge demo --only twin")(demo)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import MODEL, MODELS_OR_RECIPE, NEW_FOLDER
-from rotation_merge.cli.show import Answer, Progress
-from rotation_merge.diagnose.doctor import Case, diagnose, open_case
-from rotation_merge.diagnose.doctor.case import LIKELY
+from rotation_merge.cli.show import Answer
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.report.integrity.mending import mend, mended_copy
 
 
-@cli_command(
-    "rotation-merge doctor ./merged",
-    "rotation-merge doctor recipe.yml",
-    "rotation-merge doctor ./merged org/parent-a org/parent-b",
-)
-def command(
+def doctor(
     patient: Annotated[str, MODELS_OR_RECIPE, "MERGED | RECIPE"],
     parents: Annotated[tuple[str, ...], MODEL] = (),
     *,
     mend: Annotated[bool, "correct headers, configs and small files, in place"] = False,
     out: Annotated[str | None, NEW_FOLDER, "correct a copy instead"] = None,
-    progress: Progress,
 ) -> Answer:
     """Find out why a merge is bad: the likeliest cause first, each with its remedy.
 
@@ -38,11 +29,15 @@ def command(
 
     --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors never change.
     """
+    from rotation_merge.diagnose.doctor import diagnose, open_case
+    from rotation_merge.diagnose.doctor.case import LIKELY
+    from rotation_merge.workers import listener
+
     case = open_case(patient, parents)
     corrected = _mended(case, out) if mend or out else []
     if corrected or out:
         case = open_case(out or patient, case.parents)
-    causes = diagnose(case, progress)
+    causes = diagnose(case, listener())
     likely = any(cause.likelihood >= LIKELY for cause in causes)
     facts = {"merged": case.merged, "parents": case.parents, "absent": case.absent, "method": case.method}
     lines = [f"corrected {line}" for line in corrected]
@@ -59,12 +54,21 @@ def command(
     return Answer({**facts, "mended": corrected, "causes": words}, lines, 1 if likely else 0)
 
 
-def _mended(case: Case, out: str | None) -> list[str]:
+command = cli_command(
+    "rotation-merge doctor ./merged",
+    "rotation-merge doctor recipe.yml",
+    "rotation-merge doctor ./merged org/parent-a org/parent-b",
+)(doctor)
+
+
+def _mended(case: Any, out: str | None) -> list[str]:
     """Correct the merged model, or a copy of it; returns a line for each correction.
 
     Raises:
         RotationMergeError: the case is a recipe, or a file cannot be written.
     """
+    from rotation_merge.report.integrity.mending import mend, mended_copy
+
     if case.merged is None or not os.path.isdir(case.merged):
         raise RotationMergeError("is not a model folder", where=case.name, remedy="name a merged model")
     return mend(case.merged, case.folders) if out is None else mended_copy(case.merged, out, case.folders)

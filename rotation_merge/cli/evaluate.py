@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from rotation_merge.cli.command import Device, cli_command, usable_device
+from rotation_merge.api import usable_device
+from rotation_merge.cli.command import Device, cli_command
 from rotation_merge.cli.paths import MODEL, SAMPLES
 from rotation_merge.cli.show import Answer, Table
 from rotation_merge.run.data import read_samples

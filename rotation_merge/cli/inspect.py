@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from rich.filesize import decimal
 
 from rotation_merge.architecture import families
-from rotation_merge.cli.command import cli_command, flags_used, refuse_idle
+from rotation_merge.cli.command import cli_command, refuse_idle
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import Answer, Table, note, sentence
 from rotation_merge.diagnose.donors import RecipeDonor, donors_of
@@ -31,16 +31,12 @@ from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.spaces import matched_spaces
 from rotation_merge.run.functions import configured_dtype
 
-ABOUT, ALONE = ("fingerprint", "report", "draft"), ("methods", "architectures", "prove")
-"""Questions about a model or a file, and about neither."""
+ALONE = ("--methods", "--architectures", "--prove")
+"""Questions about neither a model nor a file."""
+GROUPS, OPENING = AlignConfig(), MatchConfig()
 
 
-@cli_command(
-    "rotation-merge inspect org/model --residual rotation",
-    "rotation-merge inspect recipe.yml",
-    "rotation-merge inspect ./merged --report",
-)
-def command(
+def inspect(
     target: Annotated[str | None, MODELS_OR_RECIPE, "[MODEL | RECIPE | FILE]"] = None,
     *,
     fingerprint: Annotated[bool, "fingerprint of a model, or of the models in a file"] = False,
@@ -52,8 +48,8 @@ def command(
     config: Annotated[
         str | None, Reads("file", "file"), "with --prove: keys of the tiny model's config, as JSON"
     ] = None,
-    options: AlignConfig,
-    opening: Annotated[MatchConfig, ("untie",)],
+    options: AlignConfig = GROUPS,
+    opening: Annotated[MatchConfig, ("untie",)] = OPENING,
 ) -> Answer:
     """Spaces, sizes and groups of a model, what stays unaligned and why, and the memory and disk that aligning needs.
 
@@ -64,9 +60,11 @@ def command(
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
     """
-    if len(questions := flags_used(*ABOUT, *ALONE)) > 1:
+    asked = {"--fingerprint": fingerprint, "--report": report, "--draft": draft}
+    asked |= dict(zip(ALONE, (methods, architectures, prove is not None), strict=True))
+    if len(questions := [flag for flag, value in asked.items() if value]) > 1:
         raise RotationMergeError(f"{questions[0]} and {questions[1]} cannot be combined", remedy="use one at a time")
-    alone, document = bool(flags_used(*ALONE)), target is not None and is_document(target)
+    alone, document = bool({*questions} & {*ALONE}), target is not None and is_document(target)
     if alone == (target is not None):
         problem = f"{questions[0]} takes no model" if alone else "no model, recipe or file is given"
         remedy = "leave it out" if alone else "name a model, a recipe or a file, or see --help"
@@ -86,6 +84,13 @@ def command(
     if report or (document and is_own_file(target)):
         return _file(target if document else os.path.join(target, REPORT_FILE))
     return _aligning(target, options, opening.untie)
+
+
+command = cli_command(
+    "rotation-merge inspect org/model --residual rotation",
+    "rotation-merge inspect recipe.yml",
+    "rotation-merge inspect ./merged --report",
+)(inspect)
 
 
 def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import rotation_merge as rm
 from rotation_merge.averaging.config import AdapterMergeConfig
-from rotation_merge.averaging.lora import merge_adapters
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import MODEL, NEW_ADAPTER
 from rotation_merge.cli.show import Answer, Table
@@ -38,7 +38,7 @@ def command(
     if malformed := [word for word in parameter if "=" not in word]:
         raise RecipeError(f"--parameter is '{malformed[0]}'", remedy="give NAME=VALUE")
     numbers = None if weights is None else _numbers(weights)
-    merged = merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
+    merged = rm.merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
     merged.save(out, force)
     shares, maps = dict(zip(adapters, merged.shares(), strict=True)), merged.maps
     columns = zip(*(each.shares for each in maps.values()), strict=True)

@@ -7,15 +7,17 @@ from typing import Annotated
 
 import click
 
-from rotation_merge.cli.command import Device, Model, cli_command, usable_device
+from rotation_merge.api import usable_device
+from rotation_merge.cli.command import Device, Model, cli_command
 from rotation_merge.cli.paths import SAMPLES, STATISTICS, checked_outputs
-from rotation_merge.cli.show import Answer, Progress
+from rotation_merge.cli.show import Answer
 from rotation_merge.model.open import open_model
 from rotation_merge.run.batches import check_labels
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.measure import MeasureConfig, default_statistics_path, measured, model_for
 from rotation_merge.run.sample_kinds import KINDS, SOURCES
 from rotation_merge.run.sample_kinds import SAMPLES as COUNT
+from rotation_merge.workers import listener
 
 
 @cli_command(
@@ -34,7 +36,6 @@ def command(
         "write text by one layer in memory at a time, or the whole model. Not given: by layer if it does not fit",
     ] = None,
     device: Device = "cpu",
-    progress: Progress,
 ) -> Answer:
     """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
@@ -54,7 +55,7 @@ def command(
     samples = read_samples(model, data, limit, config.batch_size, config.length, config.seed, module)
     if config.labels == "data":
         check_labels(samples.batches, module, samples.task, data)
-    facts = measured(view, module, samples, config, place, progress, device).metadata
+    facts = measured(view, module, samples, config, place, listener(), device).metadata
     singular = f"{len(facts['narrow'])} Grams are singular (fewer rows than coordinates): use a ridge, or more samples"
     lines = (
         f"Statistics of {model} on {facts['samples']} samples ({facts['tokens']} tokens) written to {place}.",

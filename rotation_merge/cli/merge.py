@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rotation_merge.cli.command import Device, cli_command, usable_device
+import rotation_merge as rm
+from rotation_merge.cli.command import Device, cli_command
 from rotation_merge.cli.paths import MODEL, NEW_MERGE, SAMPLES
 from rotation_merge.cli.show import Answer, Progress, Table, note
 from rotation_merge.run.sample_kinds import KINDS
@@ -44,15 +46,21 @@ def command(
     and exits with code 1. An interrupted search continues.
     """
     note("loading libraries ...")
-
-    from rotation_merge.api import merge
-    from rotation_merge.workers import listening
+    from rotation_merge.api import usable_device
 
     device, out = usable_device(device), out.rstrip(os.sep) or os.sep  # files beside it begin with its name
-    with listening(progress):
-        outcome = merge(models, out, data, config, device=device, force=force, anyway=anyway, watch=progress.note)
-    facts = {**outcome.to_dict(), "written": out if outcome.written else None}
-    return Answer(facts, _lines(outcome, out), 0 if outcome.written else 1)
+    outcome = rm.merge(models, out, data, config, device=device, force=force, anyway=anyway, watch=progress.note)
+    return Answer(_facts(outcome, out), _lines(outcome, out), 0 if outcome.written else 1)
+
+
+def _facts(outcome: Outcome, out: str) -> dict[str, Any]:
+    """The outcome as JSON has it: the verdict's facts, models by name, no losses of single texts."""
+    facts, verdict = asdict(outcome), outcome.verdict
+    for figures in filter(None, [facts["base"], *(trial["figures"] for trial in facts["tried"])]):
+        del figures["base_texts"]
+    facts = {**facts.pop("verdict"), **facts, "parents": {each.name: asdict(each) for each in verdict.parents}}
+    chosen = {"best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}
+    return {**facts, **chosen, "written": out if outcome.written else None}
 
 
 def _lines(outcome: Outcome, out: str) -> list[str | Table]:

@@ -11,17 +11,11 @@ from rotation_merge.cli.command import Model, cli_command
 from rotation_merge.cli.show import Answer, Table
 from rotation_merge.errors import named
 from rotation_merge.record import REPORT_FILE
-from rotation_merge.share.contents import is_weights
-from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, Publication, push
 
 LOG = logging.getLogger(__name__)
 
 
-@cli_command(
-    "rotation-merge push ./merged org/merged",
-    "rotation-merge push ./merged org/merged --as ./my-donor=org/my-donor --yes",
-)
-def command(
+def push(
     out: Model,
     repo: Annotated[str, "ORG/NAME"],
     *,
@@ -37,7 +31,9 @@ def command(
     again. Statistics need --with-data; otherwise the card says how to measure them. Other files need --include. Models
     become org/name@revision, from the hub's cache; local paths need a name on the hub (--as).
     """
-    result = push(out, repo, as_, with_data, include, private, yes)
+    from rotation_merge.share.push import push as publish
+
+    result = publish(out, repo, as_, with_data, include, private, yes)
     facts = dict[str, Any](repository=repo, left_out=result.left_out)
     if result.revision is not None:
         facts["revision"] = result.revision
@@ -46,7 +42,7 @@ def command(
             f"Download it with 'hf download {repo} --revision {result.revision} --local-dir DIR'.",
         ]
     else:
-        facts |= {"files": result.sizes, "card": result.texts[CARD], "recipe": result.texts.get(RECIPE)}
+        facts |= {"files": result.sizes, "card": result.texts["README.md"], "recipe": result.texts.get("recipe.yml")}
         lines = _dry_run(result)
     if result.left_out:
         lines.append(f"Left out: {named(result.left_out)}. --include PATTERN publishes them, --with-data statistics.")
@@ -55,14 +51,22 @@ def command(
     return Answer(facts, lines)
 
 
-def _dry_run(result: Publication) -> list[str | Table]:
+command = cli_command(
+    "rotation-merge push ./merged org/merged",
+    "rotation-merge push ./merged org/merged --as ./my-donor=org/my-donor --yes",
+)(push)
+
+
+def _dry_run(result: Any) -> list[str | Table]:
     """What would be published: with -v every file, the card and the recipe."""
+    from rotation_merge.share.contents import is_weights
+
     sizes = result.sizes
     first = f"Nothing was sent. --yes publishes to {result.repo}; -v shows every file, the card and the recipe."
     if LOG.isEnabledFor(logging.INFO):
         rows = [{"file": place, "size": decimal(size)} for place, size in sizes.items()]
         texts = [f"\n--- {place}\n{text}" for place, text in result.texts.items() if place != REPORT_FILE]
-        unknown = f"@{UNKNOWN} stands for the commit of the files that the recipe reads."
+        unknown = "@main stands for the commit of the files that the recipe reads."
         return [first, Table(rows, "Files to publish:"), *texts, unknown]
     names = (f"{name} as {target}" for name, target in result.names.items())
     weights = [place for place in sizes if is_weights(place)]

@@ -66,6 +66,9 @@ class Answer:
     lines: Sequence[str | Table] = ()
     code: int = 0
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self, as_json: bool = False) -> str:
         """The answer as it is printed."""
         if as_json:
@@ -129,12 +132,6 @@ class Progress:
     def __init__(self) -> None:
         self._bar: Any = None
         self._began = self._printed = time.perf_counter()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __call__(self, activity: str, done: float, total: float) -> None:
         if sys.stderr.isatty():

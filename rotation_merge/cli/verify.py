@@ -18,8 +18,7 @@ from rotation_merge.run.proof import allowed_difference, blank_model, largest_di
 from rotation_merge.run.sample_kinds import SELF
 
 
-@cli_command("rotation-merge verify org/donor ./aligned --float64")
-def command(
+def verify(
     model_a: Model,
     model_b: Model,
     *,
@@ -61,3 +60,6 @@ def command(
     )
     facts: dict[str, Any] = {"same": same, "tolerance": tolerance, "batches": len(inputs)}
     return Answer({**facts, "absolute": absolute, "relative": relative, "output": output}, lines, 0 if same else 1)
+
+
+command = cli_command("rotation-merge verify org/donor ./aligned --float64")(verify)

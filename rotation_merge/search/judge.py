@@ -82,10 +82,9 @@ class Judge:
     def measure(self, model: Any) -> Figures:
         """Measure a model on all sets of samples, and on the base's text."""
         scores, tell = list[Scores](), listener()
-        for number, data in enumerate(self.sets):
+        for number, data in enumerate(self.sets, 1):
+            scores.append(score(model, data) if self.labelled else self._divergence(model, number - 1))
             tell("held-out samples, sets", number, len(self.sets))
-            scores.append(score(model, data) if self.labelled else self._divergence(model, number))
-        tell("held-out samples, sets", len(self.sets), len(self.sets))
         losses = [score(model, text).loss for text in self.texts]
         accuracy = fmean(measured.main for measured in scores) if self.labelled else None
         return Figures(fmean(measured.loss for measured in scores), accuracy, fmean(losses) if losses else None, losses)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass
 from safetensors.torch import save_file
 
 from rotation_merge.errors import DataError, RotationMergeError
@@ -15,6 +17,7 @@ from rotation_merge.files import replacing
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import open_pair
+from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
@@ -23,10 +26,11 @@ from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.batches import by_rows, joined
 from rotation_merge.run.data import UNLABELLED, Data, read_samples, split_batches
+from rotation_merge.run.functions import load
 from rotation_merge.run.sample_kinds import SOURCES
 from rotation_merge.run.sources import self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
-from rotation_merge.search.config import SearchConfig
+from rotation_merge.search.config import MergeConfig
 from rotation_merge.search.judge import Ensemble, Judge
 from rotation_merge.workers import listener
 
@@ -48,11 +52,41 @@ PARTS = 4
 """So many batches a set of samples needs: two to merge with, one for each other part."""
 LOGITS = 1 << 24
 """A batch of held-out samples gives no more of them, if it has several rows."""
+CHANGEABLE = ("budget", "device", "out")
+"""Options that may change when a search continues."""
 BY_TOKEN = ("next token", "masked token", "none")
 """Tasks whose models may give logits for every token."""
 
-Sets = list[Data]
-"""Samples of every parent, or one set for all."""
+
+@dataclass(frozen=True)
+class SearchConfig(MergeConfig):
+    """Config of a search: the models, the output and the options.
+
+    Attributes:
+        models: the first is the anchor.
+        data: one source for all, or one for each model.
+        device: to compute on.
+    """
+
+    models: tuple[str, ...]
+    out: str
+    data: tuple[str, ...]
+    device: str = "cpu"
+
+    def load(self, model: str) -> Any:
+        """Load a model on the device, with its classes in the first model's order."""
+        return load(model, like=self.models[0]).to(self.device)
+
+    @property
+    def reading(self) -> tuple[int, int, int]:
+        """Batch size, length and seed of reading samples."""
+        return self.batch_size, self.length, self.seed
+
+    def key(self) -> str:
+        """Stable key of the models, the samples and the options, and of the state of their files."""
+        options = {name: value for name, value in asdict(self).items() if name not in CHANGEABLE}
+        views = [open_model(model, any_base=True) for model in filter(None, [*self.models, self.base])]
+        return hashlib.blake2b(mark_of(views, self.data, options=options).encode(), digest_size=4).hexdigest()
 
 
 class Parents:
@@ -104,8 +138,6 @@ class Parents:
         """The models without their base."""
         return tuple(model for model in self.config.models if self.base is None or model != self.base.name)
 
-    # --- relation ----------------------------------------------------------------------------------------------
-
     def _relations(self) -> dict[str, float]:
         """Cosine of every other model to the first one; they are shown, with differences of configs.
 
@@ -153,9 +185,7 @@ class Parents:
             self.say(f"base: {name} ({base.why}); mean cosine between the changes to it {cosine}")
         return base
 
-    # --- samples -----------------------------------------------------------------------------------------------
-
-    def _samples(self, loaded: Mapping[str, Any]) -> tuple[Sets, Sets, Sets]:
+    def _samples(self, loaded: Mapping[str, Any]) -> tuple[list[Data], list[Data], list[Data]]:
         """Training, deciding and reporting samples of the data; or such as the models make, apart from those to merge.
 
         Raises:
@@ -173,7 +203,7 @@ class Parents:
         read = [read_samples(first, x, limit, *config.reading, loaded[first], mixed=True) for x in sources]
         return split(read, config.seed)
 
-    def _made_up(self, loaded: Mapping[str, Any]) -> tuple[Sets, Sets, Sets]:
+    def _made_up(self, loaded: Mapping[str, Any]) -> tuple[list[Data], list[Data], list[Data]]:
         """Samples that each model makes to decide and to report, in whole batches."""
         config = self.config
         count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
@@ -193,7 +223,7 @@ class Parents:
         paths = [write_data(data, self.files / f"{number}.safetensors") for number, data in enumerate(self.training)]
         return {model: str(paths[number % len(paths)]) for number, model in enumerate(self.config.models)}
 
-    def _base_texts(self, loaded: Mapping[str, Any]) -> tuple[Any, Sets]:
+    def _base_texts(self, loaded: Mapping[str, Any]) -> tuple[Any, list[Data]]:
         """The base, and texts that it writes to measure forgetting, a set each; none if it writes no text."""
         config, name = self.config, None if self.base is None else self.base.name
         model = None if name is None else loaded[name] if name in loaded else config.load(name)
@@ -202,20 +232,20 @@ class Parents:
         ids = self_written(model, name, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(loaded))
         return model, [Data([{"input_ids": row, "labels": row}], "next token", 1) for row in ids.split(1)]
 
-    def _judge(self, part: Sets, texts: Sets) -> Judge:
+    def _judge(self, part: list[Data], texts: list[Data]) -> Judge:
         """The judge on some samples: one set for each model, if each gives its own answers."""
         labelled = self.config.data[0] not in SOURCES and all(data.task not in UNLABELLED for data in part)
         sets = [in_small_batches(data, vocabulary_size(self.anchor) or 1) for data in part]
         return Judge(sets * len(self.config.models) if len(sets) == 1 and not labelled else sets, labelled, texts)
 
 
-def split(samples: Sequence[Data], seed: int) -> tuple[Sets, Sets, Sets]:
+def split(samples: Sequence[Data], seed: int) -> tuple[list[Data], list[Data], list[Data]]:
     """Split every set of samples into training, deciding and reporting parts, by whole batches.
 
     Raises:
         DataError: a set has fewer than four examples.
     """
-    parts = Sets(), Sets(), Sets()
+    parts = list[Data](), list[Data](), list[Data]()
     for data in samples:
         size = max(1, data.examples // PARTS)
         batches = data.batches if len(data.batches) >= PARTS else [p for b in data.batches for p in by_rows(b, size)]

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.files import Store, write_text
+from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.files import FOLDER, Input, Output, Store, check_output, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.card import updated_card
 from rotation_merge.model.contents import Contents, reason
+from rotation_merge.model.naming import check_different
+from rotation_merge.model.open import on_base, paths_of, whole_path
 from rotation_merge.model.verdict import sentences
 from rotation_merge.model.writing import staged
 from rotation_merge.record import DISTANCES, REPORT_FILE, Score, Verdict
 from rotation_merge.report.files import read_report
 from rotation_merge.run.batches import data_hash
 from rotation_merge.run.evaluate import keep_figures
+from rotation_merge.run.functions import read_config
+from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, candidates_of, left_out, with_files
-from rotation_merge.search.config import SearchConfig, seconds
+from rotation_merge.search.config import MergeConfig, seconds
 from rotation_merge.search.judge import Figures, forgetting
-from rotation_merge.search.parents import Parents
+from rotation_merge.search.parents import Parents, SearchConfig
 from rotation_merge.search.scale import best_scale
+
+LOG = logging.getLogger(__name__)
 
 MARKED = re.compile(r"[0-9a-f]{8}")
 """Names of the folders of searches beside OUT; other folders there are not ours."""
@@ -70,41 +76,77 @@ class Outcome:
     Attributes:
         tried: all merges, the best first; then those that forget too much.
         relations: of every other model: mean cosine of its matrices to the first one's.
+        labelled: whether labels judged.
+        base: figures of the base, if it writes text.
         written: whether the best merge was written.
     """
 
     verdict: Verdict
     tried: list[Trial]
     relations: dict[str, float]
+    labelled: bool = True
+    base: Figures | None = None
     written: bool = False
 
     def __repr__(self) -> str:
         return f"Outcome({' '.join(sentences(self.verdict))})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the facts as a dictionary for JSON: those of the verdict, models by name."""
-        facts, verdict = asdict(self), self.verdict
-        parents = {parent.name: asdict(parent) for parent in verdict.parents}
-        chosen = {"best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}
-        return {**facts.pop("verdict"), **facts, "parents": parents, **chosen}
 
 
 def _score(name: str, figures: Figures, seconds: float = 0.0) -> Score:
     return Score(name, figures.score, figures.accuracy, figures.on_base, seconds)
 
 
-def searched(config: SearchConfig, say: Callable[[str], None], force: bool, anyway: bool) -> Outcome:
-    """Search, and write the best merge if that is worth it; see `rotation_merge.merge`.
+def _usual_data(model: str) -> str:
+    """Default data: texts written by the models, or random images; a model that can make up neither is refused."""
+    config = read_config(model)
+    name = str((config.get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return SELF
+    if "image_size" in config or "vision_config" in config:
+        return SYNTHETIC
+    raise RotationMergeError(f"{name or 'the model'} cannot write samples", where=model, remedy="give 'data'")
+
+
+def merge(
+    models: Iterable[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    data: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    config: MergeConfig | None = None,
+    *,
+    device: str = "cpu",
+    force: bool = False,
+    anyway: bool = False,
+    watch: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Look for the best merge of two or more checkpoints, and write it with its recipe.
 
     Args:
-        say: shows a line.
-        force: whatever lies at OUT may be replaced.
+        models: folders or names of the hub; the anchor first. An adapter's folder stands for the adapter on its base.
+        out: a folder, new or empty.
+        data: a source of samples for all models, or a list with one for each; empty: samples that the models write.
+        force: whatever lies at `out` may be replaced.
+        anyway: write the best merge even if one parent alone is better.
+        watch: called with each line of progress.
+
+    Returns:
+        What was tried and found; `verdict.worth_it` tells whether the best merge is better than every model alone.
 
     Raises:
-        RotationMergeError: something lies there, models do not fit together, or data are of no use.
+        RotationMergeError: models, data or the folder are of no use.
     """
-    search = Search(config, say)
-    search.begin(force)
+    named, place, say = list(map(whole_path, paths_of(models))), os.path.abspath(out), watch or LOG.info
+    if len(named) < 2:
+        raise RecipeError(f"{len(named)} models are given", remedy="name two or more")
+    check_different(named)
+    config = MergeConfig.of(config)
+    sources = tuple(paths_of([data] if isinstance(data, str | os.PathLike) else data, "data source"))
+    base = config.base and whole_path(config.base)
+    whole = tuple(on_base(name, base) for name in named)
+    if not set(named) & set(whole):
+        say("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
+    values = {**vars(config), "base": base, "data": sources or (_usual_data(whole[0]),)}
+    search = Search(SearchConfig(models=whole, out=place, device=device, **values), say)
+    search.begin([Input(name, "model") for name in named], force)
     try:
         outcome = search.run()
     except RotationMergeError:
@@ -132,21 +174,21 @@ class Search:
         self.tried: list[Trial] = []
         self.left_out: dict[str, str] = {}
 
-    def begin(self, force: bool) -> None:
+    def begin(self, inputs: Sequence[Input], force: bool) -> None:
         """Begin the work beside OUT, or continue with it.
 
         Raises:
             RotationMergeError: something lies at OUT that this search did not write, or nothing can be written there.
         """
         out, continues = self.config.out, self.work.is_of(self.mark) and self.work.get(WRITING) is not None
-        elsewhere = "write somewhere else"
-        if not force and not continues and os.path.isdir(out) and os.listdir(out):
-            remedy = f"{elsewhere} (the command replaces it with --force)"
-            raise RotationMergeError("already exists", where=out, remedy=remedy)
+        remedy = "write somewhere else"
+        check_output(
+            Output(out, FOLDER), inputs, force or continues, f"{remedy} (the command replaces it with --force)"
+        )
         try:
             self.work.begin(self.mark)
         except OSError as error:
-            raise RotationMergeError(f"cannot be written ({reason(error)})", where=out, remedy=elsewhere) from error
+            raise RotationMergeError(f"cannot be written ({reason(error)})", where=out, remedy=remedy) from error
 
     def run(self) -> Outcome:
         """Try candidates within the budget, and measure the best one on the reporting samples."""
@@ -168,20 +210,18 @@ class Search:
     def _over(self) -> bool:
         return time.perf_counter() >= self.deadline
 
-    def _plain(self) -> Trial | None:
-        return next((trial for trial in self.tried if trial.name == PLAIN), None)
-
     def _forgetting(self, figures: Figures) -> tuple[float, float]:
         """See `forgetting`; zeros where the base writes no text."""
-        plain, base = self._plain(), self.parents.base_figures
-        return (0.0, 0.0) if base is None else forgetting(figures, plain.figures if plain else None, base)
+        plain, base = (
+            next((trial.figures for trial in self.tried if trial.name == PLAIN), None),
+            self.parents.base_figures,
+        )
+        return (0.0, 0.0) if base is None else forgetting(figures, plain, base)
 
     def _rank(self, figures: Figures) -> tuple[float, float]:
         """The sort key of merges: those that forget too much come last."""
         more, allowed = self._forgetting(figures)
         return max(more - allowed, 0.0), figures.score
-
-    # --- candidates --------------------------------------------------------------------------------------------
 
     def _try(self, candidate: Candidate) -> None:
         """Try a candidate, unless it was tried before an interruption; it is left out if it cannot be made."""
@@ -226,8 +266,6 @@ class Search:
             merge_recipe(text, str(folder), tokenizer=True, device=self.config.device)
         return str(folder)
 
-    # --- the end -----------------------------------------------------------------------------------------------
-
     def _outcome(self, tried: list[Trial]) -> Outcome:
         """The outcome, from all candidates, the best one first; they are measured on the reporting samples."""
         parents, judge, best = self.parents, self.parents.reporting, tried[0]
@@ -250,7 +288,7 @@ class Search:
             [self._why(trial) for trial in tried if trial.figures.score < best.figures.score],
             None if parents.base_figures is None else parents.base_figures.on_base,
         )
-        return Outcome(verdict, tried, dict(parents.relations))
+        return Outcome(verdict, tried, dict(parents.relations), judge.labelled, parents.base_figures)
 
     def _why(self, trial: Trial) -> str:
         """The reason for rejecting a merge with a better score."""

@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import CHECKPOINTS, COMMANDS, parsed
+from cli_support import CHECKPOINTS, COMMANDS, parsed, run
 from cli_support import output_of as output
 from plugin_support import from_file, make, recipe_for, state, twin, write_recipe
 from transformers import AutoTokenizer, LlamaForCausalLM
+
+import rotation_merge as rm
 
 Pair = tuple[Path, Path]
 VITS = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
@@ -37,10 +39,35 @@ def test_help_is_quick_and_completion_is_clicks() -> None:
     main, path = "from rotation_merge.cli import main; main()", {"PATH": "/usr/bin:/bin"}
     script = {**path, "_ROTATION_MERGE_COMPLETE": "bash_source"}
     typed = {"_ROTATION_MERGE_COMPLETE": "bash_complete", "COMP_WORDS": "x align --heads s", "COMP_CWORD": "3"}
-    shells = ((heavy, None, "set()\n"), (main, script, "complete"), (main, {**path, **typed}, "plain,spectral\n"))
+    loaded = "print({{'torch', 'mergekit', 'transformers'}} & {{*sys.modules}})"
+    light = f"import sys; from rotation_merge.cli import {{}}; {loaded}"
+    alone, with_groups = light.format("check, demo, doctor, lora, merge, push"), light.format("align, carry")
+    shells = (
+        *((heavy, None, "set()\n"), (alone, None, "set()\n"), (with_groups, None, "{'torch'}\n")),
+        *((main, script, "complete"), (main, {**path, **typed}, "plain,spectral\n")),
+    )
     for code, environment, words in shells:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert words in done.stdout
+
+
+def test_python_has_the_answers_of_commands(pair: Pair, tmp_path: Path) -> None:
+    """As data, and as the text that a command prints."""
+    recipe = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml")
+    calls = {"check": [recipe], "inspect": [pair[0]], "doctor": [pair[0]], "verify": pair, "push": [pair[0], "a/b"]}
+    for name, arguments in calls.items():
+        function, done = getattr(rm, name), run(name, *arguments, "--json")
+        if name == "push":
+            with pytest.raises(rm.RotationMergeError, match="no such file"):
+                function(*map(str, arguments))
+            continue
+        answer = function(*map(str, arguments))
+        assert json.loads(answer.text(as_json=True)) == json.loads(done.stdout)
+        assert (f"{answer}\n", answer.code) == (run(name, *arguments).stdout, done.exit_code)
+    assert {"slerp", "wudi"} <= {entry["name"] for entry in rm.inspect(methods=True).data["delegates"]}
+    assert rm.inspect(str(pair[0]), fingerprint=True).data == parsed("inspect", pair[0], "--fingerprint")
+    with pytest.raises(rm.RotationMergeError, match="no model, recipe or file is given"):
+        rm.inspect()
 
 
 # --- check -----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     model = planted(next(case for case in ONE if case.family == "qwen3_5"))
     further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
     anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
-    monkeypatch.setattr("rotation_merge.cli.align.match_model", drawn_for(model))
+    monkeypatch.setattr("rotation_merge.matching.match.match_model", drawn_for(model))
     output = output_of("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
     after, moves = state(tmp_path / "out"), residual != "none"
     assert ("mtp.fc.weight" in after) != moves

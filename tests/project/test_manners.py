@@ -39,10 +39,16 @@ def test_every_command_is_interrupted_and_read_as_a_shell_does(
 ):
     monkeypatch.chdir(tmp_path)
     given = [] if name == "demo" else NOWHERE[name].split()
-    monkeypatch.setattr(command.os, "dup2", lambda *_: None)
-    for error, code, said in ((KeyboardInterrupt(), 130, "Interrupted"), (BrokenPipeError(), 141, "")):
-        monkeypatch.setattr(command, "_printed", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
-        result = run(name, *given)
+
+    def failing(error: BaseException):
+        return lambda *_, **__: (_ for _ in ()).throw(error)
+
+    monkeypatch.setattr(command, "checked_outputs", failing(KeyboardInterrupt()))
+    interrupted = run(name, *given)
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(cli.click.Group, "invoke", lambda *_: show.Answer({}, ["text"]))
+    monkeypatch.setattr(cli.click, "echo", failing(BrokenPipeError()))
+    for result, code, said in ((interrupted, 130, "Interrupted"), (run(name, *given), 141, "")):
         assert (result.exit_code, result.stdout) == (code, ""), result.output
         assert result.stderr.startswith(said)
         assert bool(result.stderr) == bool(said)

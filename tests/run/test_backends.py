@@ -102,7 +102,7 @@ def test_a_worker_without_the_file_names_it_and_its_machine(
             donor.rename(tmp_path / "elsewhere")
             yield spread
 
-    monkeypatch.setattr("rotation_merge.cli.align.on_backend", gone)
+    monkeypatch.setattr("rotation_merge.workers.on_backend", gone)
     output = output_of("align", pair[0], donor, tmp_path / "out", "--backend", backend, code=2)
     line = one_error(output)
     assert line.startswith(f"Error: {donor}")

@@ -86,6 +86,8 @@ def _check_verdict(out: Path, facts: dict[str, Any]) -> None:
     assert {parent["name"]: parent for parent in verdict["parents"]} == facts["parents"]
     for figures in (verdict["best"], verdict["ensemble"], *verdict["tried"]):
         assert f"{figures['score']:.4f}" in card
+    assert (facts["labelled"], facts["base"].keys()) == (True, {"score", "accuracy", "on_base"})
+    assert all(trial["figures"].keys() == facts["base"].keys() for trial in facts["tried"])
     for words in ("# out\n", "llama-0-english alone", "base's own text", "aligned merges (the models share"):
         assert words in card
     assert str(CHECKPOINTS) not in card

@@ -23,9 +23,8 @@ from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import LAST, SCALES, candidates_of, left_out
-from rotation_merge.search.config import SearchConfig
 from rotation_merge.search.judge import Ensemble, Figures, Judge, forgetting
-from rotation_merge.search.parents import FAR, NEAR, SHARED, Parents, split, write_data
+from rotation_merge.search.parents import FAR, NEAR, SHARED, Parents, SearchConfig, split, write_data
 from rotation_merge.search.run import Outcome, Search
 from rotation_merge.search.scale import STEP, best_scale
 
