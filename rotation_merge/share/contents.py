@@ -69,7 +69,9 @@ def chosen_files(folder: str, include: Sequence[str], statistics: bool) -> tuple
     Raises:
         RotationMergeError: a link leads out of the folder, a pattern names no file, there are no weights.
     """
-    files, root = _listed(folder), Path(folder).resolve()
+    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_symlink() or not path.is_dir()]
+    places, root = {path.relative_to(folder).as_posix(): path for path in paths}, Path(folder).resolve()
+    files = {place: path for place, path in places.items() if "/." not in f"/{place}"}
     if outside := [place for place, path in files.items() if not path.resolve().is_relative_to(root)]:
         problem = f"links that lead out of the folder are not published: {named(outside)}"
         raise RotationMergeError(problem, where=folder, remedy="put the file itself there, or remove the link")
@@ -84,10 +86,3 @@ def chosen_files(folder: str, include: Sequence[str], statistics: bool) -> tuple
         remedy = "write them again as safetensors (a merge without --no-safe-serialization)"
         raise RotationMergeError("has no weights in safetensors", where=folder, remedy=remedy)
     return {place: str(files[place]) for place in chosen}, [place for place in files if place not in chosen]
-
-
-def _listed(folder: str) -> dict[str, Path]:
-    """Files of a folder, and links in it, by their places; nothing that is hidden."""
-    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_symlink() or not path.is_dir()]
-    places = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {place: path for place, path in places.items() if "/." not in f"/{place}"}

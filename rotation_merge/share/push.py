@@ -28,6 +28,7 @@ from rotation_merge.report.files import read_report
 from rotation_merge.run.statistics import Statistics
 from rotation_merge.share.contents import chosen_files, published_name
 from rotation_merge.share.names import (
+    MEASURED,
     check_no_local_path,
     completed,
     inputs_of,
@@ -40,12 +41,8 @@ from rotation_merge.share.names import (
 CARD, RECIPE = "README.md", "recipe.yml"
 TEXTS = (".json", ".yml", ".yaml", ".md", ".txt", ".html", ".svg", ".jinja", ".csv")
 """Endings of files that are looked through for local names."""
-UNKNOWN = "main"
-"""Stands for the commit of the files that the recipe reads, until they are uploaded."""
 OPTIONS = ("samples", "seed", "length", "batch_size", "labels")
 """What the head of a file of statistics says of its measurement, by the options of `measure`."""
-CHUNK = 1 << 22
-"""Bytes of a file that are in memory at once."""
 
 
 class Publication:
@@ -73,7 +70,9 @@ class Publication:
         self.recipe = completed(report.recipe, report.data) if report.relation == "merge" else ""
         self.facts, sources = report.to_dict(), [str(used["source"]) for used in report.data]
         origins, (models, files) = origins_of(self.facts["models"]), inputs_of(self.recipe)
-        read = {source: "data" for source in sources if with_data and os.path.isfile(source)} | files
+        measured_on = {str(used["source"]) for used in report.data if str(used["of"]).startswith(MEASURED)}
+        unread = set() if with_data else measured_on  # the card names them, as the statistics stay here
+        read = {source: "data" for source in sources if os.path.exists(source) and source not in unread} | files
         models = list(dict.fromkeys([*models, *origins]))
         names = {n: f"{x['hub']}@{x['revision']}" for n, x in origins.items() if x.get("hub") and x.get("revision")}
         names |= targets_of(targets, [*models, *read, *sources])
@@ -120,11 +119,11 @@ class Publication:
         whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
-    def stage(self, folder: str, commit: str = UNKNOWN) -> dict[str, str]:
+    def stage(self, folder: str, commit: str = "main") -> dict[str, str]:
         """Write all that is published into a folder, the files that the recipe reads only once; gives the paths.
 
         Args:
-            commit: of these files.
+            commit: of these files, which until they are uploaded is not known.
 
         Raises:
             RotationMergeError: a file still names a path of this machine.
@@ -261,9 +260,6 @@ def _check_whole(folder: str, models: Sequence[str]) -> None:
         raise RotationMergeError(problem, where=folder, remedy=remedy)
 
 
-# --- staging ---------------------------------------------------------------------------------------------------------
-
-
 def text_in(path: str) -> str:
     """The text in a file that may name local files; of safetensors the head, of other binary files nothing."""
     if path.endswith(".safetensors"):
@@ -338,4 +334,4 @@ def _replace_head(path: str, entries: Mapping[str, str]) -> None:
         text += b" " * (-len(text) % 8)
         with open(path, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            shutil.copyfileobj(source, file, CHUNK)
+            shutil.copyfileobj(source, file)

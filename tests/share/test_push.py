@@ -237,6 +237,19 @@ def test_local_names_are_refused_with_the_remedy(local: Local, out: Path, home: 
     assert f"names '{anchor.parent}/notes'" in error_of("push", out, REPO, *named(local))
 
 
+def test_samples_that_only_the_report_names_need_a_name_on_the_hub(local: Local, out: Path, home: Hub) -> None:
+    """Not even the name of such a file leaves without being told to; with --with-data the file does."""
+    samples, report = out.parent / "secret-texts.txt", json.loads((out / "rotation_merge.json").read_text())
+    samples.write_text("text")
+    report["data"] = [{"of": "matching the donor", "source": str(samples), "samples": 1}]
+    (out / "rotation_merge.json").write_text(json.dumps(report))
+    line = error_of("push", out, "me/z", *named(local))
+    assert all(words in line for words in (f"--as {samples}=org/name@revision", "--with-data"))
+    assert "data/0-secret-texts.txt" in parsed("push", out, "me/z", *named(local), "--with-data")["files"]
+    target = f"{samples}=datasets/org/texts/a.txt@main"
+    assert "secret-texts" not in json.dumps(parsed("push", out, "me/z", *named(local), "--as", target))
+
+
 def test_a_failing_upload_is_one_line(local: Local, home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import _commit_api
 
