@@ -188,7 +188,8 @@ def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> Non
     found = match_model(anchor.architecture, anchor.state, donor.state, TURNED, watch)
     blocks = {"embeddings and heads": 2, "residual, from identity": 4, "residual, pass 1": 10, "matching": 10 + 2}
     for task, count in blocks.items():
-        assert seen[task] == [(done, count) for done in range(count + 1)]
+        times = 2 if task == "embeddings and heads" else 1  # again in float64, once the models nearly agree
+        assert seen[task] == times * [(done, count) for done in range(count + 1)]
     assert farthest(anchor, donor, found) <= 1e-4
 
 
