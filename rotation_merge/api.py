@@ -171,7 +171,9 @@ def average(
     elif kind.statistics:
         config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
         measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
-    batches = _pool(opened, method, sources, limit, seed) if sources and kind.on_samples else sources
+    batches = [] if kind.statistics else sources
+    if batches and not kind.whole_models:
+        batches = _pool(opened, method, sources, limit, seed)
     with python_places():
         result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
     result = replace(result, name=views[0].name)
