@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,15 +48,15 @@ from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.model.writing import parse_size, staged
 from rotation_merge.record import MergeReport
-from rotation_merge.run.batches import Batch
+from rotation_merge.run.batches import Batch, check_labels
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, listed, read_samples
-from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
-from rotation_merge.run.functions import module_of
+from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, keep_figures, path, score
+from rotation_merge.run.functions import load, module_of
 from rotation_merge.run.ledger import kept_beside
-from rotation_merge.run.measure import MeasureConfig, measured
+from rotation_merge.run.measure import MeasureConfig, measured, model_for
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
-from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.statistics import FORMAT, Statistics, has_format
 from rotation_merge.search.config import MergeConfig as MergeConfig
 from rotation_merge.search.run import merge as merge
 from rotation_merge.workers import listener
@@ -264,41 +265,76 @@ def _opened_statistics(statistics: Any, kind: str, views: Sequence[View], models
     return opened
 
 
-def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | None = None) -> Statistics:
-    """Measure a model's statistics in memory, for `average` by `regmean` or `fisher`.
+def measure(
+    model: ModelLike,
+    samples: Samples = SELF,
+    config: MeasureConfig | None = None,
+    *,
+    out: StrPath | None = None,
+    device: str = "cpu",
+    by_layer: bool | None = None,
+    force: bool = False,
+) -> Statistics:
+    """Measure a model's statistics, for `average` by `regmean` or `fisher`.
 
     Args:
         model: as `align` takes it, or a view.
         samples: batches of forward's inputs, or the name of a source (a file, `self`, `synthetic`, `demo:NAME`).
+        out and all others: as of `rotation-merge measure`, of a stored model; without `out` all stays in memory.
 
     Returns:
         The statistics, whose `save(path)` writes the file that recipes take.
 
     Raises:
-        RotationMergeError: the model or the samples are of no use.
+        RotationMergeError: the model or the samples are of no use, or nothing can be written there.
     """
-    opened, config = open_model(model), MeasureConfig.of(config)
-    module = for_evaluation(opened) if "fisher" in config.kinds else None
-    limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
+    opened, config, device = open_model(model), MeasureConfig.of(config), usable_device(device)
+    source = os.fspath(samples) if isinstance(samples, str | os.PathLike) else ""
+    if out is not None:
+        written = Output(os.fspath(out), wrote=lambda file: has_format(file, FORMAT), beside=True)
+        _check_output(written, [str(opened.reference)], [source] * bool(source), force)
+    module = for_evaluation(opened) if "fisher" in config.kinds and not opened.is_stored else None
+    if opened.is_stored:
+        module = model_for(opened, config, source, device, by_layer)
+    limit = config.samples or (SAMPLES if source in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
-    return measured(as_stored(opened), module, data, config)
+    if config.labels == "data" and module is not None:
+        check_labels(data.batches, module, data.task, data.source)
+    return measured(as_stored(opened), module, data, config, None if out is None else Path(out), listener(), device)
 
 
-def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None = None) -> dict[str, float]:
+def evaluate(
+    model: ModelLike, samples: Samples, config: EvaluateConfig | None = None, *, device: str = "cpu", keep: bool = False
+) -> Any:
     """Loss of a model on samples and, depending on their labels, accuracy or correlations.
 
     Args:
-        model: as `align` takes it, or a view.
-        samples: batches of forward's inputs, with `labels` where there are any, or the name of a source.
+        model: as `align` takes it, or a view; or a list of models; their classes are put in the first one's order.
+        samples: batches of forward's inputs, with `labels` where there are any, or the name of a source; with a list of
+            models, the names of several.
+        device, keep: as of `rotation-merge evaluate`.
+
+    Returns:
+        The figures by name; of a list of models a row for each of them and each source.
 
     Raises:
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
-    opened, config = open_model(model), EvaluateConfig.of(config)
-    module = for_evaluation(opened)
-    data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
-    scores = score(module, data)
-    return {"loss": scores.loss, **scores.figures}
+    config, device, rows = EvaluateConfig.of(config), usable_device(device), list[dict[str, Any]]()
+    models, sources = (model, samples) if isinstance(model, list) else ([model], [samples])
+    like = models[0] if isinstance(models[0], str) else None
+    for each in models:
+        place = os.fspath(each) if isinstance(each, str | os.PathLike) else open_model(each)
+        module = (load(place, like=like) if isinstance(place, str) else for_evaluation(place)).to(device)
+        for source in sources:
+            data = read_samples(place, source, config.limit, config.batch_size, config.length, module=module)
+            scores = score(module, data)
+            figures = {"loss": scores.loss, **scores.figures}
+            facts = {"model": str(place), "data": str(source), "task": data.task, "examples": data.examples}
+            rows.append({**facts, **figures} if isinstance(model, list) else figures)
+            if keep:
+                keep_figures(str(place), "pixel_values" in data.batches[0], facts, figures)
+    return rows if isinstance(model, list) else rows[0]
 
 
 def refit(
@@ -361,7 +397,7 @@ def polish(
             inputs = opened, parents, samples, replace(config, merge_lora=True), Store(folder, "")
             return polished(*inputs, device=device, progress=listener())
     names, place, sources = paths_of([merged, *teachers]), os.fspath(out), for_each(samples, len(teachers))
-    _check_folder(place, names, sources, force)
+    _check_output(Output(place, FOLDER), names, sources, force)
     if config.lora and not config.merge_lora and parse_reference(names[0]).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=names[0], remedy="add '--merge-lora', or leave '--lora' out")
@@ -432,11 +468,11 @@ def for_evaluation(opened: View) -> Any:
     return module_of(opened).float()
 
 
-def _check_folder(out: StrPath, models: Sequence[Any], sources: Sequence[Any], force: bool) -> None:
-    """Refuse a folder that lies in the way of inputs, or of what is there."""
+def _check_output(output: Output, models: Sequence[Any], sources: Sequence[Any], force: bool) -> None:
+    """Refuse an output that lies in the way of inputs, or of what is there."""
     named = [*((model, "model") for model in models), *((source, DATA) for source in sources)]
     inputs = [Input(os.fspath(name), kind) for name, kind in named if isinstance(name, str | os.PathLike)]
-    check_output(Output(os.fspath(out), FOLDER), inputs, force)
+    check_output(output, inputs, force)
 
 
 def usable_device(name: str) -> str:
@@ -496,7 +532,8 @@ def transfer(
     chosen.check_use()
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
     if out is not None:
-        _check_folder(out, [tuned, old, new], [chosen.data if samples is None else samples], force)
+        source = chosen.data if samples is None else samples
+        _check_output(Output(os.fspath(out), FOLDER), [tuned, old, new], [source], force)
     device = usable_device(device)
     first, second = open_model(new, "new"), open_model(old, "old")
     work = tuned if is_adapter(tuned) else open_model(tuned, "tuned", any_base=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from rotation_merge.api import usable_device
+import rotation_merge as rm
 from rotation_merge.cli.command import Device, cli_command
 from rotation_merge.cli.paths import MODEL, SAMPLES
 from rotation_merge.cli.show import Answer, Table
-from rotation_merge.run.data import read_samples
-from rotation_merge.run.evaluate import EvaluateConfig, keep_figures, score
-from rotation_merge.run.functions import load
+from rotation_merge.run.evaluate import EvaluateConfig
 from rotation_merge.run.sample_kinds import KINDS
 
 
@@ -32,15 +30,5 @@ def command(
     squared error, Pearson's and Spearman's correlation. Sentence encoders: both correlations of similarities.
     Classes in another order than the first model's are reordered.
     """
-    device, results = usable_device(device), list[dict[str, Any]]()
-    for name in models:
-        model = load(name, like=models[0]).to(device)
-        for source in data:
-            samples = read_samples(name, source, config.limit, config.batch_size, config.length, module=model)
-            scores = score(model, samples)
-            facts = {"model": name, "data": source, "task": samples.task, "examples": samples.examples}
-            figures = {"loss": scores.loss, **scores.figures}
-            results.append({**facts, **figures})
-            if keep:
-                keep_figures(name, "pixel_values" in samples.batches[0], facts, figures)
+    results = rm.evaluate([*models], data, config, device=device, keep=keep)
     return Answer(results, [Table(results)])

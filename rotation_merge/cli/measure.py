@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import click
 
-from rotation_merge.api import usable_device
+import rotation_merge as rm
 from rotation_merge.cli.command import Device, Model, cli_command
 from rotation_merge.cli.paths import SAMPLES, STATISTICS, checked_outputs
 from rotation_merge.cli.show import Answer
-from rotation_merge.model.open import open_model
-from rotation_merge.run.batches import check_labels
-from rotation_merge.run.data import read_samples
-from rotation_merge.run.measure import MeasureConfig, default_statistics_path, measured, model_for
-from rotation_merge.run.sample_kinds import KINDS, SOURCES
-from rotation_merge.run.sample_kinds import SAMPLES as COUNT
-from rotation_merge.workers import listener
+from rotation_merge.model.open import parse_reference
+from rotation_merge.run.measure import MeasureConfig, default_statistics_path
+from rotation_merge.run.sample_kinds import KINDS
 
 
 @cli_command(
@@ -36,6 +31,7 @@ def command(
         "write text by one layer in memory at a time, or the whole model. Not given: by layer if it does not fit",
     ] = None,
     device: Device = "cpu",
+    force: bool,
 ) -> Answer:
     """Write statistics of MODEL on samples, for the delegates regmean and fisher.
 
@@ -45,20 +41,13 @@ def command(
     whole model in memory, at once. A model that does not fit writes its text by layer, too, and reads its files for
     every token of '--data self'.
     """
-    view = open_model(model)
-    place = Path(out) if out is not None else default_statistics_path(view.reference)
+    place = out or str(default_statistics_path(parse_reference(model)))
     if out is None:
-        click.get_current_context().with_resource(checked_outputs(STATISTICS.outputs(str(place))))
-    device = usable_device(device)
-    module = model_for(view, config, data, device, by_layer)
-    limit = config.samples or (COUNT if data in SOURCES else None)
-    samples = read_samples(model, data, limit, config.batch_size, config.length, config.seed, module)
-    if config.labels == "data":
-        check_labels(samples.batches, module, samples.task, data)
-    facts = measured(view, module, samples, config, place, listener(), device).metadata
+        click.get_current_context().with_resource(checked_outputs(STATISTICS.outputs(place)))
+    facts = rm.measure(model, data, config, out=place, by_layer=by_layer, device=device, force=force).metadata
     singular = f"{len(facts['narrow'])} Grams are singular (fewer rows than coordinates): use a ridge, or more samples"
     lines = (
         f"Statistics of {model} on {facts['samples']} samples ({facts['tokens']} tokens) written to {place}.",
         f"{singular}. The first is that of {facts['narrow'][0]}." if facts["narrow"] else "",
     )
-    return Answer({"file": str(place), **facts}, lines)
+    return Answer({"file": place, **facts}, lines)
