@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,10 +69,9 @@ def test_results_come_in_order_from_as_many_workers_and_few_items_are_taken_ahea
 
 
 def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() -> None:
-    before, begun, threads = torch.get_num_threads(), list[int](), set[threading.Thread]()
+    before, threads = torch.get_num_threads(), set[threading.Thread]()
 
     def work(n: int) -> int:
-        begun.append(n)
         threads.add(threading.current_thread())
         if n >= 2:
             raise AlignmentError(f"block {n}")
@@ -84,10 +83,20 @@ def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() 
         next(results)
     for thread in threads:
         thread.join()
-    assert len(begun) < 6  # nothing is begun behind a failure
     assert torch.get_num_threads() == before
     with torch.no_grad():
         assert list(in_order([lambda _: torch.is_grad_enabled()], [0])) == [False]
+
+
+def test_nothing_is_begun_behind_a_failure() -> None:
+    jobs: Any = queue.SimpleQueue()
+    futures = [Future[Any](), Future[Any]()]
+    for future in futures:
+        jobs.put((future, 0))
+    jobs.put(None)
+    workers._serve(jobs, lambda n: 1 // n)
+    assert isinstance(futures[0].exception(), ZeroDivisionError)
+    assert futures[1].cancel()  # it waits as before
 
 
 def test_an_interrupted_process_does_not_wait_for_running_blocks() -> None:
