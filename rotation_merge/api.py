@@ -154,32 +154,41 @@ def average(
     delegate, views = delegate_of(method), _opened(models)
     kind = delegate if isinstance(delegate, OwnMethod) else OwnMethod
     shares = _shares(weights, len(views))
-    if kind.whole_models and parameters.get("heads_of") == "each":
+    each_head = parameters.get("heads_of") == "each"
+    if kind.whole_models and each_head:
         raise RecipeError("'heads_of: each' with refit needs files", remedy="write a recipe for mergekit-yaml")
     parameters |= {"samples": limit} if kind.whole_models else {}
     opened = renamed_views(views)
     _check_folded(opened)
-    takes = {"statistics": kind.statistics, "samples": kind.statistics or kind.on_samples}
-    for name, source in (("statistics", statistics), ("samples", samples)):
-        if source is not None and not takes[name]:
-            raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
+    _check_sources(method, kind, statistics is not None, samples is not None)
     sources, measured = [] if samples is None else for_each(samples, len(opened)), list[Statistics]()
-    if kind.statistics and statistics is None and samples is None:
-        remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
-        raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
     if kind.statistics and statistics is not None:
         measured = _opened_statistics(statistics, kind.statistics, views, opened)
     elif kind.statistics:
         config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
         measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
     batches = [] if kind.statistics else sources
-    if batches and not kind.whole_models:
-        batches = _pool(opened, method, sources, limit, seed)
+    batches = _pool(opened, method, sources, limit, seed) if batches and not kind.whole_models else batches
     with python_places():
-        result = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
-    result = replace(result, name=views[0].name)
-    each_head = parameters.get("heads_of") == "each"
-    return replace(result, heads=under_heads(result, views[1:])) if each_head else result
+        merged = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
+    merged = replace(merged, name=views[0].name)
+    return replace(merged, heads=under_heads(merged, views[1:])) if each_head else merged
+
+
+def _check_sources(method: str, kind: Any, statistics: bool, samples: bool) -> None:
+    """Refuse statistics and samples that a method does not take, and none where it needs them.
+
+    Args:
+        kind: the class of the method.
+        statistics, samples: whether they are given.
+    """
+    takes = {"statistics": kind.statistics, "samples": kind.statistics or kind.on_samples}
+    for name, given in (("statistics", statistics), ("samples", samples)):
+        if given and not takes[name]:
+            raise RecipeError(f"'{name}' have no effect with {method}", remedy="leave them out")
+    if kind.statistics and not (statistics or samples):
+        remedy = "add 'samples', or 'statistics' that rotation_merge.measure gave"
+        raise RecipeError(f"{method} needs samples or statistics of the models", remedy=remedy)
 
 
 def _opened(models: Iterable[ModelLike]) -> list[View]:
@@ -528,26 +537,20 @@ def transfer(
         RotationMergeError: unknown options or some without effect, an unsupported architecture, tensors that do not
             fit.
     """
-    chosen, size = _with_checked_alignment(TransferConfig.of(config, options), old), parse_size(max_shard_size)
-    chosen.check_use()
+    chosen, size = _checked_config(TransferConfig.of(config, options), old), parse_size(max_shard_size)
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
     if out is not None:
         source = chosen.data if samples is None else samples
         _check_output(Output(os.fspath(out), FOLDER), [tuned, old, new], [source], force)
-    device = usable_device(device)
-    first, second = open_model(new, "new"), open_model(old, "old")
+    device, first, second = usable_device(device), open_model(new, "new"), open_model(old, "old")
     work = tuned if is_adapter(tuned) else open_model(tuned, "tuned", any_base=True)
     if isinstance(work, View) and None in (first.files, work.files):
         check_names(first, work)
-    if type(samples) is int:
-        chosen, samples = replace(chosen, samples=samples), None
-    named = isinstance(samples, str | os.PathLike)
-    if samples is not None:
-        chosen = replace(chosen, data=os.fspath(samples) if named else "samples in memory")
+    chosen, batches = _with_samples(chosen, samples)
     mark = partial(_transfer_mark, first, second, work, chosen)
     with kept_beside(None if out is None else os.fspath(out), mark, device) as ledger:
         more: dict[str, Any] = {"device": device, "dtype": dtype, "force": force, "ledger": ledger}
-        more |= {"watched": out is not None, "samples": None if named else listed(samples), "progress": listener()}
+        more |= {"watched": out is not None, "samples": batches, "progress": listener()}
         job = Transfer.of(work, second, first, chosen, **more)
         if out is not None:
             return carry(job, os.fspath(out), size, listener())
@@ -566,13 +569,23 @@ def _transfer_mark(new: View, old: View, work: Any, config: TransferConfig) -> s
     return mark_of((new, old), [*on, name], on=on, options=config.match, lora=config.rank, untie=config.untie)
 
 
-def _with_checked_alignment(config: TransferConfig, old: ModelLike) -> TransferConfig:
-    """The config, its alignment checked against the old base, where one is given.
+def _with_samples(config: TransferConfig, samples: Samples | int) -> tuple[TransferConfig, Samples]:
+    """The config with the source or the number of samples, and those that are in memory."""
+    if samples is None or type(samples) is int:
+        return replace(config, samples=config.samples if samples is None else samples), None
+    if isinstance(samples, str | os.PathLike):
+        return replace(config, data=os.fspath(samples)), None
+    return replace(config, data="samples in memory"), listed(samples)
+
+
+def _checked_config(config: TransferConfig, old: ModelLike) -> TransferConfig:
+    """The config, its alignment, where one is given, checked against the old base.
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: an option has no effect, or the alignment is none.
         AlignmentError: it was made for another donor.
     """
+    config.check_use()
     alignment = config.alignment
     if isinstance(alignment, Alignment) and alignment.basis is not None:
         alignment.check_donor(old)

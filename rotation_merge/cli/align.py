@@ -74,7 +74,6 @@ def command(
     from rotation_merge.matching.aligned_output import write_aligned
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.writing import parse_size
-    from rotation_merge.run.proof import prove
 
     _check_use(learn, out, alignment, match.match_on)
     place, size, devices = out or alignment, parse_size(shard_size), _devices(device, backend, match, learn)
@@ -85,14 +84,11 @@ def command(
         learning = replace(learning, match_on=match.match_on, seed=match.seed, half=devices[0].startswith("cuda"))
         working = _learned(pair, learning, match.data, reading, devices[0], str(place), progress)
 
-    def check(staging: str) -> tuple[bool, str]:
-        proofs.append(prove(str(pair.donor.reference), staging, options.shift_head))
-        return not proofs[0].failed, proofs[0].words
-
     with working as result:  # what is unfinished stays until all is written
         notes += result.notes
         if out is not None:
-            view = write_aligned(pair, result, out, dtype, size, progress, check if verify else None)
+            check = partial(_proven, str(pair.donor.reference), options.shift_head, proofs) if verify else None
+            view = write_aligned(pair, result, out, dtype, size, progress, check)
             notes += [*view.notes, f"Written to {out}."]
         if alignment is not None:
             result.write(alignment, half)
@@ -100,6 +96,14 @@ def command(
         if place is None:
             return _distances(pair, result, by, notes)
     return _gain(pair, result, {"out": out, "alignment": alignment}, proofs, notes)
+
+
+def _proven(donor: str, shift_head: bool, proofs: list[Proof], folder: str) -> tuple[bool, str]:
+    """Whether a folder has the donor's outputs, and in words; the proof is added to others."""
+    from rotation_merge.run.proof import prove
+
+    proofs.append(prove(donor, folder, shift_head))
+    return not proofs[-1].failed, proofs[-1].words
 
 
 def _gain(
