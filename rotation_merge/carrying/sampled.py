@@ -63,13 +63,13 @@ class ChangeCandidate:
         method: a `Method`, `PLAIN`, `MERGED` or `NONE`.
         delta: of the new base, as it is written: of an adapter cut to its rank.
         scale: that was chosen for it, or given.
-        kept: share of the whole change's squared norm that the rank keeps.
+        share: of the whole change's squared norm, which the rank keeps.
     """
 
     method: str
     delta: Delta
     scale: float = 0.0
-    kept: float = 1.0
+    share: float = 1.0
 
 
 def sampled_change(
@@ -145,7 +145,7 @@ class _Sampling:
         factors = (method,) if method == "weights" and transfer.adapter is not None else ()  # which it keeps
         cuts = {name: transfer.as_adapter(changes[name]) for name in changes if transfer.rank and name not in factors}
         whole = [ChangeCandidate(name, delta) for name, delta in changes.items() if name not in cuts]
-        return whole + [ChangeCandidate(name, cut.delta, kept=cut.share) for name, cut in cuts.items()]
+        return whole + [ChangeCandidate(name, cut.delta, share=cut.share) for name, cut in cuts.items()]
 
     def _between(self, tuned: Tensors) -> Delta:
         """The change from the new base to another model in its storage form."""

@@ -38,13 +38,13 @@ def carried(transfer: Transfer, place: str | None = None, progress: Progress | N
     config, adapter, bases = transfer.config, transfer.adapter, transfer.bases
     if not transfer.rank and not config.untie:
         bases.check_head()
-    delta, notes, method, kept = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights", 1.0
+    delta, notes, method, share = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights", 1.0
     if config.needs_samples:
         chosen, lift, notes = sampled_change(transfer, place, progress)
         used = {"of": f"carrying {transfer.name}", "source": config.data, "samples": config.sample_count}
         report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
         transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
-        kept = chosen.kept
+        share = chosen.share
     value: View | Adapter
     if not transfer.rank:
         record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
@@ -56,8 +56,8 @@ def carried(transfer: Transfer, place: str | None = None, progress: Progress | N
             notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
     else:
         cut = transfer.as_adapter(delta)
-        kept *= cut.share  # what was judged was cut already
-        value, notes = cut.weights, [*notes, f"Rank {cut.rank} keeps {kept:.1%} of the change (squared norm)."]
+        share *= cut.share  # what was judged was cut already
+        value, notes = cut.weights, [*notes, f"Rank {cut.rank} keeps {share:.1%} of the change (squared norm)."]
         if delta.base.tied_head:
             notes.append(f"The embedding stays the new base's, as `{delta.base.tied_head}` is tied to it.")
     return _noted(transfer, value, notes)

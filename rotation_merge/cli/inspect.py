@@ -60,9 +60,9 @@ def inspect(
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
     """
-    asked = {"--fingerprint": fingerprint, "--report": report, "--draft": draft}
-    asked |= dict(zip(ALONE, (methods, architectures, prove is not None), strict=True))
-    if len(questions := [flag for flag, value in asked.items() if value]) > 1:
+    flags = {"--fingerprint": fingerprint, "--report": report, "--draft": draft}
+    flags |= dict(zip(ALONE, (methods, architectures, prove is not None), strict=True))
+    if len(questions := [flag for flag, value in flags.items() if value]) > 1:
         raise RotationMergeError(f"{questions[0]} and {questions[1]} cannot be combined", remedy="use one at a time")
     alone, document = bool({*questions} & {*ALONE}), target is not None and is_document(target)
     if alone == (target is not None):
