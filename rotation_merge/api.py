@@ -63,8 +63,6 @@ from rotation_merge.workers import listener
 
 LOG = logging.getLogger(__name__)
 
-StrPath = str | os.PathLike[str]
-
 
 def align(
     anchor: ModelLike,
@@ -167,10 +165,10 @@ def average(
     elif kind.statistics:
         config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
         measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
-    batches = [] if kind.statistics else sources
-    batches = _pool(opened, method, sources, limit, seed) if batches and not kind.whole_models else batches
+    if kind.on_samples and not kind.whole_models and sources:
+        sources = _pool(opened, method, sources, limit, seed)
     with python_places():
-        merged = average_views(opened, recipe_of(method, opened, parameters, shares), measured, batches, seed)
+        merged = average_views(opened, recipe_of(method, opened, parameters, shares), measured, sources, seed)
     merged = replace(merged, name=views[0].name)
     return replace(merged, heads=under_heads(merged, views[1:])) if each_head else merged
 
@@ -279,7 +277,7 @@ def measure(
     samples: Samples = SELF,
     config: MeasureConfig | None = None,
     *,
-    out: StrPath | None = None,
+    out: str | os.PathLike[str] | None = None,
     device: str = "cpu",
     by_layer: bool | None = None,
     force: bool = False,
@@ -301,7 +299,7 @@ def measure(
     source = os.fspath(samples) if isinstance(samples, str | os.PathLike) else ""
     if out is not None:
         written = Output(os.fspath(out), wrote=lambda file: has_format(file, FORMAT), beside=True)
-        _check_output(written, [str(opened.reference)], [source] * bool(source), force)
+        _check_output(written, [str(opened.reference)], [samples], force)
     module = for_evaluation(opened) if "fisher" in config.kinds and not opened.is_stored else None
     if opened.is_stored:
         module = model_for(opened, config, source, device, by_layer)
@@ -330,20 +328,22 @@ def evaluate(
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
     config, device, rows = EvaluateConfig.of(config), usable_device(device), list[dict[str, Any]]()
-    models, sources = (model, samples) if isinstance(model, list) else ([model], [samples])
-    like = models[0] if isinstance(models[0], str) else None
-    for each in models:
-        place = os.fspath(each) if isinstance(each, str | os.PathLike) else open_model(each)
-        module = (load(place, like=like) if isinstance(place, str) else for_evaluation(place)).to(device)
+    single = not isinstance(model, list)
+    models, sources = ([model], [samples]) if single else (model, several(samples, "samples", (str, os.PathLike)))
+    places: list[Any] = [os.fspath(x) if isinstance(x, str | os.PathLike) else open_model(x) for x in models]
+    for place in places:
+        stored, first = isinstance(place, str), places[0]
+        module = load(place, like=first) if stored else for_evaluation(with_classes_of(place, open_model(first)))
+        module.to(device)
         for source in sources:
             data = read_samples(place, source, config.limit, config.batch_size, config.length, module=module)
             scores = score(module, data)
             figures = {"loss": scores.loss, **scores.figures}
             facts = {"model": str(place), "data": str(source), "task": data.task, "examples": data.examples}
-            rows.append({**facts, **figures} if isinstance(model, list) else figures)
+            rows.append(figures if single else {**facts, **figures})
             if keep:
                 keep_figures(str(place), "pixel_values" in data.batches[0], facts, figures)
-    return rows if isinstance(model, list) else rows[0]
+    return rows[0] if single else rows
 
 
 def refit(
@@ -506,7 +506,7 @@ def transfer(
     config: TransferConfig | None = None,
     *,
     samples: Samples = None,
-    out: StrPath | None = None,
+    out: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     max_shard_size: str = "5B",
     device: str = "cpu",

@@ -66,14 +66,13 @@ class Answer:
     lines: Sequence[str | Table] = ()
     code: int = 0
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, as_json: bool = False) -> str:
         """The answer as it is printed."""
         if as_json:
             return json.dumps(self.data, indent=1, allow_nan=False, default=str)
         return "\n".join(printable(str(line)) for line in self.lines if line)
+
+    __str__ = text
 
 
 def words(value: Any) -> str:

@@ -63,7 +63,7 @@ def copy_parameters(model: Any) -> None:
         parameter.data = parameter.data.clone()
 
 
-def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Any:
+def load(path: str, dtype: torch.dtype = torch.float32, like: str | View | None = None) -> Any:
     """The model at a path in memory, in evaluation mode; every weight must be there.
 
     Args:
@@ -84,7 +84,8 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
         return _from_pretrained(kind, path, dtype, local_path(path), local_files_only=True)
     view = open_model(path, unsupported="merge")
     if like is not None:
-        view = with_classes_of(view, replace(view, name=like, config=read_config(like)))
+        named = like if isinstance(like, View) else replace(view, name=like, config=read_config(like))
+        view = with_classes_of(view, named)
     return in_memory(view, dtype)
 
 
@@ -177,8 +178,7 @@ def disable_extra_outputs(config: Any) -> None:
 
 def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
     """The architecture of a loaded model, under its state dict's names."""
-    config = cast(Any, model).config.to_dict()
-    config["architectures"] = [type(model).__name__]
+    config = {**cast(Any, model).config.to_dict(), "architectures": [type(model).__name__]}
     return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
 
 

@@ -182,9 +182,8 @@ class Search:
         """
         out, continues = self.config.out, self.work.is_of(self.mark) and self.work.get(WRITING) is not None
         remedy = "write somewhere else"
-        check_output(
-            Output(out, FOLDER), inputs, force or continues, f"{remedy} (the command replaces it with --force)"
-        )
+        replaced = f"{remedy} (the command replaces it with --force)"
+        check_output(Output(out, FOLDER), inputs, force or continues, replaced)
         try:
             self.work.begin(self.mark)
         except OSError as error:
@@ -212,10 +211,8 @@ class Search:
 
     def _forgetting(self, figures: Figures) -> tuple[float, float]:
         """See `forgetting`; zeros where the base writes no text."""
-        plain, base = (
-            next((trial.figures for trial in self.tried if trial.name == PLAIN), None),
-            self.parents.base_figures,
-        )
+        base = self.parents.base_figures
+        plain = next((trial.figures for trial in self.tried if trial.name == PLAIN), None)
         return (0.0, 0.0) if base is None else forgetting(figures, plain, base)
 
     def _rank(self, figures: Figures) -> tuple[float, float]:

@@ -48,8 +48,8 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("report",): (1400, 1625),
     ("mergekit_plugin",): (2500, 3549),
     ("diagnose",): (2100, 2145),
-    ("search", "share"): (1400, 1784),
-    ("api", "cli", "__init__"): (1400, 2691),
+    ("search", "share"): (1400, 1781),
+    ("api", "cli", "__init__"): (1400, 2690),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from plugin_support import build, lora
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ViTForImageClassification
 
 import rotation_merge as rm
+from rotation_merge.model.open import open_model
+from rotation_merge.run.demo import CHECKPOINTS
 
 SAMPLES = [{"input_ids": torch.randint(40, (6, 10), generator=torch.Generator().manual_seed(n))} for n in range(8)]
 
@@ -35,6 +38,26 @@ def test_evaluate_is_the_loss(models, tmp_path: Path) -> None:
     models[0].save_pretrained(tmp_path / "model")
     assert rm.evaluate(str(tmp_path / "model"), SAMPLES) == pytest.approx(figures)
     assert rm.evaluate(rm.align(*models).apply(models[1]), SAMPLES)["loss"] == pytest.approx(loss(models[1]), rel=1e-4)
+
+
+def test_models_in_a_list_have_the_classes_of_the_first(tmp_path: Path) -> None:
+    """In whatever form each of them is given; one name where several belong is refused."""
+    first, order = CHECKPOINTS / "vit-0", [3, 1, 4, 0, 5, 9, 2, 6, 8, 7]
+    model = ViTForImageClassification.from_pretrained(first, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.classifier.parameters():
+            tensor.copy_(tensor[order].clone())
+    names = [model.config.id2label[number] for number in order]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    model.save_pretrained(other := tmp_path / "other")
+    shutil.copy(first / "preprocessor_config.json", other)
+    config = rm.EvaluateConfig(limit=60)
+    for forms in ((str, str), (Path, Path), (open_model, open_model), (str, open_model), (open_model, Path)):
+        models = [form(path) for form, path in zip(forms, (first, other), strict=True)]
+        rows = rm.evaluate(models, ["demo:digits"], config)
+        assert rows[0]["accuracy"] == rows[1]["accuracy"] > 0.9
+    with pytest.raises(rm.RotationMergeError, match="give a list of samples"):
+        rm.evaluate([first], "demo:digits", config)
 
 
 def test_a_model_is_judged_in_its_own_dtype(models) -> None:
