@@ -1,6 +1,6 @@
 """Figure 5 of "Beyond the Permutation Symmetry of Transformers": loss on the path between two models, by matching.
 
-What `rotation-merge barrier --compare` draws: the paper's four curves (none, FFN only, attention only, both), Git
+The paper's four curves (none, FFN only, attention only, both), Git
 Re-Basin's permutations, the residual stream turned, too, and, for ViTs, this learned on 200 training images. ViTs of
 other seeds on all 540 test digits, Llamas on 64 windows of Python text. `barrier` is the largest excess over the line
 between the ends; the paper's LB is the range of the loss on the path, the ends among it. Mean and spread over pairs;
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from apparatus import Given, run, spread
-from landscape import CALLED, LEARNED, LLAMAS, VITS, pairs
+from landscape import LEARNED, LLAMAS, MATCHINGS, VITS, pairs
 from record import Row
 
 NAME, PATHS = "papers-figure5", "papers-figure5-paths"
@@ -20,17 +20,16 @@ TABLES = {
     NAME: ("models", "matching", "barrier", "range", "loss in the middle", "accuracy in the middle"),
     PATHS: ("models", "matching", "losses"),
 }
-KINDS, QUICK = (VITS, LLAMAS), ("plain", "neurons")
+KINDS, QUICK = (VITS, LLAMAS), ("none", "FFN only")
 
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
     for kind in KINDS:
-        names = [name for name in CALLED if name in QUICK or (not given.quick and (name != LEARNED or kind == VITS))]
+        names = [name for name in MATCHINGS if name in QUICK or (not given.quick and (name != LEARNED or kind == VITS))]
         found = [two.paths(names, 3 if given.quick else 11) for two in pairs(given, kind)]
         for number, name in enumerate(names):
-            curves = [barrier.curves[number] for barrier in found]
-            assert {curve.name for curve in curves} == {name}
-            head = {"models": kind, "matching": CALLED[name]}
+            curves = [of_pair[number] for of_pair in found]
+            head = {"models": kind, "matching": name}
             middle = [curve.middle() for curve in curves]
             right = spread([100 * c.accuracy[i] for c, i in zip(curves, middle, strict=True)])
             yield (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ import numpy as np
 import torch
 from apparatus import Given
 from digits import SAMPLES
-from merges import LEARNED
+from merges import FULL, LEARNED, PAPER
 from merging import command
 from shipped import images
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.model.view import View
-from rotation_merge.run.curves import Barrier, Curve
+from rotation_merge.run.curves import Curve
 
 VITS, LLAMAS = "ViTs", "Llamas"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python"}
@@ -28,16 +27,16 @@ LLAMA_PAIRS = [(0, 1), (2, 3), (1, 2)]
 """Of seeds; there are four."""
 WINDOWS = 64
 """Held-out texts of 128 bytes that Llamas are measured on; ViTs on all 540 test digits."""
-CALLED = {
-    "plain": "none",
-    "neurons": "FFN only",
-    "rotation": "attention only",
-    "paper": "both",
-    "permutation": "Git Re-Basin",
-    "residual": "residual",
-    LEARNED: LEARNED,
+MATCHINGS = {
+    "none": AlignConfig(attention="none", ffn="none", scaling=False),
+    "FFN only": AlignConfig(attention="none", scaling=False),
+    "attention only": AlignConfig(ffn="none", scaling=False),
+    "both": PAPER,
+    "Git Re-Basin": AlignConfig(attention="permutation", heads="permutation", scaling=False, residual="permutation"),
+    "residual": AlignConfig(heads="permutation", residual="largest"),
+    LEARNED: FULL,
 }
-"""What the tables call our named matchings: the paper's words where it has some. `both` is the paper's own."""
+"""What the tables call the matchings: the paper's words where it has some. `both` is the paper's own."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +74,19 @@ class Two:
         command("align", *self.ends, "--learn", "--data", data, "--alignment", file, *asked)
         return file
 
-    def paths(self, names: Sequence[str], points: int) -> Barrier:
-        """The curves of named matchings, `plain` among them."""
+    def paths(self, names: Sequence[str], points: int) -> list[Curve]:
+        """The curve of each matching."""
 
-        def compute() -> dict[str, Any]:
-            words = [f"{LEARNED}={self.learned()}" if name == LEARNED else name for name in names]
-            asked = [word for name, value in self.reading.items() for word in (f"--{name.replace('_', '-')}", value)]
-            asked += ["--compare", ",".join(words), "--data", DATA[self.kind], "--points", points]
-            return dict(json.loads(command("barrier", *self.ends, *asked, "--json"))[0])
+        def compute() -> list[dict[str, Any]]:
+            config = rm.BarrierConfig(points=points, **self.reading)
+            alignments = [
+                rm.Alignment.load(self.learned()) if name == LEARNED else rm.align(*self.ends, MATCHINGS[name])
+                for name in names
+            ]
+            ends = ((each.apply_anchor(self.ends[0]), each.apply(self.ends[1])) for each in alignments)
+            return [asdict(rm.barrier(*pair, DATA[self.kind], config)) for pair in ends]
 
-        found = self.kept(f"paths by {points}, {', '.join(names)}", compute)
-        facts = {name: found[name] for name in ("anchor", "donor", "data", "task", "examples", "options", "head")}
-        return Barrier(**facts, curves=[Curve(**curve) for curve in found["curves"]])
+        return [Curve(**curve) for curve in self.kept(f"paths by {points}, {', '.join(names)}", compute)]
 
 
 def moved(anchor: Path, donor: Path, options: AlignConfig) -> tuple[View, View, View]:

@@ -16,16 +16,16 @@ from shipped import load
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
-from rotation_merge.diagnose.matchings import NAMED
 
 NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
+PAPER = AlignConfig(scaling="sequential")
 FULL = AlignConfig(heads="permutation", residual="rotation")
 MATCHINGS: dict[str, AlignConfig | None] = {
     NONE: None,
     "no rescaling": AlignConfig(scaling=False),
     "FFN only": AlignConfig(attention="none", scaling=False),
     "attention only": AlignConfig(ffn="none", scaling="sequential"),
-    "both": NAMED["paper"],
+    "both": PAPER,
     RESIDUAL: FULL,
     LEARNED: FULL,
 }

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from apparatus import Given, spread
 from corpora import training_tokens
-from merges import RESIDUAL, Pair, judged
+from merges import PAPER, RESIDUAL, Pair, judged
 from record import Row
 from shipped import NAMES, load, loss
 from torch import Tensor
@@ -20,12 +20,11 @@ from train_checkpoints import save
 from transformers import BertForSequenceClassification
 
 from rotation_merge import AlignConfig
-from rotation_merge.diagnose.matchings import NAMED
 
 NONE, MATCH = "no matching", "match"
-CLASSIFIERS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: AlignConfig(heads="permutation", residual="permutation")}
+CLASSIFIERS = {NONE: None, MATCH: PAPER, RESIDUAL: AlignConfig(heads="permutation", residual="permutation")}
 """Norms stand behind the residual sum there, so that the residual stream may be permuted, not turned."""
-LLAMAS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: AlignConfig(heads="permutation", residual="rotation")}
+LLAMAS = {NONE: None, MATCH: PAPER, RESIDUAL: AlignConfig(heads="permutation", residual="rotation")}
 AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS")
 TITLES = {NONE: "{}", MATCH: "+ match", RESIDUAL: "+ match, residual"}
 Pairs = list[tuple[str, str]]

@@ -36,13 +36,11 @@ class Reads(click.ParamType):
     Attributes:
         kind: noun for it.
         name: placeholder in the help.
-        named: whether the value is NAME or NAME=FILE, with commas between.
         recipe: whether it may be a recipe, with all that it reads.
     """
 
     kind: str
     name: str
-    named: bool = False
     recipe: bool = False
 
     def inputs(self, values: Sequence[str]) -> list[Input]:
@@ -54,8 +52,6 @@ class Reads(click.ParamType):
             with suppress(RecipeError):
                 return [recipe, *inputs_in(read_recipe(values[0]))]
             return [recipe]
-        if self.named:
-            values = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
         return [Input(value, self.kind) for value in values if value]
 
 
@@ -147,7 +143,6 @@ def _is_statistics(path: str) -> bool:
 
 MODEL, ALIGNMENT, SAMPLES = Reads("model", "model"), Reads("alignment", "file"), Reads(DATA, "data")
 MODELS_OR_RECIPE = Reads("model", "model", recipe=True)
-NAMED_ALIGNMENTS = Reads("alignment", "names", named=True)
 BOTH = (UNFINISHED, MATCHING_UNFINISHED)
 NEW_FOLDER, NEW_ADAPTER, NEW_MODEL = Writes(FOLDER, "dir"), Writes(ADAPTER, "out"), Writes(FOLDER, "out", work=BOTH)
 NEW_ALIGNMENT = Writes(FILE, "file", work=BOTH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from mergekit.config import ConfigReader, InputModelDefinition, MergeConfigurati
 from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.document import documents, is_ours
 from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, OPTIONS
@@ -107,20 +107,17 @@ def _parameters(config: MergeConfiguration, entry: InputModelDefinition) -> dict
     return {**(config.parameters or {}), **(entry.parameters or {})}
 
 
-def carried_recipe(
-    path: str, donor: RecipeDonor, matched: AlignConfig | None, match_values: Mapping[str, Any]
-) -> Recipe:
+def carried_recipe(path: str, donor: RecipeDonor, aligned: bool) -> Recipe:
     """A recipe of the anchor and one donor, whose task vector is carried, after the recipe at `path`.
 
     Args:
-        matched: options of matching that replace those of the recipe, alignment files included.
-        match_values: in that case: 'match_on' and its samples.
+        aligned: with the recipe's matching or alignment file; otherwise nothing is moved.
     """
     config = recipe_at(path).config
     values = _parameters(config, next(entry for entry in config.models or [] if str(entry.model) == donor.name))
-    if matched is not None:
+    if not aligned:
         values = {name: value for name, value in values.items() if name not in (*MATCHING, "alignment")}
-        values |= {**asdict(matched), **match_values}
+        values |= asdict(NOTHING)
     of_model, shared = ({name: values[name] for name in names if name in values} for names in (OF_MODEL, OF_EACH))
     listed: list[dict[str, Any]] = [{"model": donor.anchor, "parameters": {"weight": 0.5}}]
     listed.append({"model": donor.name, "parameters": {"weight": 0.5, **of_model}})

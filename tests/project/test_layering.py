@@ -45,11 +45,11 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("matching",): (3400, 5100),
     ("averaging",): (2000, 3361),
     ("carrying",): (1500, 2161),
-    ("report",): (1400, 1625),
+    ("report",): (1400, 1623),
     ("mergekit_plugin",): (2500, 3549),
-    ("diagnose",): (2100, 2145),
+    ("diagnose",): (2100, 2058),
     ("search", "share"): (1400, 1781),
-    ("api", "cli", "__init__"): (1400, 2690),
+    ("api", "cli", "__init__"): (1400, 2661),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
