@@ -6,6 +6,7 @@ values (or queries, keys and values) apart or one after the other. Each stored t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,9 +41,10 @@ class AdapterPart:
         flipped: the adapter takes the parameter for [in, out]; its factors are A (r, in) and B (out, r).
         experts: number of experts that the change is of; 0: it is of one map.
         expert: which one of the tensor's experts changes; None: all, or there are none.
+        spot: the parameter's place, where the base stores it in another form, or not at all.
+        form: how the base stores it, where that is in another form.
         target: entries of the tensor that change; None: all.
         source: entries of the adapter's parameter that these are; None: all.
-        added: the parameter, where the base does not store it.
     """
 
     change: Change
@@ -51,25 +53,26 @@ class AdapterPart:
     flipped: bool = False
     experts: int = 0
     expert: int | None = None
+    spot: PossibleTensor | None = None
+    form: ComposedTensor | None = None
     target: Entries | None = None
     source: Entries | None = None
-    added: PossibleTensor | None = None
+
+    @property
+    def added(self) -> bool:
+        """Whether the base does not store it."""
+        return self.spot is not None and self.form is None
 
     def factors(self, adapter: Adapter) -> LowRank:
-        """The factors of the whole change; of experts in one (e, r, in) and (e, out, r)."""
+        """The factors of the change; of experts in one (e, r, in) and (e, out, r)."""
         low = replace(adapter.low_rank(self.change), scale=self.scale)
-        if not self.experts:
+        if self.experts:  # as peft's ParamWrapper has them
+            a, b = low.a.unflatten(0, (self.experts, -1)), low.b.unflatten(1, (-1, self.experts))
+            low = replace(low, a=a, b=b.permute(2, 0, 1))
+        if self.source is None:
             return low
-        a, b = low.a.unflatten(0, (self.experts, -1)), low.b.unflatten(1, (-1, self.experts))  # as ParamWrapper does
-        return replace(low, a=a, b=b.permute(2, 0, 1))
-
-    def narrowed(self, low: LowRank, entries: Entries | None) -> LowRank:
-        """The factors of some entries of a change (None: of all)."""
-        return low if entries is None else low.narrowed(self.outputs(entries), *entries[1:])
-
-    def outputs(self, entries: Entries) -> bool:
-        """Whether entries are some of the outputs, not of the inputs."""
-        return entries[0] == (-1 if self.flipped else -max(2, len(self.info.axes) - stacks(self.info)))
+        dim, start, length = self.source
+        return low.narrowed((dim == -1) == self.flipped, start, length)
 
 
 def adapter_parts(adapter: Adapter, base: View, label: str, adds: bool = False) -> list[AdapterPart]:
@@ -83,7 +86,7 @@ def adapter_parts(adapter: Adapter, base: View, label: str, adds: bool = False) 
         CheckpointError: the adapter changes something that the base does not have, or that has another shape.
     """
     placing = _Placing(adapter, base, base.architecture.named(), every_name(base.config), label, adds)
-    return [part for name, change in adapter.changes.items() for part in placing.parts(name, change)]
+    return [part for name, change in adapter.changes.items() if (part := placing.part(name, change)) is not None]
 
 
 @dataclass(frozen=True)
@@ -97,20 +100,20 @@ class _Placing:
     label: str
     adds: bool
 
-    def parts(self, name: str, change: Change) -> list[AdapterPart]:
-        """The parts of one change; none if it changes nothing."""
+    def part(self, name: str, change: Change) -> AdapterPart | None:
+        """Where one change falls; None if it changes nothing."""
         info = self.infos.get(name, TensorInfo(name, (name,), ()))
         if name in self.base and (info.stacked or not stacks(info)):
             expert = info.names.index(name) if info.stacked else None
-            return [self._of_stored(AdapterPart(change, info, change.scale, expert=expert), name)]
+            return self._of_stored(AdapterPart(change, info, change.scale, expert=expert), name)
         if name not in self.base and self._adds_nothing(change):
-            return []
+            return None
         plain = change.name.replace(".base_layer", "")
         parameter = plain if plain in self.names else _target_parameter(self.adapter, change, self.names)
-        parts = [] if parameter is None else self._of_parameter(change, parameter, parameter != plain)
-        if not parts or (parts[0].added and not self.adds):
+        part = None if parameter is None else self._of_parameter(change, parameter, parameter != plain)
+        if part is None or (part.added and not self.adds):
             raise self._refused(f"changes '{change.name}', which the model does not store")
-        return parts
+        return part
 
     def _refused(self, problem: str) -> CheckpointError:
         return CheckpointError(f"the adapter {problem}", where=self.label, remedy="was it trained on another model?")
@@ -119,8 +122,8 @@ class _Placing:
         """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also where there is no bias."""
         return bool(change.shift) and not change.value and not bool(self.adapter.tensors[change.shift].any())
 
-    def _of_parameter(self, change: Change, parameter: str, targeted: bool) -> list[AdapterPart]:
-        """Parts of the change of a parameter that the base stores under another name, or in another form, or not.
+    def _of_parameter(self, change: Change, parameter: str, targeted: bool) -> AdapterPart:
+        """The change of a parameter that the base stores under another name, or in another form, or not.
 
         Args:
             targeted: it is one of peft's `target_parameters`.
@@ -136,12 +139,13 @@ class _Placing:
         block = next(filter(spot.in_block, self.base.architecture.blocks), None)
         stored = None if block is None else block.tensor(info.key)
         if stored is not None and stored.names[expert or 0] in self.base:
-            return [self._of_stored(replace(part, info=stored), stored.names[expert or 0])]
+            return self._of_stored(replace(part, info=stored), stored.names[expert or 0])
         forms = {} if block is None else other_form(block, replace(block, tensors=(*block.tensors, info)))
-        if (form := forms.get(info.key)) is None or _is_another_vector(info, form):
-            return [replace(part, added=spot)]
+        form = forms.get(info.key)
+        if form is None or _is_another_vector(info, form):
+            return replace(part, spot=spot)
         self._check(part, tuple(axis.size or 0 for axis in info.axes[info.stacked :]))
-        return list(_cut(part, form))
+        return replace(part, spot=spot, form=form)
 
     def _of_stored(self, part: AdapterPart, name: str) -> AdapterPart:
         """The change of a whole stored tensor."""
@@ -176,14 +180,17 @@ def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
     return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size
 
 
-def _cut(part: AdapterPart, form: ComposedTensor) -> Iterator[AdapterPart]:
-    """The parts of a change whose parameter is stored in other tensors."""
-    dim, start = form.dim - len(part.info.axes), 0
-    for cut in form.cuts:
+def _pieces(part: AdapterPart) -> Iterator[AdapterPart]:
+    """The changes of the tensors that a base stores a part's parameter in."""
+    if part.form is None:
+        yield part
+        return
+    dim, start = part.form.dim - len(part.info.axes), 0
+    for cut in part.form.cuts:
         whole = cut.info.axes[cut.dim].size == cut.length
         target = None if whole else (cut.dim - len(cut.info.axes), cut.start, cut.length)
-        length = cut.length if cut.dim == form.dim else cut.info.axes[form.dim].size or 0
-        source = None if len(form.cuts) == 1 else (dim, start, length)
+        length = cut.length if cut.dim == part.form.dim else cut.info.axes[part.form.dim].size or 0
+        source = None if len(part.form.cuts) == 1 else (dim, start, length)
         yield replace(part, info=cut.info, target=target, source=source)
         start += length
 
@@ -243,7 +250,7 @@ def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     parts: dict[str, list[tuple[int, AdapterPart]]] = {}
-    for part in adapter_parts(adapter, base, model):
+    for part in itertools.chain.from_iterable(map(_pieces, adapter_parts(adapter, base, model))):
         info = part.info
         if base.tied_head is not None and info.vocabulary_axis is not None and len(info.axes) == 2:
             problem = f"the adapter changes '{info.name}' and not the head '{base.tied_head}', which is tied to it"
@@ -285,7 +292,7 @@ def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> 
         low = _factors(adapter, part)
         experts = {number: tensor} if stacked else dict(enumerate(tensor)) if part.experts else {-1: tensor}
         for expert, matrix in experts.items():
-            of_expert = part.narrowed(low.of_expert(expert) if part.experts else low, part.source)
+            of_expert = low.of_expert(expert) if part.experts else low
             of_expert.to(matrix.dtype).add_to(matrix.mT if part.flipped else matrix)
 
 

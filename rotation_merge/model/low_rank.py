@@ -74,13 +74,6 @@ class LowRank:
         magnitude = None if self.magnitude is None else self.magnitude.narrow(0, start, length)
         return replace(self, b=self.b.narrow(-2, start, length), magnitude=magnitude)
 
-    def widened(self, outputs: bool, start: int, size: int) -> LowRank:
-        """The change of some outputs, or of some inputs, as one of all of them, which is zero elsewhere."""
-        factor, dim = (self.b, self.b.ndim - 2) if outputs else (self.a, self.a.ndim - 1)
-        wide = factor.new_zeros(*factor.shape[:dim], size, *factor.shape[dim + 1 :])
-        wide.narrow(dim, start, factor.shape[dim]).copy_(factor)
-        return replace(self, b=wide) if outputs else replace(self, a=wide)
-
     def flat(self) -> tuple[Tensor, Tensor]:
         """A (rank, inputs) and s B (outputs, rank) of one map, float64."""
         return self.a.double().flatten(1), self.scale * self.b.double().flatten(1)

@@ -44,7 +44,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("run",): (2400, 3767),
     ("matching",): (3400, 5100),
     ("averaging",): (2000, 3361),
-    ("carrying",): (1500, 2161),
+    ("carrying",): (1500, 2111),
     ("report",): (1400, 1623),
     ("mergekit_plugin",): (2500, 3549),
     ("diagnose",): (2100, 2058),
