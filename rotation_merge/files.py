@@ -150,42 +150,29 @@ def _locked(path: str, wait: float) -> Iterator[None]:
 
 # --- checked ---------------------------------------------------------------------------------------------------------
 
-DATA = "data"
-WORDS = ("self", "synthetic")
+NO_FILE = re.compile("self|synthetic|demo:.*")
 """Words that stand where data may be named, and name no file."""
 
 
-@dataclass(frozen=True)
-class Input:
-    """A file or folder that a run reads.
+def paths_of(name: str, cache: str | None = None) -> list[str]:
+    """The paths of what is read, and the targets of links in a folder; of a model of the hub, the folder in the cache.
 
-    Attributes:
-        name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER.
-        kind: noun for it.
+    Args:
+        name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER, a word for data.
     """
-
-    name: str
-    kind: str
-
-    def paths(self, cache: str | None = None) -> list[str]:
-        """Its paths, and the targets of links in a folder; of a model of the hub, the folder in the cache."""
-        if self.kind == DATA and (self.name in WORDS or self.name.startswith("demo:")):
-            return []
-        if os.path.lexists(self.name):
-            entries = os.scandir(self.name) if os.path.isdir(self.name) else ()
-            return [self.name, *(os.path.realpath(entry) for entry in entries if entry.is_symlink())]
-        if "+" in self.name:
-            return [path for part in self.name.split("+") if part for path in Input(part, self.kind).paths(cache)]
-        name = self.name.partition("@")[0]
-        return [name, *filter(os.path.isdir, [_in_cache(name, cache)])]
-
-
-def _in_cache(name: str, cache: str | None) -> str:
-    """The cache folder of the hub repository that a file, a GGUF or a model is in."""
+    if os.path.lexists(name):
+        entries = os.scandir(name) if os.path.isdir(name) else ()
+        return [name, *(os.path.realpath(entry) for entry in entries if entry.is_symlink())]
+    if NO_FILE.fullmatch(name):
+        return []
+    if "+" in name:
+        return [path for part in name.split("+") if part for path in paths_of(part, cache)]
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    name = name.partition("@")[0]
     kind, repo = ("datasets", name.removeprefix("datasets/")) if name.startswith("datasets/") else ("models", name)
-    return os.path.join(cache or HF_HUB_CACHE, f"{kind}--{'--'.join(repo.partition(':')[0].split('/')[:2])}")
+    parts = repo.partition(":")[0].split("/")[:2]
+    return [name, *filter(os.path.isdir, [os.path.join(cache or HF_HUB_CACHE, "--".join([kind, *parts]))])]
 
 
 FILE, FOLDER, WORK = "file", "folder", "work"
@@ -239,11 +226,12 @@ def _places(path: str) -> set[Path]:
 
 
 def check_output(
-    output: Output, inputs: Iterable[Input] = (), force: bool = False, remedy: str = "", cache: str | None = None
+    output: Output, inputs: Iterable[str] = (), force: bool = False, remedy: str = "", cache: str | None = None
 ) -> None:
     """Refuse an output that is, lies in, or holds an input, by real paths; that is there already; or has no place.
 
     Args:
+        inputs: names of what is read, as of `paths_of`.
         force: whether it may be there already, as long as a file comes for a file, and a folder for a folder.
         remedy: where it may not, instead of the output's.
         cache: where models of the hub are kept, if not in the usual place.
@@ -251,10 +239,9 @@ def check_output(
     Raises:
         RotationMergeError: names the place.
     """
-    for read in dict.fromkeys(inputs):
-        if words := next(filter(None, map(output.overlap, read.paths(cache))), ""):
-            problem = f"{words} ({read.kind} {read.name})"
-            raise RotationMergeError(problem, where=output.path, remedy=output.remedy)
+    for name in dict.fromkeys(inputs):
+        if words := next(filter(None, map(output.overlap, paths_of(name, cache))), ""):
+            raise RotationMergeError(f"{words} ({name})", where=output.path, remedy=output.remedy)
     if words := output.obstacle(force):
         raise RotationMergeError(words, where=output.path, remedy=remedy or output.remedy)
     place = os.path.realpath(os.path.dirname(output.path) if output.kind == FILE else output.path)

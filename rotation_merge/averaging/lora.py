@@ -29,7 +29,7 @@ from rotation_merge.averaging.parameters import check_known, checked, numbers_fo
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
-from rotation_merge.files import FILE, FOLDER, Input, Output, check_output
+from rotation_merge.files import FILE, FOLDER, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, plain_adapter, with_factors
@@ -106,7 +106,7 @@ class MergedAdapter:
         """
         path = os.fspath(out)
         output = Output(path, FILE if path.endswith(SUFFIX) else FOLDER)
-        check_output(output, [Input(source, "adapter") for source in self.sources], force)
+        check_output(output, self.sources, force)
         self.adapter.save(path)
 
 

@@ -44,10 +44,8 @@ def inspect(
     draft: Annotated[bool, "draft an architecture file for a model from its names and shapes"] = False,
     methods: Annotated[bool, "merge methods that can be the delegate, and all recipe parameters"] = False,
     architectures: Annotated[bool, "supported architectures and their classes"] = False,
-    prove: Annotated[str | None, Reads("file", "file"), "try an architecture file on a tiny model"] = None,
-    config: Annotated[
-        str | None, Reads("file", "file"), "with --prove: keys of the tiny model's config, as JSON"
-    ] = None,
+    prove: Annotated[str | None, Reads("file"), "try an architecture file on a tiny model"] = None,
+    config: Annotated[str | None, Reads("file"), "with --prove: keys of the tiny model's config, as JSON"] = None,
     options: AlignConfig = GROUPS,
     opening: Annotated[MatchConfig, ("untie",)] = OPENING,
 ) -> Answer:

@@ -72,8 +72,7 @@ def _lines(outcome: Outcome, out: str) -> list[str | Table]:
     parents = [parent.name for parent in verdict.parents]
     first, *details = sentences(verdict)
     lines: list[str | Table] = [first]
-    for title, (head, *rows) in tables(verdict, shortened(parents)).items():
-        lines.append(Table([dict(zip(head, row, strict=True)) for row in rows], title))
+    lines += [Table(rows, title) for title, rows in tables(verdict, shortened(parents)).items()]
     lines += [f"not tried: {name} ({why})" for name, why in verdict.left_out.items()] + details
     parent = verdict.best_parent
     if not verdict.worth_it and verdict.ensemble is not None and verdict.ensemble.score < parent.score:

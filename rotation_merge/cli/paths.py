@@ -12,18 +12,7 @@ from typing import Any
 import click
 
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path, short
-from rotation_merge.files import (
-    DATA,
-    FILE,
-    FOLDER,
-    MATCHING_UNFINISHED,
-    UNFINISHED,
-    WORK,
-    Input,
-    Output,
-    check_output,
-    locked,
-)
+from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORK, Output, check_output, locked
 
 ADAPTER = "adapter"
 """A folder, or a file if its name ends in `.safetensors`."""
@@ -34,25 +23,21 @@ class Reads(click.ParamType):
     """Something that is read: a path, or a name on the hub.
 
     Attributes:
-        kind: noun for it.
         name: placeholder in the help.
         recipe: whether it may be a recipe, with all that it reads.
     """
 
-    kind: str
     name: str
     recipe: bool = False
 
-    def inputs(self, values: Sequence[str]) -> list[Input]:
-        """The inputs that a parameter names."""
+    def inputs(self, values: Sequence[str]) -> list[str]:
+        """The names of what a parameter's values read."""
         if self.recipe and len(values) == 1 and is_document(values[0]):
             from rotation_merge.mergekit_plugin.recipe import inputs_in
 
-            recipe = Input(values[0], "recipe")
             with suppress(RecipeError):
-                return [recipe, *inputs_in(read_recipe(values[0]))]
-            return [recipe]
-        return [Input(value, self.kind) for value in values if value]
+                return [values[0], *inputs_in(read_recipe(values[0]))]
+        return [value for value in values if value]
 
 
 @dataclass(eq=False)
@@ -120,7 +105,7 @@ def checked_outputs(outputs: Sequence[Output] | None = None) -> Iterator[None]:
     """
     context = click.get_current_context()
     values: dict[str, Any] = {name: value for name, value in context.params.items() if value}
-    inputs, checked, force = list[Input](), [*(outputs or ())], bool(values.get("force"))
+    inputs, checked, force = list[str](), [*(outputs or ())], bool(values.get("force"))
     for parameter in context.command.params:
         kind, value = parameter.type, values.get(str(parameter.name))
         if isinstance(kind, Reads) and value:
@@ -141,8 +126,8 @@ def _is_statistics(path: str) -> bool:
     return has_format(path, FORMAT)
 
 
-MODEL, ALIGNMENT, SAMPLES = Reads("model", "model"), Reads("alignment", "file"), Reads(DATA, "data")
-MODELS_OR_RECIPE = Reads("model", "model", recipe=True)
+MODEL, ALIGNMENT, SAMPLES = Reads("model"), Reads("file"), Reads("data")
+MODELS_OR_RECIPE = Reads("model", recipe=True)
 BOTH = (UNFINISHED, MATCHING_UNFINISHED)
 NEW_FOLDER, NEW_ADAPTER, NEW_MODEL = Writes(FOLDER, "dir"), Writes(ADAPTER, "out"), Writes(FOLDER, "out", work=BOTH)
 NEW_ALIGNMENT = Writes(FILE, "file", work=BOTH)

@@ -18,7 +18,7 @@ from mergekit.merge_methods.base import MergeMethod
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import FILE, MODEL, Config
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Input, Output
+from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Output
 from rotation_merge.matching.alignment import opened_file
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.delegates import OWN
@@ -200,21 +200,21 @@ def tuned_from(config: MergeConfiguration) -> dict[ModelReference, ModelReferenc
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
-def recipe_inputs(config: MergeConfiguration) -> list[Input]:
-    """Everything that a recipe reads, wherever it names it: models, adapters, sources of tokenizers, files."""
-    inputs = [Input(str(part), "model") for _, part in walk(config) if isinstance(part, ModelReference)]
+def recipe_inputs(config: MergeConfiguration) -> dict[str, str]:
+    """Everything that a recipe reads, wherever it names it, and what it is: a model, or a file that a key names."""
+    inputs = {str(part): "model" for _, part in walk(config) if isinstance(part, ModelReference)}
     for setting in settings(config):
         option = BY_NAME.get(setting.name)
         if option is None or option.kind not in (FILE, MODEL):
             continue
         for _, value in setting.leaves():
             if isinstance(value, str) and value not in (*option.words, "none"):
-                inputs.append(Input(value, "model" if option.kind is MODEL else setting.name))
-    return list(dict.fromkeys(inputs))
+                inputs.setdefault(value, "model" if option.kind is MODEL else setting.name)
+    return inputs
 
 
-def inputs_in(text: str) -> list[Input]:
-    """All inputs of the recipes in a text, as far as they can be read.
+def inputs_in(text: str) -> dict[str, str]:
+    """`recipe_inputs` of all recipes in a text, as far as they can be read.
 
     Raises:
         RecipeError: the text is not YAML.
@@ -222,7 +222,7 @@ def inputs_in(text: str) -> list[Input]:
     recipes = [document for document in documents(text) if isinstance(document.value, dict)]
     for recipe in recipes:
         check_structure(recipe)
-    return list(dict.fromkeys(x for recipe in recipes if recipe.config for x in recipe_inputs(recipe.config)))
+    return {name: kind for recipe in recipes if recipe.config for name, kind in recipe_inputs(recipe.config).items()}
 
 
 def recipe_outputs(config: MergeConfiguration, out: str) -> list[Output]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from rotation_merge.model.markdown import table
@@ -11,8 +11,8 @@ from rotation_merge.record import Score, Verdict
 CORRELATIONS = ("Pearson", "Spearman")
 """Figures that are no shares."""
 
-Table = list[list[str]]
-"""Rows of cells, the headers first."""
+Row = dict[str, str]
+"""Cells of a table by their headers."""
 
 
 def sentences(verdict: Verdict) -> list[str]:
@@ -38,40 +38,38 @@ def _share(verdict: Verdict, value: float | None) -> str:
     return f"{value:.4f}" if verdict.figure in CORRELATIONS else f"{value:.1%}"
 
 
-def tables(verdict: Verdict, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Table]:
+def tables(verdict: Verdict, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, list[Row]]:
     """By caption, the scores of parents, ensemble, plain average and best merge; and of all merges that were tried.
 
     Args:
         names: names of models to show.
     """
-    alone = [(f"{names.get(parent.name, parent.name)} alone", parent) for parent in verdict.parents]
-    beside = (("ensemble of all", verdict.ensemble), ("plain average", verdict.plain))
-    merges = [(words, score) for words, score in beside if score is not None]
-    scores = [*alone, *merges, (f"best merge: {verdict.best.name}", verdict.best)]
-    tried = [(f"{score.name}{' (stopped early)' if score.unfinished else ''}", score) for score in verdict.tried]
+    scores = {f"{names.get(parent.name, parent.name)} alone": parent for parent in verdict.parents}
+    beside = {"ensemble of all": verdict.ensemble, "plain average": verdict.plain}
+    scores |= {words: score for words, score in beside.items() if score is not None}
+    scores[f"best merge: {verdict.best.name}"] = verdict.best
+    tried = {f"{score.name}{' (stopped early)' * score.unfinished}": score for score in verdict.tried}
+    timed = [{**_row(verdict, words, score), "seconds": f"{score.seconds:.0f}"} for words, score in tried.items()]
     return {
-        f"On {verdict.samples}, less is better:": _table(verdict, scores),
-        "Merges tried, with scores on the selection samples:": _table(verdict, tried, timed=True),
+        f"On {verdict.samples}, less is better:": [_row(verdict, words, score) for words, score in scores.items()],
+        "Merges tried, with scores on the selection samples:": timed,
     }
 
 
-def _table(verdict: Verdict, scores: Iterable[tuple[str, Score]], timed: bool = False) -> Table:
-    """Scores by their names, with the figures that the verdict has; unknown cells are empty."""
-    cells: dict[str, Callable[[Score], str]] = {verdict.unit: lambda score: f"{score.score:.4f}"}
+def _row(verdict: Verdict, words: str, score: Score) -> Row:
+    """A score by its name, with the figures that the verdict has; unknown cells are empty."""
+    row = {"": words, verdict.unit: f"{score.score:.4f}"}
     if verdict.best.accuracy is not None:
-        cells[verdict.figure] = lambda score: _share(verdict, score.accuracy)
+        row[verdict.figure] = _share(verdict, score.accuracy)
     if verdict.base is not None:
-        own_text = f"base's own text ({verdict.base:.4f})"
-        cells[own_text] = lambda score: "" if score.on_base is None else f"{score.on_base:.4f}"
-    if timed:
-        cells["seconds"] = lambda score: f"{score.seconds:.0f}"
-    return [["", *cells], *([words, *(cell(score) for cell in cells.values())] for words, score in scores)]
+        row[f"base's own text ({verdict.base:.4f})"] = "" if score.on_base is None else f"{score.on_base:.4f}"
+    return row
 
 
 def markdown(verdict: Verdict) -> list[str]:
     """The verdict as Markdown lines for a model card."""
     lines = ["", "### How this merge was chosen", "", " ".join(sentences(verdict))]
-    for caption, (headers, *rows) in tables(verdict).items():
-        lines += ["", caption, "", *table(headers, rows)] if rows else []
+    for caption, rows in tables(verdict).items():
+        lines += ["", caption, "", *table(list(rows[0]), [list(row.values()) for row in rows])] if rows else []
     left_out = "; ".join(f"{name} ({why})" for name, why in verdict.left_out.items())
     return [*lines, *(["", f"Not tried: {left_out}."] if left_out else [])]

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files import FOLDER, Input, Output, Store, check_output, write_text
+from rotation_merge.files import FOLDER, Output, Store, check_output, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.card import updated_card
@@ -146,7 +146,7 @@ def merge(
         say("Merging full models out of adapters; 'rotation-merge lora' merges them into one adapter.")
     values = {**vars(config), "base": base, "data": sources or (_usual_data(whole[0]),)}
     search = Search(SearchConfig(models=whole, out=place, device=device, **values), say)
-    search.begin([Input(name, "model") for name in named], force)
+    search.begin(named, force)
     try:
         outcome = search.run()
     except RotationMergeError:
@@ -174,7 +174,7 @@ class Search:
         self.tried: list[Trial] = []
         self.left_out: dict[str, str] = {}
 
-    def begin(self, inputs: Sequence[Input], force: bool) -> None:
+    def begin(self, inputs: Sequence[str], force: bool) -> None:
         """Begin the work beside OUT, or continue with it.
 
         Raises:

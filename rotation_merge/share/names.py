@@ -101,9 +101,9 @@ def _bare(name: str) -> str:
 
 def inputs_of(recipe: str) -> tuple[list[str], dict[str, str]]:
     """The models that a recipe reads, adapters apart, without revisions; and files that are not on the hub, by kind."""
-    inputs = inputs_in(recipe) if recipe else []
-    models = {part: "" for read in inputs if read.kind == MODEL for part in _parts(read.name)}
-    known = {read.name: read.kind for read in inputs if read.kind != MODEL and not read.name.startswith(ELSEWHERE)}
+    inputs = inputs_in(recipe) if recipe else {}
+    models = {part: "" for name, kind in inputs.items() if kind == MODEL for part in _parts(name)}
+    known = {name: kind for name, kind in inputs.items() if kind != MODEL and not name.startswith(ELSEWHERE)}
     return [*models], {name: kind for name, kind in known.items() if HubFile.of(name) is None}
 
 

@@ -108,7 +108,7 @@ def cases() -> Iterator[Any]:
         for output, read in itertools.product(outputs, inputs):
             assert isinstance(output.type, Writes)
             assert isinstance(read.type, Reads)
-            for relation, place, value in relations(output.type, read.type.kind):
+            for relation, place, value in relations(output.type, read.type.name):
                 label = f"{name} {output.name} against {read.name}: {relation}"
                 yield pytest.param(name, output, read, place, value, id=label)
 
@@ -117,7 +117,7 @@ def word_for(parameter: click.Parameter, root: Path) -> str | None:
     """An input that exists, or an output that does not; None where an option names neither."""
     kind, at = parameter.type, root / "elsewhere" / str(parameter.name)
     if isinstance(kind, Reads):
-        return str(make(at, kind.kind))
+        return str(make(at, kind.name))
     if isinstance(kind, Writes):
         return str(root / "elsewhere" if kind.within else root / "new" / str(parameter.name))
     return "org/name" if isinstance(parameter, click.Argument) else None
@@ -129,7 +129,7 @@ def test_no_option_replaces_an_input(
 ) -> None:
     """With --force, every parameter that takes a path given; whatever is read stays, and the error names it."""
     assert isinstance(read.type, Reads)
-    path = make(tmp_path / place, read.type.kind)
+    path = make(tmp_path / place, read.type.name)
     (tmp_path / "link").symlink_to(path)
     words = {output.name: str(tmp_path / value), read.name: str(path)}
     arguments: list[str] = []
