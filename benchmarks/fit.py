@@ -138,7 +138,7 @@ def one_step(args: argparse.Namespace) -> dict[str, str]:
     learning.LOOKS = 1  # at the end only, so that the step before it is a step and nothing else
     match = rm.AlignConfig(residual="rotation", ffn="none", scaling=False)
     options = rm.FitConfig(steps=args.steps or 3, objective="distill", start="identity")
-    rm.fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(clock()))
+    rm.fit(models[0], models[1], batches, match, options, progress=lambda *_: marks.append(clock()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))
     cells = {"parameters": f"{size / 1e6:.0f}M", "stored as": args.dtype, "threads": str(torch.get_num_threads())}

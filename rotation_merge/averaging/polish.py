@@ -244,18 +244,11 @@ class Polish:
         steps, generator = self.config.steps, self._generator()
         optimiser, schedule = self._optimiser(report.rate, steps)
 
-        def look(step: int, seconds: float) -> bool:
-            """Score the model; whether it is nearer to the teachers than any before."""
-            value = self.score()
-            report.history.append((step, seconds, value))
-            nearer = value < report.after
-            if nearer:
-                report.after, report.best_step = value, step
-            return nearer
+        def step() -> None:
+            _check_number(self._step(optimiser, generator))
 
-        step = lambda: _check_number(self._step(optimiser, generator))  # noqa: E731
-        training = Training(self.model, optimiser, schedule, generator, report, step, look)
-        training.run(steps, LOOKS, lambda done, _: self.watch("polishing", done, steps), ledger)
+        training = Training(self.model, optimiser, schedule, generator, report, step, lambda: (self.score(),))
+        training.run(steps, LOOKS, lambda done: self.watch("polishing", done, steps), ledger)
 
     def _key(self, start: dict[str, Tensor]) -> str:
         """The fingerprint of a polishing run: weights, answers and every option that has an effect."""

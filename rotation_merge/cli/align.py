@@ -219,12 +219,9 @@ def _learned(
     if config.objective != "distill":
         check_labels(samples.batches, module, samples.task, data)
 
-    def watch(done: int, steps: int, figures: object) -> None:
-        progress("learning", done, steps)
-
     with Store(place) as work:
         work.begin("learn")
         config = replace(config, state=work.file("state"))
-        inputs: tuple[Any, ...] = samples.batches, pair.options, config, watch, data, pair.untie, module, [device]
+        inputs: tuple[Any, ...] = samples.batches, pair.options, config, progress, pair.untie, module, device
         (result,) = rm.fit(anchor, donor, *inputs).alignments
         yield replace(result, metadata={**result.metadata, **described(samples), "seed": config.seed})

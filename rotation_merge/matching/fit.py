@@ -7,11 +7,10 @@ weights are mixed as they are used (`between.py`), and the output is an alignmen
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.between import LARGEST_KEPT, LearnedTransforms, Mixture, mixed_model, renamed
 from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
-from rotation_merge.matching.options import LOOKS, AlignConfig, FitConfig
+from rotation_merge.matching.options import AlignConfig, FitConfig
 from rotation_merge.matching.pair import Pair, check_shapes, open_pair
 from rotation_merge.matching.stream import space_groups
 from rotation_merge.matching.training import Training, kept_in
@@ -39,8 +38,7 @@ from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, device_of, unlabelled
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
 from rotation_merge.run.functions import architecture_of, module_of
-
-LOG = logging.getLogger(__name__)
+from rotation_merge.workers import Progress, listener
 
 CONCENTRATION = 8.0
 """Of the Dirichlet distribution that coefficients of three or more models are drawn from."""
@@ -51,6 +49,18 @@ LEAST_GAIN = 1e-6
 LARGEST_ANSWERS = 1 << 30
 """Bytes of the parents' outputs that are kept; others are computed again."""
 
+LOOKS = 12
+"""How often the held-out samples are looked at."""
+
+PATIENCE = 5
+"""Looks without a better state after which a fit stops."""
+
+HELD_OUT = 0.15
+"""Share of the batches that chooses the best state."""
+
+MIXING = 0.5
+"""Share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed."""
+
 WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
 """Options that do not change where a fit goes."""
 
@@ -59,9 +69,6 @@ POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 WIDEST = AlignConfig(heads="permutation", residual="largest")
 """The largest groups a model admits."""
-
-Watch = Callable[[int, int, dict[str, float]], None]
-"""Told about every step: steps done, steps in all, and the figures known now."""
 
 
 @dataclass
@@ -115,11 +122,10 @@ def fit(
     batches: Samples,
     match: AlignConfig | None = None,
     options: FitConfig | None = None,
-    watch: Watch | None = None,
-    label: str = "samples",
+    progress: Progress | None = None,
     untie: bool | None = None,
     module: nn.Module | None = None,
-    devices: Sequence[str] = (),
+    device: str | None = None,
 ) -> FitResult:
     """Learn the transforms that lower the loss of models between an anchor and its donors.
 
@@ -131,12 +137,11 @@ def fit(
             source (a file, `self`, `synthetic`, `demo:NAME`).
         match: groups to use and to start from; by default every local group and the largest residual one.
         options: how to learn.
-        watch: told about every step.
-        label: what messages call the samples.
+        progress: told about every step.
         untie: give tied heads a tensor of their own; None: where the residual group needs it.
         module: the anchor in memory, where it is there anyway.
-        devices: where the models' weights are put, one of them for each model in turn; those between are computed on
-            the first.
+        device: where the models' weights are put, and those between are computed; None: each where it is, and the
+            anchor's.
 
     Returns:
         Alignments that are never worse on the held-out batches than where the fit started.
@@ -149,13 +154,10 @@ def fit(
     several = isinstance(donors, list | tuple) and (isinstance(donors[0], View) or not is_state) if donors else True
     models = [anchor, *(donors if several else [donors])]
     pairs = _pairs(models, AlignConfig.of(match or WIDEST), untie)
-    if options.coefficients is not None and len(options.coefficients) != len(pairs) + 1:
-        problem = f"{len(options.coefficients)} 'coefficients' for {len(pairs) + 1} models"
-        raise RecipeError(problem, remedy="give one share for each model, the anchor first")
     module = module or pairs[0].anchor.module or module_of(pairs[0].anchor)
     samples = _samples(batches, pairs, module)
     with seeded(options.seed):
-        return _Fit(pairs, module, samples, options, watch or (lambda *_: None), label, devices).run()
+        return _Fit(pairs, module, samples, options, progress or listener(), device).run()
 
 
 def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None = None) -> list[Pair]:
@@ -203,25 +205,24 @@ class _Fit:
         module: nn.Module,
         batches: list[Batch],
         options: FitConfig,
-        watch: Watch,
-        label: str = "samples",
-        devices: Sequence[str] = (),
+        progress: Progress,
+        device: str | None = None,
     ) -> None:
-        self.pairs, self.options, self.watch, self.label = pairs, options, watch, label
+        self.pairs, self.options, self.progress = pairs, options, progress
         self.count, self.match = len(pairs) + 1, pairs[-1].options
-        module = (module.to(devices[0]) if devices else module).eval()
+        module = (module if device is None else module.to(device)).eval()
         self.device, self.architecture = device_of(module), architecture_of(module, untie=True)
         size = 4 * sum(parameter.numel() for parameter in module.parameters())
         self.parents = list[Tensors]()
-        for number, view in enumerate((pairs[0].anchor, *(pair.donor for pair in pairs))):
-            tensors = view.tensors.on(devices[number % len(devices)]) if devices else view.tensors
+        for view in (pairs[0].anchor, *(pair.donor for pair in pairs)):
+            tensors = view.tensors if device is None else view.tensors.on(device)
             self.parents.append(restructured(tensors, view.architecture, self.architecture).cached(math.inf))
             _check_names(self.architecture, pairs[0].anchor, view, set(self.parents[0]) ^ set(self.parents[-1]))
         keeps = size <= LARGEST_KEPT and not options.checkpointing
         self.mixture = Mixture(self.architecture, self.parents, pairs[-1].folded, self.device, keeps)
         self.model = mixed_model(module, self.mixture, options.checkpointing)
         self.batches: list[Batch] = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
-        count = max(1, round(len(batches) * options.held_out))
+        count = max(1, round(len(batches) * HELD_OUT))
         order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(options.seed)).tolist()
         self.held_out, self.training = order[:count], order[count:]
         self.objective = choose(options.objective, self.batches[0])
@@ -266,7 +267,7 @@ class _Fit:
         number = self._pick()
         batch = unlabelled(self.batches[number])
         mixable = all(tensor.is_floating_point() for tensor in batch.values())
-        if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
+        if not mixable or float(torch.rand((), generator=self.generator)) >= MIXING:
             return self.batch_with_answers(number)
         mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)
         return mixed, self.answers(mixed)
@@ -290,8 +291,6 @@ class _Fit:
 
     def draw(self) -> Tensor:
         """Draw the coefficients of one step, mostly near the middle."""
-        if self.options.coefficients is not None:
-            return torch.tensor(self.options.coefficients, device=self.device)
         if self.count == 2:
             first, second = torch.rand(2, generator=self.generator).tolist()
             share = 0.5 + 0.9 * (first - 0.5) * second
@@ -349,15 +348,12 @@ class _Fit:
         optimiser = torch.optim.Adam(learned.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
         report.history = [(0, 0.0, report.before, report.barrier_before)]
-        step, look = partial(self._step, learned, optimiser), partial(self._look, learned, report)
-        training = Training(learned, optimiser, schedule, self.generator, report, step, look)
+        step, score = partial(self._step, learned, optimiser), partial(self._score, learned)
+        training = Training(learned, optimiser, schedule, self.generator, report, step, score, LEAST_GAIN)
         seconds = 60 * options.minutes - (time.perf_counter() - began) if options.minutes else math.inf
-
-        def watch(done: int, loss: float) -> None:
-            self.watch(done, steps, {"loss": loss, "held out": report.after, "barrier": report.barrier_after})
-
         with kept_in(options.state, self._mark) as ledger:
-            training.run(steps, LOOKS, watch, ledger, options.patience, seconds)
+            training.run(steps, LOOKS, lambda done: self.progress("learning", done, steps), ledger, PATIENCE, seconds)
+        report.barrier_after = next(barrier for step, _, _, barrier in report.history if step == report.best_step)
 
     def _mark(self) -> str:
         """A stable key of the fit: models, data, and every option that has an effect."""
@@ -366,10 +362,10 @@ class _Fit:
         batches = [{name: checksum(tensor) for name, tensor in batch.items()} for batch in self.batches]
         return mark_of([], fitted=models, batches=batches, match=asdict(self.match), options=chosen)
 
-    def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> float:
-        """Run one step and return the loss before it.
+    def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> None:
+        """Run one step.
 
-        Nothing else may survive the step: a remaining graph would fragment memory for the next one.
+        Nothing may survive it: a remaining graph would fragment memory for the next one.
         """
         optimiser.zero_grad()
         coefficients, sample = self.draw(), self.next_batch()
@@ -379,18 +375,10 @@ class _Fit:
                 loss.backward()
         nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
         optimiser.step()
-        return float(loss.detach())
 
     @torch.no_grad()
-    def _look(self, learned: nn.ModuleList, report: FitReport, step: int, seconds: float) -> bool:
-        """Score the learned transforms; whether they have the lowest held-out loss so far."""
-        value, barrier = self.score([module() for module in learned])
-        report.history.append((step, seconds, value, barrier))
-        LOG.info("step %d: held-out loss %.4f (so far %.4f), barrier %.4f", step, value, report.after, barrier)
-        if value > report.after - LEAST_GAIN:
-            return False
-        report.after, report.barrier_after, report.best_step = value, barrier, step
-        return True
+    def _score(self, learned: nn.ModuleList) -> tuple[float, float]:
+        return self.score([module() for module in learned])
 
 
 def _check_names(architecture: Architecture, anchor: View, donor: View, odd: set[str]) -> None:

@@ -19,9 +19,7 @@ from rotation_merge.config import (
     Count,
     Kind,
     NotNegative,
-    Numbers,
     Rate,
-    Share,
     option,
 )
 from rotation_merge.errors import RecipeError
@@ -120,10 +118,6 @@ class MatchConfig(Config):
     )
 
 
-LOOKS = 12
-"""How often a fit looks at the held-out samples."""
-
-
 @dataclass(frozen=True)
 class FitConfig(Config):
     """Options of learning an alignment."""
@@ -135,28 +129,12 @@ class FitConfig(Config):
     )
     steps: Count = option(600, "optimiser steps")
     minutes: NotNegative = option(0.0, "stop after this many minutes; `0`: no limit")
-    patience: Count = option(
-        5,
-        f"stop after this many evaluations on held-out samples ({LOOKS} in all) without a better state",
-        command=False,
-    )
     learning_rate: Rate = option(0.02, "peak learning rate of Adam, with cosine decay to 0")
-    coefficients: Numbers | None = option(
-        None,
-        "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
-        command=False,
-    )
     start: Literal["auto", "matched", "identity"] = option(
         "auto",
         "start of the search. `auto`: the better of the other two on held-out samples",
     )
     match_on: MatchOn = option("weights", "what chooses the start's maps, on the same samples", command=False)
-    mixing: Share = option(
-        0.5,
-        "share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed",
-        command=False,
-    )
-    held_out: Share = option(0.15, "share of the batches that is held out to choose the best state", command=False)
     seed: int = option(0, "seed of all random numbers", command=False)
     half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")

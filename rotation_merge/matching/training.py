@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.run.ledger import Ledger, kept_beside
 
+LOG = logging.getLogger(__name__)
+
 STATE = "state"
 """What a ledger calls the state of training."""
 
@@ -30,9 +33,10 @@ class Training:
     Attributes:
         model: its parameters that require gradients are trained.
         generator: of the random numbers that `step` draws.
-        report: figures, with the number of the best step as `best_step`.
-        step: takes one step, and gives its loss.
-        look: judges the model after so many steps and seconds, for the report; whether it is the best so far.
+        report: has held-out figures: `after` and `best_step` of the best state, and a `history` of all of them.
+        step: takes one step.
+        score: judges the model on held-out samples; the first figure is to fall.
+        least_gain: a figure lower by less than this is no better.
     """
 
     model: nn.Module
@@ -40,8 +44,9 @@ class Training:
     schedule: LRScheduler
     generator: torch.Generator
     report: Any
-    step: Callable[[], float]
-    look: Callable[[int, float], bool]
+    step: Callable[[], object]
+    score: Callable[[], Sequence[float]]
+    least_gain: float = 0.0
 
     def restored(self, state: Mapping[str, Any] | None) -> tuple[int, dict[str, Tensor]]:
         """Go on from a state (None: from the start): the steps that are done, and the best parameters."""
@@ -58,7 +63,7 @@ class Training:
         self,
         steps: int,
         looks: int,
-        watch: Callable[[int, float], None],
+        watch: Callable[[int], None],
         ledger: Ledger,
         patience: float = math.inf,
         seconds: float = math.inf,
@@ -67,7 +72,7 @@ class Training:
 
         Args:
             looks: how often it is judged.
-            watch: told the steps that are done, and the loss of the last one.
+            watch: told the steps that are done.
             ledger: keeps the state, from which the run goes on.
             patience: looks without a better state after which training stops.
             seconds: after which it stops.
@@ -83,17 +88,27 @@ class Training:
         for step in range(done + 1, steps + 1):
             if step > self.report.best_step + patience * every:
                 break
-            loss = self.step()
+            self.step()
             self.schedule.step()
             elapsed = time.perf_counter() - began
             late = elapsed > seconds
-            if (step % every == 0 or step == steps or late) and self.look(step, elapsed):
+            if (step % every == 0 or step == steps or late) and self._is_best(step, elapsed):
                 best = copy.deepcopy(trained(self.model))
             ledger.keep(STATE, state, large=True)
-            watch(step, loss)
+            watch(step)
             if late:
                 break
         restore(self.model, best)
+
+    def _is_best(self, step: int, seconds: float) -> bool:
+        """Judge the model after so many steps and seconds, for the report; whether it is the best so far."""
+        figures, report = self.score(), self.report
+        report.history.append((step, seconds, *figures))
+        LOG.info("step %d: held-out figures %s, the best so far is %.4f", step, figures, report.after)
+        is_best: bool = figures[0] < report.after - self.least_gain
+        if is_best:
+            report.after, report.best_step = figures[0], step
+        return is_best
 
 
 def kept_in(folder: Path | None, key: Callable[[], str]) -> AbstractContextManager[Ledger]:

@@ -143,13 +143,13 @@ def _statistics(parents: Parents, model: str) -> str:
 
 def _learned(parents: Parents, models: tuple[str, ...], seconds: float) -> dict[str, str]:
     """Alignment files of the donors, learned together on the training samples."""
-    config, tell = parents.config, listener()
+    config = parents.config
     files = {model: str(parents.files / f"learned-{number}.safetensors") for number, model in enumerate(models[1:], 1)}
     if not all(map(os.path.exists, files.values())):
         batches = [batch for data in parents.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=config.seed)
-        watch, untie = lambda done, total, _: tell("learning", done, total), parents.anchor.tied_head is not None
-        result = fit(models[0], list(files), batches, None, options, watch, untie=untie, devices=[config.device])
+        untie = parents.anchor.tied_head is not None
+        result = fit(models[0], list(files), batches, options=options, untie=untie, device=config.device)
         for file, alignment in zip(files.values(), result.alignments, strict=True):
             alignment.write(file)
     return files

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +253,9 @@ def test_a_full_disk_keeps_nobody_from_matching(
 class Report:
     """Figures of a training run."""
 
-    best: float = 1e9
+    after: float = 1e9
     best_step: int = 0
+    history: list[tuple[float, ...]] = field(default_factory=list)
 
 
 def trained(folder: Path | None, last: int = NEVER) -> torch.Tensor:
@@ -264,26 +265,21 @@ def trained(folder: Path | None, last: int = NEVER) -> torch.Tensor:
     optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=9, cycle_momentum=False)
 
-    def step() -> float:
+    def step() -> None:
         loss = module(torch.randn(4, 3, generator=generator)).square().sum()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        return float(loss)
 
-    def look(number: int, _: float) -> bool:
-        size = float(module.weight.detach().square().sum())
-        better = size < report.best and number != 8  # what is kept is not the last
-        if better:
-            report.best, report.best_step = size, number
-        return better
+    def score() -> tuple[float]:  # what is kept is not the last
+        return (float(module.weight.detach().square().sum()) if len(report.history) < 4 else report.after + 1,)
 
-    def watch(number: int, _: float) -> None:
+    def watch(number: int) -> None:
         if number == last:
             raise KeyboardInterrupt
 
     with kept_in(folder, lambda: "key") as progress:
-        Training(module, optimiser, schedule, generator, report, step, look).run(8, 4, watch, progress)
+        Training(module, optimiser, schedule, generator, report, step, score).run(8, 4, watch, progress)
     return module.weight.detach()
 
 

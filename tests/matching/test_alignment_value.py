@@ -324,8 +324,6 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda s: rm.fit(s.a, [], s.batches), "no donors are given"),
     (lambda s: rm.fit(s.a, s.b, s.batches, rm.FitConfig()), "of type FitConfig; it must be of type AlignConfig"),
     (lambda s: rm.fit(s.a, s.b, s.batches, options={"steps": 2}), "of type dict; it must be of type FitConfig"),
-    (lambda s: rm.fit(s.a, s.b, s.batches, options=rm.FitConfig(coefficients=(1.0,))), "1 'coefficients' for 2"),
-    (lambda s: rm.FitConfig(coefficients=("a", "b")), "it must be a tuple of numbers"),
     (lambda s: rm.measure(s.a, s.batches, {"kinds": "gram"}), "of type dict; it must be of type MeasureConfig"),
     (lambda s: rm.transfer(s.a, s.b, s.a, rm.AlignConfig()), "it must be of type TransferConfig"),
     (lambda s: rm.transfer(s.B, s.B, s.A, alignment=3), "option 'alignment' is 3; it must be an Alignment"),
