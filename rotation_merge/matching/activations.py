@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -55,18 +56,36 @@ class Activations:
             batches: without padding; the same for every model that is compared.
             most: rows that are kept of each map, evenly spread over every sample.
         """
-        runner = Runner.of_module(model, batches)
-        watched, result = WatchedBlocks(runner), cls()
+        watched, result = WatchedBlocks(Runner.of_module(model, batches)), cls()
         while watched.advance() is not None:
-            rows = _Rows(watched, max(1, most // sum(map(examples_in, batches))))
-            watched.run(rows.add)
-            result.inputs.update({axis: torch.cat(parts) for axis, parts in rows.inputs.items()})
-            result.outputs.update({name: torch.cat(parts) for name, parts in rows.outputs.items()})
+            result._record(watched, max(1, most // sum(map(examples_in, batches))))
         for linear in watched.maps.values():
             block = linear.block
             if linear.info.name in watched.axes and not linear.stacked:
                 result.maps.setdefault((block.module, block.place, block.index), []).append(linear)
         return replace(result, axes=watched.axes, split=frozenset(watched.split))
+
+    def _record(self, watched: WatchedBlocks, each: int) -> None:
+        """Run a block, and keep so many rows of each sample: at the same positions in every model."""
+        runner, axes, first = watched.runner, watched.new_axes, {*first_readers(watched.new_axes).values()}
+        inputs, outputs = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
+
+        def some(x: Tensor) -> Tensor:
+            rows, examples = x.flatten(0, -2), examples_in(runner.batches[runner.batch])
+            samples = rows.unflatten(0, (examples, -1)) if len(rows) % examples == 0 else rows[:, None]
+            count = min(samples.shape[1], each)
+            places = torch.linspace(0, samples.shape[1] - 1, count, dtype=torch.float64).round().long()
+            return samples[:, places.to(x.device)].flatten(0, 1).float().cpu()
+
+        def record(name: str, expert: int | None, x: Tensor, y: Tensor) -> None:
+            if expert is None and name in axes:
+                outputs[name].append(some(y))
+                if name in first:
+                    inputs[axes[name]].append(some(watched.normalised(name, x)))
+
+        watched.run(record)
+        self.inputs.update({axis: torch.cat(parts) for axis, parts in inputs.items()})
+        self.outputs.update({name: torch.cat(parts) for name, parts in outputs.items()})
 
     def around(self, linear: LinearMap) -> tuple[str, Tensor | None, Tensor | None]:
         """The (block, axis) that a map reads (empty: it did not run), its inputs and its outputs.
@@ -81,31 +100,6 @@ class Activations:
         name, rows = place[0].info.name, place[1]
         outputs = self.outputs.get(name)
         return self.axes[name], self.inputs[self.axes[name]], None if outputs is None else outputs[:, rows]
-
-
-class _Rows:
-    """Evenly spread rows of every map: the same positions in every model, equally many of each sample."""
-
-    def __init__(self, watched: WatchedBlocks, each: int) -> None:
-        self.watched, self.axes, self.each = watched, watched.new_axes, each
-        self.first_readers = frozenset(first_readers(self.axes).values())
-        self.inputs: dict[str, list[Tensor]] = {}
-        self.outputs: dict[str, list[Tensor]] = {}
-
-    def add(self, name: str, expert: int | None, x: Tensor, y: Tensor) -> None:
-        """Keep rows of the inputs and outputs of a map that has run."""
-        if expert is None and name in self.first_readers:
-            self.inputs.setdefault(self.axes[name], []).append(self._some(self.watched.normalised(name, x)))
-        if expert is None and name in self.axes:
-            self.outputs.setdefault(name, []).append(self._some(y))
-
-    def _some(self, x: Tensor) -> Tensor:
-        runner, rows = self.watched.runner, x.flatten(0, -2)
-        examples = examples_in(runner.batches[runner.batch])
-        samples = rows.unflatten(0, (examples, -1)) if len(rows) % examples == 0 else rows[:, None]
-        count = min(samples.shape[1], self.each)
-        places = torch.linspace(0, samples.shape[1] - 1, count, dtype=torch.float64).round().long()
-        return samples[:, places.to(x.device)].flatten(0, 1).float().cpu()
 
 
 def activation_points(

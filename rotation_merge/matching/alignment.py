@@ -374,8 +374,6 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
             problem = f"was made for {head.family} models, not for {architecture.family}"
             raise AlignmentError(problem, remedy="use another file")
         transforms = _transforms(tensors, head, architecture)
-        if fault := _fault(transforms, head, architecture):
-            raise AlignmentError(f"would change the models' outputs: {fault}")
     return Alignment(transforms, head.folded, *head.figures, basis=basis, metadata=head.made)
 
 
@@ -425,31 +423,32 @@ def opened_file(name: str) -> Iterator[tuple[Head, Any]]:
 
 
 def _transforms(tensors: Mapping[str, Tensor], head: Head, architecture: Architecture) -> Transforms:
-    """The transforms of a file; those of rounded maps put back into their groups."""
-    known = architecture.spaces()
+    """The transforms of a file; those of rounded maps put back into their groups.
+
+    Raises:
+        AlignmentError: they would change outputs: spaces do not fit, classes get lost, a transform is outside its
+            group, or other streams are folded.
+    """
+    known, wrong = architecture.spaces(), "would change the models' outputs: {}"
     if odd := (head.kinds.keys() - known.keys()) | (set(_asked(architecture)) - head.kinds.keys()):
         raise AlignmentError(f"does not fit: space '{min(odd)}' is only in the file, or only in the models")
-    transforms = unpacked(tensors, {name: kind for name, kind in head.kinds.items() if kind})
-    for name in {key.partition("|")[0] for key, x in tensors.items() if x.is_floating_point() and x.itemsize < 8}:
-        transforms[name] = architecture.widest_group(known[name], transforms[name]).restored(transforms[name])
-    return transforms
-
-
-def _fault(transforms: Transforms, head: Head, architecture: Architecture) -> str:
-    """What in a file would change outputs: classes that get lost, a transform outside its group, other folding."""
-    known, turned = architecture.spaces(), {name for name, x in transforms.items() if x.turns_stream}
     for name, (_, order) in head.rows.items():
         if sorted(order) != list(range(len(order))):
-            return f"'{name}' loses classes"
+            raise AlignmentError(wrong.format(f"'{name}' loses classes"))
+    transforms = unpacked(tensors, {name: kind for name, kind in head.kinds.items() if kind})
+    rounded = {key.partition("|")[0] for key, x in tensors.items() if x.is_floating_point() and x.itemsize < 8}
     for name, transform in transforms.items():
         group = architecture.widest_group(known[name], transform)
-        if not group.admits(transform):
-            return f"the transform of space '{name}' does not belong to the group: {group.words}"
-    spare = {name for name in set(head.folded) - turned if name not in known or known[name].kind != "latent"}
-    if spare or not turned <= set(head.folded):
-        folded, rotated = (", ".join(sorted(names)) or "none" for names in (head.folded, turned))
-        return f"folded streams: {folded}; rotated streams: {rotated}"
-    return ""
+        transforms[name] = group.restored(transform) if name in rounded else transform
+        if not group.admits(transforms[name]):
+            fault = f"the transform of space '{name}' does not belong to the group: {group.words}"
+            raise AlignmentError(wrong.format(fault))
+    turned, folded = {name for name, transform in transforms.items() if transform.turns_stream}, set(head.folded)
+    spare = {name for name in folded - turned if name not in known or known[name].kind != "latent"}
+    if spare or not turned <= folded:
+        folded_words, turned_words = (", ".join(sorted(names)) or "none" for names in (folded, turned))
+        raise AlignmentError(wrong.format(f"folded streams: {folded_words}; rotated streams: {turned_words}"))
+    return transforms
 
 
 def _asked(architecture: Architecture) -> list[str]:

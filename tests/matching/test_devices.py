@@ -176,7 +176,7 @@ def test_matching_on_samples_and_a_whole_fit(monkeypatch: pytest.MonkeyPatch) ->
             matcher = partial(match_on_samples, how, lambda: (rows[0], rows[1]), None)
             found = matcher(architecture_of(models[0]), anchor, donor, options)
         assert not any(isinstance(x, Far) for x in found.transforms["residual"].tensors().values())
-    for module in (module for model in models for module in model.modules()):
+    for module in models[0].modules():  # the donor stays where it is
         for name, x in module._parameters.items():
             module._parameters[name] = None if x is None else nn.Parameter(Far(x.detach().clone()))
         module._buffers.update({n: None if x is None else Far(x.clone()) for n, x in module._buffers.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import torch
 from cli_support import CHECKPOINTS, digits, hasten, output_of, parsed, run
 from plugin_support import from_file, lora, merged, recipe_for
 from safetensors.torch import load_file, save_file
-from second_device import Far, second_device
 from test_measuring import tiny
 from torch import Tensor, nn
 from transformers import (
@@ -123,24 +121,6 @@ def test_the_ends_are_the_parents_and_gradients_do_not_depend_on_what_is_kept(fa
             torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-9 * scale)
 
 
-@pytest.mark.slow
-def test_parents_on_two_devices_learn_the_same(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The donor on a device of its own; operations on tensors of both raise."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which does not know the second device
-    results = []
-    for far in (False, True):
-        models = [tiny_llama(seed, num_hidden_layers=1) for seed in range(2)]
-        with second_device() if far else nullcontext():
-            for module in models[1].modules() if far else ():
-                for name, x in module._parameters.items():
-                    module._parameters[name] = None if x is None else nn.Parameter(Far(x.detach()))
-                module._buffers.update({name: None if x is None else Far(x) for name, x in module._buffers.items()})
-            options = FitConfig(steps=1, objective="distill", start="matched")
-            results.append(fit(*models, token_batches(2), options=options).report.history)
-    for mine, wanted in zip(*results, strict=True):
-        assert mine[2:] == pytest.approx(wanted[2:], abs=1e-5)
-
-
 def test_models_stay_as_they_are(keeps: bool) -> None:
     models = [tiny_llama(seed) for seed in range(2)]
     before = [{name: tensor.clone() for name, tensor in m.state_dict().items()} for m in models]
@@ -239,6 +219,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda v: fit(v[0], tiny_llama(0), batches(64, False)), "only models of one architecture"),
     (lambda v: fit(*v, batches(32, False)), "two batches"),
     (lambda v: fit(*v, batches(64, False), LOCAL, FitConfig(steps=1)), "nothing to learn"),
+    *(
+        (lambda v, path=path: fit(*v, batches(64, False), options=FitConfig(start="identity", state=path)), words)
+        for path, words in ((Path(__file__), "is in the way"), (Path(__file__).parent, "did not write"))
+    ),
 ]
 
 
@@ -310,22 +294,6 @@ def test_a_path_and_the_score_along_it(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the state of an unfinished fit
 
 
-@pytest.mark.slow
-def test_a_fit_is_deterministic_and_resumes_where_it_was(tmp_path: Path) -> None:
-    models, data, state = [tiny_llama(seed) for seed in (0, 1)], token_batches(8), tmp_path / "new" / "state"
-    once = fit(*models, data, options=FitConfig(steps=6, start="matched"))
-    options = FitConfig(steps=6, start="matched", state=state)
-    with pytest.raises(KeyboardInterrupt):
-        fit(*models, data, options=options, progress=stop_at(3))
-    assert state.exists()
-    again = fit(*models, data, options=options)
-    assert not state.exists()
-    assert [row[2] for row in again.report.history] == [row[2] for row in once.report.history]
-    for name, transform in once.alignments[0].transforms.items():
-        for key, tensor in transform.tensors().items():
-            assert torch.equal(tensor, again.alignments[0].transforms[name].tensors()[key])
-
-
 OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "rate": ({"learning_rate": 0.01}, 1),
     **dict.fromkeys(("donor", "anchor", "data", "groups"), ({}, 1)),
@@ -348,19 +316,6 @@ def test_the_state_of_another_fit_is_not_taken(other: str, tmp_path: Path) -> No
     groups, (changes, first) = AlignConfig() if other == "groups" else match, OTHERS[other]
     with pytest.raises(RuntimeError, match=f"step {first}$"):
         fit(models[0], models[1], data, groups, replace(options, **changes), stop_at(1, RuntimeError))
-
-
-def test_short_fits_write_no_state_and_no_other_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, options = (tiny_llama(0), tiny_llama(1)), FitConfig(steps=2, start="identity", state=tmp_path / "state")
-    monkeypatch.setattr("time.monotonic", lambda: 0.0)
-    with pytest.raises(KeyboardInterrupt):
-        fit(*models, token_batches(), options=options, progress=stop_at(2))
-    assert not (tmp_path / "state").exists()
-    (tmp_path / "state").write_bytes(b"nonsense")
-    for place, words in (("state", "is a file, which is in the way"), ("", "rotation-merge did not write")):
-        with pytest.raises(RotationMergeError, match=words):
-            fit(*models, token_batches(), options=replace(options, state=tmp_path / place))
-    assert (tmp_path / "state").read_bytes() == b"nonsense"
 
 
 # --- the command: models as people have them

@@ -1,7 +1,8 @@
-"""Deltas and statistics that an alignment moves are those of the moved model, through public calls only."""
+"""Deltas and statistics that an alignment moves are those of the moved model: of all families, in float64."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 from residual_support import checkpoint
-from tiny_models import inputs
+from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import nn
+from variants import ONE
 
 import rotation_merge as rm
+from rotation_merge.model.apply import read_block
+from rotation_merge.run.functions import architecture_of
+from rotation_merge.run.maps import linear_maps
+from rotation_merge.run.recorder import WatchedBlocks
+from rotation_merge.run.statistics import behind_norm
 
-LOCAL = {"heads": "permutation", "scaling": True}
-CASES = {
-    "llama": ("llama", {**LOCAL, "residual": "rotation"}),
-    "mixtral": ("untied", {**LOCAL, "residual": "signed_permutation"}),
-    "vit": ("classifier", {**LOCAL, "residual": "rotation"}),
-    "bert": ("classifier", {**LOCAL, "residual": "permutation"}),
-    "dinov2": ("classifier", {**LOCAL, "residual": "rotation"}),
-}
-"""RMSNorm folded, experts, LayerNorm folded, value biases that softmax cannot see, layer scales."""
+STILL = ("signed_permutation", "permutation", "none")
+EACH_FAMILY = pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 
 Samples = list[dict[str, torch.Tensor]]
 Models = Callable[[str, int], tuple[nn.Module, Samples]]
 FISHER = rm.MeasureConfig(kinds=("fisher",))
+NAMES = {"llama": "llama", "vit": "classifier", "bert": "classifier"}
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def model(tmp_path: Path) -> Models:
     """Makes a tiny model in float64, and samples of what it takes."""
 
     def make(family: str, seed: int = 0) -> tuple[nn.Module, Samples]:
-        stored = checkpoint(family, CASES[family][0], tmp_path / str(seed), seed=seed)
+        stored = checkpoint(family, NAMES[family], tmp_path / str(seed), seed=seed)
         module = stored.case.model_class.from_pretrained(stored.path, dtype=torch.float64, attn_implementation="eager")
         module.config._experts_implementation = "eager"
         return module, [inputs(stored.case, module.eval())]
@@ -44,39 +45,74 @@ def model(tmp_path: Path) -> Models:
 
 def agree(moved: rm.Statistics, measured: rm.Statistics, *kinds: str) -> int:
     """How many tensors of these kinds are compared; all are equal up to rounding."""
+    assert set(moved) == set(measured)
     keys = sorted(key for key in measured if key.endswith(kinds))
     largest = max(float(measured[key].abs().max()) for key in keys)
     for key in keys:
         size = float(measured[key].abs().max()) + 1e-6 * largest  # a key's bias has no gradient but rounding
-        torch.testing.assert_close(moved[key], measured[key], rtol=1e-4, atol=1e-4 * size, msg=f"'{key}' differs")
+        torch.testing.assert_close(moved[key], measured[key], rtol=1e-6, atol=1e-6 * size, msg=f"'{key}' differs")
     return len(keys)
+
+
+def samples_of(case: Case, model: nn.Module) -> Samples:
+    takes = inspect.signature(model.forward).parameters
+    return [{name: x for name, x in inputs(case, model).items() if name in takes}]
+
+
+def drawn(model: nn.Module, groups: tuple[str, ...], **options: Any) -> rm.Alignment:
+    """A random alignment; of the streams by the first of some groups that all of them admit."""
+    streams = architecture_of(model).stream_groups.values()
+    residual = next((group for group in groups if all(group in admitted for admitted in streams)), "none")
+    return rm.Alignment.random(model, heads="permutation", residual=residual, untie=True, **options)
 
 
 # --- statistics
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CASES)
-def test_moved_statistics_are_those_of_the_moved_model(family: str, model: Any) -> None:
-    (anchor, _), (donor, samples) = (model(family, seed) for seed in range(2))
-    alignment = rm.align(anchor, donor, **CASES[family][1])
-    moved, measured = alignment.apply(rm.measure(donor, samples)), rm.measure(alignment.apply(donor), samples)
-    assert set(moved) == set(measured)
-    assert agree(moved, measured, "gram", "count") >= 8
+@EACH_FAMILY
+def test_moved_statistics_are_those_of_the_moved_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what norms do, put back by multiplication from what was normalised, is what maps really read."""
+    model = make(case)
+    samples, architecture = samples_of(case, model), architecture_of(model)
+    with keep_float64():
+        alignment, measured = drawn(model, ("rotation", *STILL)), rm.measure(model, samples)
+        again = rm.measure(alignment.apply(model), samples)
+        monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
+        raw = rm.measure(model, samples)
+    assert agree(alignment.apply(measured), again, "gram", "count") >= 4
+    for name, linear in linear_maps(architecture).items():
+        if measured.axes.get(name) in measured.split:
+            norm, tensors = linear.norm, read_block(linear.block, model.state_dict())
+            gain, shift = tensors[norm.gain] + norm.offset, tensors.get(norm.shift or "")
+            gram, wanted = behind_norm(measured.gram(name), linear, gain, shift), raw.gram(name)
+            torch.testing.assert_close(gram, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["vit", "bert", "dinov2"])
-def test_fisher_diagonals_move_with_permutations_alone(family: str, model: Any) -> None:
-    donor, samples = model(family)
-    alignment = rm.Alignment.random(donor, attention="none", heads="permutation", residual="permutation")
-    moved = alignment.apply(rm.measure(donor, samples, FISHER))
-    assert agree(moved, rm.measure(alignment.apply(donor), samples, FISHER), "fisher") >= 8
-    for turned in ({"attention": "rotation"}, {"attention": "none", "residual": CASES[family][1]["residual"]}):
-        if turned["attention"] == "none" and family == "bert":  # whose stream keeps its gains
-            continue
-        again = rm.Alignment.random(donor, **turned).apply(rm.measure(donor, samples, FISHER))
-        with pytest.raises(rm.RotationMergeError, match="cannot be kept"):
-            dict.fromkeys(again[key] for key in moved)
+@EACH_FAMILY
+def test_fisher_diagonals_move_with_permutations_alone(case: Case) -> None:
+    model = make(case)
+    samples = samples_of(case, model)
+    with keep_float64():
+        if not any(key.endswith("logits") for key in model(**samples[0])):
+            return
+        measured, still = rm.measure(model, samples, FISHER), drawn(model, STILL, attention="none")
+        moved, again = still.apply(measured), rm.measure(still.apply(model), samples, FISHER)
+        assert agree(moved, again, "fisher") >= 4
+        turned = drawn(model, STILL).apply(measured)
+        if case.family in NAMES:
+            with pytest.raises(rm.RotationMergeError, match=r"cannot be kept.*attention: none"):
+                dict.fromkeys(turned[key] for key in moved)
+
+
+def test_expectations_over_labels_are_exact() -> None:
+    """Of a classifier's logits the Fisher matrix is diag(p) - p p^T: so is that of its head's bias."""
+    case = next(case for case in ALL if case.class_name == "BertForSequenceClassification")
+    model = make(case)
+    with keep_float64(), torch.no_grad():
+        fisher = rm.measure(model, [inputs(case, model)], FISHER)["classifier.bias.fisher"]
+        p = model(**inputs(case, model)).logits.softmax(-1)
+    torch.testing.assert_close(fisher, (p * (1 - p)).mean(0))
 
 
 @pytest.mark.slow
