@@ -78,7 +78,6 @@ class Option:
         words: literals that it may have beside values of its kind.
         kind: the type of all others, or a `Kind`.
         low, high: the range of a number.
-        optional: whether it may be None.
     """
 
     type: Any
@@ -92,7 +91,7 @@ class Option:
 
     def __post_init__(self) -> None:
         members = dict(_members(self.type))
-        self.optional = members.pop(NoneType, None) is not None
+        members.pop(NoneType, None)
         literals = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
         plain_type = next((member for member in members if get_origin(member) is not Literal), None)
         facts = {fact.__class__: fact for fact in members.get(plain_type, ())}
@@ -125,7 +124,7 @@ class Option:
         """The allowed values: literals, and the kind of all others with its range."""
         if self.choices:
             return self.literals
-        words = self.kind if isinstance(self.kind, Kind) else WORDS.get(self.kind, str(self.kind))
+        words = WORDS.get(self.kind, str(self.kind))
         if math.isfinite(self.high):
             words = f"{words} from {self.low:g} to {self.high:g}"
         elif math.isfinite(self.low):

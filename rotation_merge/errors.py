@@ -59,10 +59,6 @@ class StatisticsError(RotationMergeError):
     """Statistics of a model are missing, unreadable, of another model, or unusable."""
 
 
-class WorkerError(RotationMergeError):
-    """A worker process failed; the next run resumes."""
-
-
 class SpaceError(RotationMergeError):
     """The disk is full for intermediate files; the next run resumes."""
 

@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from rotation_merge import __version__
-from rotation_merge.errors import RotationMergeError, WorkerError, short
+from rotation_merge.errors import RotationMergeError, short
 
 Progress = Callable[[str, float, float], None]
 """Called with a label, the amount done and the total (0: unknown). It may raise to end the work."""
@@ -212,7 +212,8 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
                 try:
                     results = parallel(map(delayed(call), items[start : start + AHEAD * count]))
                 except Exception as error:
-                    raise WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN) from error
+                    problem = f"{type(error).__name__}: {short(error)}"
+                    raise RotationMergeError(problem, where=where, remedy=AGAIN) from error
                 for result in results:
                     if isinstance(result, Exception):
                         raise result
@@ -270,10 +271,10 @@ def _piece(version: str, gradients: bool, work: bytes, step: bytes, item: Any) -
     where = f"worker {socket.gethostname()}"
     try:
         if version != __version__:
-            raise WorkerError(f"rotation-merge is {__version__} here, but {version} where the command runs")
+            raise RotationMergeError(f"rotation-merge is {__version__} here, but {version} where the command runs")
         return on_one_thread(gradients, _unpickled(work).piece, _unpickled(step), item)
     except RotationMergeError as error:
         place = f"{error.where}, {where}" if error.where else where
         return type(error)(error.what, where=place, remedy=error.remedy or SAME)
     except Exception as error:
-        return WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN)
+        return RotationMergeError(f"{type(error).__name__}: {short(error)}", where=where, remedy=AGAIN)

@@ -25,7 +25,7 @@ from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.heads import head_names, is_head
-from rotation_merge.model.tensors import Tensors, selected
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, Samples, read_samples, split_batches
@@ -226,7 +226,7 @@ class ModelRefit:
         else:
             models = MergedModels.of(views, tied_head=None if self.base.untie else self.base.tied_head)
             merged = averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
-        return selected(anchor, merged, lambda name: not self.excluded(name))
+        return anchor.replaced(merged.only(name for name in merged if not self.excluded(name)))
 
     def _solved(self, progress: Progress) -> Tensors:
         """The start with the solved tensors, or without where held-out samples say that they are worse."""
@@ -259,7 +259,7 @@ class ModelRefit:
         if losses is not None and losses[1] > losses[0]:
             solved = solved.only(())
         self._note(refit, losses)
-        written = selected(start, solved, solved.__contains__)
+        written = start.replaced(solved)
         if self.own_heads and not self.pooled:
             self._solve_heads(written, sources, merge, donors)
         return written
@@ -324,7 +324,7 @@ class ModelRefit:
             if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
                 headed, alone = (
                     self._runner(teacher.original, tensors, donor.batches)
-                    for tensors in (selected(body, source, self.head_names.__contains__), source)
+                    for tensors in (body.replaced(source.only(sorted(self.head_names))), source)
                 )
                 headed.follow(merge, first, is_head)
                 alone.follow(donor, 0, is_head)

@@ -310,10 +310,13 @@ class Contents:
 
     def faults(self) -> Faults:
         """Why the weights cannot be read, or why mergekit and transformers would read different ones."""
-        if self.opened is None and not self.shards:
+        if self.opened is None and self.shards:
+            name = re.sub(r"-\d+-of-\d+", "", self.shards[0]) + INDEX
+            yield "no index", self._error(f"{len(self.shards)} shards, but no index names them", name, MEND)
+        elif self.opened is None:
             yield "no weights", self._error("there are no weights", WEIGHT_FILES[0])
-        if self.index and self.single and set(self.weight_map.values()) - {self.single}:
-            yield SETS, self._error(f"{self.single} and {self.index} both exist", self.single, APART)
+        for file, other in self._other_sets() if self.opened is not None else ():
+            yield SETS, self._error(f"two sets of weights: {self.opened} and {other}", file, APART)
         if self.index is not None:
             yield from self._index_faults(self.index)
         for name in (name for name in self.weight_files if name not in self.by_file):
@@ -324,6 +327,15 @@ class Contents:
                 problem = f"more than one set of weights: tensor '{first}' is in {file} and in {self.files[first]}"
                 yield "tensor twice", self._error(problem, self.files[first], APART)
                 return
+
+    def _other_sets(self) -> Iterator[tuple[str, str]]:
+        """The files that name weights which mergekit or transformers would read in place of the opened, and these."""
+        if self.has(ADAPTER_CONFIG):
+            yield ADAPTER_CONFIG, ADAPTER_CONFIG
+        if (stated := self.config.get("transformers_weights") or self.opened) != self.opened:
+            yield CONFIG, f"{stated} (config.json's transformers_weights)"
+        if self.index and self.single and set(self.weight_map.values()) - {self.single}:
+            yield self.single, self.single
 
     def _error(self, problem: str, file: str, remedy: str = AGAIN) -> CheckpointError:
         return CheckpointError(problem, where=self.path(file), remedy=remedy)
@@ -354,15 +366,9 @@ def tensor_files(folder: str) -> dict[str, str]:
     contents = Contents(folder)
     if contents.opened is None:
         refuse_adapter(folder)
-        remedy = "model.safetensors or pytorch_model.bin (or the index of shards of either) is needed"
-        raise CheckpointError("there are no weights", where=folder, remedy=remedy)
-    stated = contents.config.get("transformers_weights") or contents.opened
-    further = ADAPTER_CONFIG if contents.has(ADAPTER_CONFIG) else f"{stated} (config.json's transformers_weights)"
-    if contents.has(ADAPTER_CONFIG) or stated != contents.opened:
-        raise CheckpointError(f"two sets of weights: {contents.opened} and {further}", where=folder, remedy=APART)
     for _, error in contents.faults():
         raise error
-    return contents.weight_map or dict.fromkeys(contents.files, contents.opened)
+    return contents.weight_map or dict.fromkeys(contents.files, contents.weight_files[0])
 
 
 def check_classes(config: Mapping[str, Any], label: str) -> None:

@@ -29,9 +29,6 @@ no ending, nothing copies it into other models."""
 FORMAT = 1
 """Counted up when the same file is decoded into another folder than before."""
 
-FOREVER = -1.0
-"""Seconds to wait for another process that decodes the same file."""
-
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
@@ -97,7 +94,7 @@ def decoded(path: str) -> str:
     if os.path.isdir(folder):
         return folder
     try:
-        with locked(folder, wait=FOREVER):
+        with locked(folder, wait=-1.0):  # for ever, while another process decodes the same file
             if not os.path.isdir(folder):
                 _decode(paths, folder)
     except CheckpointError:

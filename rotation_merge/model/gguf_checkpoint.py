@@ -179,8 +179,7 @@ class Family:
         config: entries of transformers' config, and the metadata that hold them.
         tensors: stems of names, and where they lie in the file: the stem there, or this and a layout.
         named: a word in the file's own names that tells it from others of the architecture.
-        when: least values of metadata that tell it from others.
-        holds: a tensor that tells it from others.
+        when: what tells it from others: tensors that it has, or metadata and their least values.
         fixed: entries of the config that hold if no metadata say otherwise; 0 stands for none.
         present: entries of the config that are true where the file has a tensor.
         head_dim: whether the config has the size of a head.
@@ -195,7 +194,6 @@ class Family:
     tensors: Mapping[str, str | Sequence[str]]
     named: str = ""
     when: Mapping[str, float] = field(default_factory=dict)
-    holds: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
     head_dim: bool = False
@@ -208,8 +206,7 @@ class Family:
         return (
             model.architecture == self.architecture
             and self.named in names
-            and all((model.value(key) or 0) >= least for key, least in self.when.items())
-            and (not self.holds or self.holds in model.tensors)
+            and all(key in model.tensors or (model.value(key) or 0) >= least for key, least in self.when.items())
         )
 
 
@@ -395,9 +392,8 @@ def write_checkpoint(paths: Sequence[str], folder: str) -> str:
     write_json(os.path.join(folder, "config.json"), config)
     kinds, file = Counter(tensor.tensor_type.name for tensor in model.tensors.values()), os.path.basename(paths[0])
     words = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    if set(kinds) <= set(FLOATS):
-        return f"was read from {file}, whose tensors are {words}"
-    return f"was read from {file}, whose weights were quantised (tensors: {words}); they were read as float32"
+    decoded = "; those that are quantised were read as float32" if kinds.keys() - FLOATS else ""
+    return f"was read from {file}, whose tensors are {words}{decoded}"
 
 
 def _places(model: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[str, str, int | None]]:

@@ -180,12 +180,6 @@ def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
     return Tensors(common.shapes, common.dtypes, read)
 
 
-def selected(source: Mapping[str, Tensor], alternative: Mapping[str, Tensor], chosen: Callable[[str], bool]) -> Tensors:
-    """A source that takes the tensors chosen by name from another source."""
-    further = as_tensors(alternative)
-    return as_tensors(source).replaced(further.only(filter(chosen, further)))
-
-
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
 

@@ -122,7 +122,7 @@ FILES = [
             "index of another model": (shards(OTHER_INDEX), "9.mlp.up_proj.weight' first, into files that"),
             "index that leads above": (index_to("../secret.safetensors"), OUTSIDE),
             "index that leads to the root": (index_to("/etc/secret.safetensors"), OUTSIDE),
-            "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),
+            "two checkpoints in a folder": (two_files, "model.safetensors.index.json and model.safetensors"),
             "tensor in two shards": (tensor_in_two_shards, f"{SHARDS[0]} and in {SHARDS[1]}"),
             "tensor in two pickles": (two_pickles(dict), "pytorch_model-00001-of-00002.bin and in"),
             "adapter beside weights": (adapter("donor"), "model.safetensors and adapter_config.json"),
@@ -276,7 +276,7 @@ READERS = {
 NO_READERS = {"demo", "lora", "push"}
 
 EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
-    "two checkpoints in a folder": (two_files, "model.safetensors and model.safetensors.index.json"),
+    "two checkpoints in a folder": (two_files, "model.safetensors.index.json and model.safetensors"),
     "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
     "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first"),
     "class in a file of its own": (OWN_CLASS, "donor: "),

@@ -121,8 +121,9 @@ def test_a_file_is_decoded_once_until_it_changes(tmp_path: Path, gguf_home: str)
     file = shutil.copyfile(stored("llama-q8_0"), tmp_path / "once.gguf")
     folder = Path(decoded(str(file)))
     assert json.loads((folder / ORIGIN).read_text())["files"] == [str(file)]
-    assert "quantised (tensors: 16 Q8_0" in quantised(str(folder))
-    assert "whose tensors are" in quantised(decoded(stored("llama")))
+    assert "16 Q8_0" in (note := quantised(str(folder)))
+    assert "quantised were read as float32" in note
+    assert "quantised" not in quantised(decoded(stored("llama")))
     assert not quantised(str(STORED))
     stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert decoded(str(file)) == str(folder)

@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 
 from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge import workers as module
-from rotation_merge.errors import WorkerError
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.pair import open_pair
 from rotation_merge.workers import on_backend
@@ -164,7 +163,7 @@ def test_a_worker_that_dies_ends_the_command_or_is_replaced(
     with on_backend(backend) as spread:
         arguments = (pair.architecture, anchor, deadly(donor, tmp_path), options)
         if backend == "ray":
-            with pytest.raises(WorkerError, match=r"--backend ray: .*Died.*run again to continue"):
+            with pytest.raises(RotationMergeError, match=r"--backend ray: .*Died.*run again to continue"):
                 match_model(*arguments, over=spread)
             return
         there = match_model(*arguments, over=spread)
@@ -177,7 +176,7 @@ def test_a_worker_that_dies_ends_the_command_or_is_replaced(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_piece_that_kills_every_worker_ends_it_with_one_line(backend: str, tmp_path: Path) -> None:
-    with on_backend(backend) as spread, pytest.raises(WorkerError) as raised:
+    with on_backend(backend) as spread, pytest.raises(RotationMergeError) as raised:
         list(spread(Killing(tmp_path), None, [0]))
     assert str(raised.value).startswith(f"--backend {backend}: ")
     assert "fewer workers" in str(raised.value)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from rotation_merge.errors import named
 from rotation_merge.model.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, INDEX, MEND, SETS, Contents
+from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, MEND, SETS, Contents
 from rotation_merge.report.integrity.defect import Corrections, Defect, json_entries, json_file, shard_header
 
 DISAGREES = "index disagrees"
-INDEX_OF_SHARDS = ("damaged index", DISAGREES)
+INDEX_OF_SHARDS = ("no index", "damaged index", DISAGREES)
 """Faults that go when the index is written anew."""
 
 
@@ -27,10 +26,11 @@ def check_weight_files(contents: Contents) -> Iterator[Defect]:
         name = os.path.relpath(error.where or "", contents.folder)
         mends = kind in INDEX_OF_SHARDS and contents.shards and contents.whole_files
         yield Defect(kind, error.what, name, error.remedy or AGAIN, corrections=_index(contents, name) if mends else {})
-    if contents.index is None:
-        yield from _without_index(contents)
-    elif contents.weight_map:
+    if contents.index is not None and contents.weight_map:
         yield from _beside_index(contents, contents.index)
+    elif contents.index is None and contents.single is not None and contents.shards:
+        problem = f"{contents.single} and {named(contents.shards)} both exist"
+        yield Defect(SETS, problem, contents.single, APART)
     yield from _format(contents)
 
 
@@ -53,16 +53,6 @@ def _bytes(contents: Contents, name: str) -> int:
     with open(contents.path(name), "rb") as file:
         head = int.from_bytes(file.read(8), "little") + 8 if name.endswith(".safetensors") else 0
     return os.path.getsize(contents.path(name)) - head
-
-
-def _without_index(contents: Contents) -> Iterator[Defect]:
-    if contents.single is not None and contents.shards:
-        problem = f"{contents.single} and {named(contents.shards)} both exist"
-        yield Defect(SETS, problem, contents.single, APART)
-    elif contents.shards and contents.whole_files:
-        name = re.sub(r"-\d+-of-\d+", "", contents.shards[0]) + INDEX
-        problem = f"{len(contents.shards)} shards, but no index names them"
-        yield Defect("no index", problem, name, MEND, corrections=_index(contents, name))
 
 
 def _beside_index(contents: Contents, index: str) -> Iterator[Defect]:
