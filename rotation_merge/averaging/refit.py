@@ -25,9 +25,8 @@ from rotation_merge.averaging.softmax import softmax_change
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, maps_of, same_map
-from rotation_merge.run.runner import Runner
+from rotation_merge.run.runner import Runner, StateStore, StoredValue
 from rotation_merge.run.stages import BlockActivations, BlockHooks, Stage, stages
-from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress
 
 ROUNDED = 1e-3

@@ -32,10 +32,9 @@ from rotation_merge.run.data import Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import empty_model
 from rotation_merge.run.maps import linear_maps
-from rotation_merge.run.runner import Runner
+from rotation_merge.run.runner import Runner, StateStore
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.run.sources import writes_text
-from rotation_merge.run.store import StateStore
 from rotation_merge.workers import Progress
 
 Chosen = Callable[[str], bool]

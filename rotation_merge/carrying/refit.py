@@ -25,9 +25,8 @@ from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.run.batches import Batch, with_small_first_batch
-from rotation_merge.run.runner import Runner
+from rotation_merge.run.runner import Runner, StateStore, StoredValue
 from rotation_merge.run.stages import BlockHooks
-from rotation_merge.run.store import StateStore, StoredValue
 from rotation_merge.workers import Progress
 
 RIDGE, MAP_RIDGE = 0.1, 0.2

@@ -13,8 +13,7 @@ from rotation_merge.config import Count
 from rotation_merge.errors import CheckpointError
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.functions import read_config
-from rotation_merge.run.inputs import random_batch
-from rotation_merge.run.proof import allowed_difference, blank_model, largest_difference, outputs_of
+from rotation_merge.run.proof import allowed_difference, blank_model, largest_difference, outputs_of, random_batch
 from rotation_merge.run.sample_kinds import SELF
 
 

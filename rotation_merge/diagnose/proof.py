@@ -26,7 +26,7 @@ from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import random_gauge
-from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.proof import random_batch
 from rotation_merge.symmetry.space import STILL
 
 TOLERANCE = 1e-9

@@ -17,7 +17,7 @@ from rotation_merge.model.apply import blockwise, read_tensor, unstack, with_tie
 from rotation_merge.model.tensors import Tensors, TensorSource, as_tensors
 
 
-def _paired(stored: Architecture, named: Architecture) -> Iterator[tuple[Block, Block]]:
+def paired(stored: Architecture, named: Architecture) -> Iterator[tuple[Block, Block]]:
     """The blocks that two models of a family both have."""
     places = {(block.module, block.place, block.index): block for block in stored.blocks}
     pairs = ((places.get((block.module, block.place, block.index)), block) for block in named.blocks)
@@ -27,7 +27,7 @@ def _paired(stored: Architecture, named: Architecture) -> Iterator[tuple[Block, 
 def names_in(stored: Architecture, named: Architecture) -> dict[str, str]:
     """By the names of one model's tensors those of another model of the family (a bare model, one with a head)."""
     names: dict[str, str] = {}
-    for stored_block, block in _paired(stored, named):
+    for stored_block, block in paired(stored, named):
         for info in block.tensors:
             if (info_stored := stored_block.tensor(info.key)) is not None:
                 names.update(zip(info.names, info_stored.names, strict=True))
@@ -51,7 +51,7 @@ def restructured(source: TensorSource, stored: Architecture, named: Architecture
     }
     forms: dict[str, ComposedTensor] = {}
     described: dict[str, Tensor] = {}
-    for stored_block, block in _paired(stored, named):
+    for stored_block, block in paired(stored, named):
         composed = other_form(stored_block, block)
         for info in (info for info in block.tensors if info.key in composed):
             if all(cut.info.names[0] in tensors for cut in composed[info.key].cuts):
@@ -104,13 +104,14 @@ def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:
     return {key: entry for key, entry in composed.items() if entry is not None}
 
 
-def _lives(info: TensorInfo) -> Lives:
+def lives(info: TensorInfo) -> Lives:
+    """The spaces and roles of a tensor's axes."""
     return tuple(tuple((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
 
 
-def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, TensorSlice]]:
+def pieces(info: TensorInfo) -> Iterator[tuple[Lives, TensorSlice]]:
     """The consecutive pieces of a tensor, and the spaces of their axes."""
-    whole = _lives(info)
+    whole = lives(info)
     for dim, axis in enumerate(info.axes):
         start = 0
         for piece in axis.pieces if len(axis.pieces) > 1 and axis.depth == 0 else ():
@@ -125,16 +126,16 @@ def _cuts(block: Block) -> dict[Lives, TensorSlice]:
     by_axes: dict[Lives, list[TensorSlice]] = {}
     for info in block.tensors:
         if info.axes and info.axes[0].size is not None:
-            by_axes.setdefault(_lives(info), []).append(TensorSlice(info, 0, 0, info.axes[0].size))
-        for living, cut in _pieces(info):
+            by_axes.setdefault(lives(info), []).append(TensorSlice(info, 0, 0, info.axes[0].size))
+        for living, cut in pieces(info):
             by_axes.setdefault(living, []).append(cut)
     return {living: cuts[0] for living, cuts in by_axes.items() if any(living) and len(cuts) == 1}
 
 
 def _composed(info: TensorInfo, cuts: Mapping[Lives, TensorSlice]) -> ComposedTensor | None:
     """The cuts that a tensor is composed of; None if they are not all there."""
-    if (same := cuts.get(_lives(info))) is not None:
+    if (same := cuts.get(lives(info))) is not None:
         return ComposedTensor(0, (same,))
-    pieces = list(_pieces(info))
-    matching = [cuts[living] for living, _ in pieces if living in cuts]
-    return ComposedTensor(pieces[0][1].dim, tuple(matching)) if pieces and len(matching) == len(pieces) else None
+    parts = list(pieces(info))
+    matching = [cuts[living] for living, _ in parts if living in cuts]
+    return ComposedTensor(parts[0][1].dim, tuple(matching)) if parts and len(matching) == len(parts) else None

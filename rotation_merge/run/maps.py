@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Norm, TensorInfo
 from rotation_merge.model.apply import times_gain
+from rotation_merge.model.forms import lives, pieces
 
 READERS = ("read", "o", "out", "own")
 """Roles of an axis that reads activations."""
@@ -103,37 +105,19 @@ def linear_maps(architecture: Architecture) -> dict[str, LinearMap]:
     return {linear.info.name: linear for block in architecture.blocks for linear in maps_of(block)}
 
 
-def local_parts(axis: Axis) -> tuple[tuple[str, str], ...]:
-    """The parts of an axis by names that are independent of the checkpoint's layer names."""
-    return tuple((part.space.name.rpartition(".")[2], part.role) for part in axis.parts)
-
-
-def same_map(target: LinearMap, candidates: list[LinearMap]) -> tuple[LinearMap, slice] | None:
+def same_map(target: LinearMap, candidates: Sequence[LinearMap]) -> tuple[LinearMap, slice] | None:
     """Finds a map in another spelling of the same block: the map, and which of its outputs.
 
     A checkpoint may hold gate and up apart that a module holds as one tensor, or the other way round.
     """
+    living = lives(target.info)
     for candidate in candidates:
         if candidate.info.key == target.info.key:
             return candidate, slice(None)
     for candidate in candidates:
-        rows = _within(target, candidate)
-        if rows is not None:
-            return candidate, rows
-    return None
-
-
-def _within(target: LinearMap, fused: LinearMap) -> slice | None:
-    """The outputs of a fused map that are another map's."""
-    if target.stacked != fused.stacked or local_parts(target.inputs) != local_parts(fused.inputs):
-        return None
-    names, start = local_parts(target.outputs), 0
-    if not names and not fused.outputs.parts and names != local_parts(target.inputs):
-        return slice(None)  # into coordinates that nothing moves
-    if len(names) != 1 or fused.outputs.depth or names[0] not in local_parts(fused.outputs):
-        return None
-    for part, name in zip(fused.outputs.parts, local_parts(fused.outputs), strict=True):
-        if name == names[0]:
-            return slice(start, start + part.size)
-        start += part.size
+        if lives(candidate.info) == living:
+            return candidate, slice(None)
+        for piece, cut in pieces(candidate.info):
+            if piece == living and cut.dim == candidate.gives:
+                return candidate, slice(cut.start, cut.start + cut.length)
     return None

@@ -9,25 +9,33 @@ joined from its pieces, or taken apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError, SpaceError, short
+from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.run.batches import Batch, unlabelled
 from rotation_merge.run.functions import architecture_of, empty_model
-from rotation_merge.run.store import StateStore, StoredValue
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config for models that read outputs of inner layers after the last layer."""
+
+
+SPILL = "free some space, or name a folder that has more in TMPDIR"
+"""Remedy in a recipe if hidden states do not fit."""
 
 
 class Halt(Exception):
@@ -279,3 +287,66 @@ def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[Slot]
                 places.setdefault(parameter, []).append((module, leaf))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: places[parameters[name]] for name in architecture.named() if name in parameters}
+
+
+# --- values that wait between forwards -------------------------------------------------------------------------------
+
+
+class StoredValue:
+    """A value with its tensors off the accelerator; its file goes with it."""
+
+    def __init__(self, value: Any, owned: bool, path: Path | None) -> None:
+        value = _pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=not owned).contiguous(), value)
+        self._value, self._path = value if path is None else None, path
+        if path is not None:
+            weakref.finalize(self, path.unlink, missing_ok=True)
+            torch.save(value, path)
+
+    def get(self, device: torch.device | str = "cpu") -> Any:
+        """The value, with its tensors on a device."""
+        value = self._value if self._path is None else torch.load(self._path, weights_only=False)
+        return _pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
+
+
+class StateStore:
+    """Where values wait: tensors, lists and mappings of them, outputs of modules.
+
+    Args:
+        folder: tensors are written to a new folder inside of it, which goes with the store; None: kept in memory.
+        remedy: for a full disk.
+
+    Raises:
+        RotationMergeError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | None = None, remedy: str = SPILL) -> None:
+        self._remedy, self._numbers = remedy, count()
+        try:
+            self._scratch = None if folder is None else TemporaryFolder(folder)
+        except OSError as error:
+            problem = f"cannot be written to ({short(error)})"
+            raise RotationMergeError(problem, where=folder, remedy="name another folder in TMPDIR") from error
+
+    def put(self, value: Any, owned: bool = False) -> StoredValue:
+        """Store a value for as long as somebody holds the result.
+
+        Args:
+            owned: nobody else has its tensors, so that they need not be copied.
+        """
+        if self._scratch is None:
+            return StoredValue(value, owned, None)
+        path = Path(self._scratch.path, f"{next(self._numbers)}.pt")
+        try:
+            return StoredValue(value, owned, path)
+        except (RuntimeError, OSError) as error:
+            problem, where = f"hidden states cannot be written ({short(error)})", str(path.parent.parent)
+            raise SpaceError(problem, where=where, remedy=self._remedy) from error
+
+    def put_each(self, values: Mapping[str, Tensor]) -> dict[str, StoredValue]:
+        """Store tensors that nobody else has, one by one."""
+        return {name: self.put(value, owned=True) for name, value in values.items()}
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._scratch is not None:
+            self._scratch.close()

@@ -187,16 +187,12 @@ def behind_norm(gram: Tensor, linear: LinearMap, gain: Tensor | None, shift: Ten
     if gain is None:
         problem = f"'{linear.info.name}' is fed by a norm whose gain is missing"
         raise StatisticsError(problem, remedy="the checkpoint is incomplete")
-    gain, shift = along_inputs(linear, gain.double(), None if shift is None else shift.double())
-    gram = gram.double()
-    inner, means = gram[..., :-1, :-1], gram[..., :-1, -1]
-    share = gram[..., -1, -1]  # one, or zero where no row was seen
-    crossed = (gain * means)[..., :, None] * shift
-    shifts = share[..., None, None] * torch.outer(shift, shift)
-    fed = gram.clone()
-    fed[..., :-1, :-1] = gain[:, None] * inner * gain + crossed + crossed.mT + shifts
-    fed[..., :-1, -1] = fed[..., -1, :-1] = gain * means + share[..., None] * shift
-    return fed
+    gains, shift = along_inputs(linear, gain.double(), None if shift is None else shift.double())
+    gains, shift = torch.nn.functional.pad(gains, (0, 1), value=1.0), torch.nn.functional.pad(shift, (0, 1))
+    scaled = gains[:, None] * gram.double() * gains
+    means, share = scaled[..., -1], scaled[..., -1, -1]  # the latter is one, or zero where no row was seen
+    crossed = means[..., :, None] * shift
+    return scaled + crossed + crossed.mT + share[..., None, None] * torch.outer(shift, shift)
 
 
 def first_readers(axes: Mapping[str, str]) -> dict[str, str]:

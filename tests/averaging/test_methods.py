@@ -28,7 +28,7 @@ from rotation_merge.averaging.softmax import softmax_change
 from rotation_merge.files import Store
 from rotation_merge.matching.objective import answer, divergence, write_answers
 from rotation_merge.model.open import open_model
-from rotation_merge.run.fisher import LabelScores
+from rotation_merge.run.measure import LabelScores
 
 BY_NAME = {method.spec.name: method for method in METHODS if not method.whole_models}
 MAP, NORM, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.embed_tokens.weight"

@@ -19,9 +19,8 @@ from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, teacher_answe
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import batched_by_length
-from rotation_merge.run.runner import Runner
+from rotation_merge.run.runner import Runner, StateStore
 from rotation_merge.run.stages import BlockHooks, Branch, stages
-from rotation_merge.run.store import StateStore
 
 FIRST = list({case.family: case for case in reversed(ALL)}.values())
 State = dict[str, Tensor]

@@ -17,7 +17,7 @@ from rotation_merge.diagnose.doctor.span import of_layers
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
-from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.proof import random_batch
 from rotation_merge.workers import Progress
 
 HALF = torch.finfo(torch.float16).max
