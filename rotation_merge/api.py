@@ -49,10 +49,9 @@ from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.model.writing import parse_size, staged
 from rotation_merge.record import MergeReport
 from rotation_merge.run.batches import Batch, check_labels
-from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import Samples, for_each, listed, read_samples
-from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, keep_figures, path, score
-from rotation_merge.run.functions import load, module_of
+from rotation_merge.run.evaluate import BarrierConfig, Curve, EvaluateConfig, keep_figures, path, score
+from rotation_merge.run.functions import in_memory, load
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.measure import MeasureConfig, measured, model_for
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
@@ -300,7 +299,7 @@ def measure(
     if out is not None:
         written = Output(os.fspath(out), wrote=lambda file: has_format(file, FORMAT), beside=True)
         check_output(written, _names([str(opened.reference), samples]), force)
-    module = for_evaluation(opened) if "fisher" in config.kinds and not opened.is_stored else None
+    module = in_memory(opened) if "fisher" in config.kinds and not opened.is_stored else None
     if opened.is_stored:
         module = model_for(opened, config, source, device, by_layer)
     limit = config.samples or (SAMPLES if source in SOURCES else None)
@@ -333,7 +332,7 @@ def evaluate(
     places: list[Any] = [os.fspath(x) if isinstance(x, str | os.PathLike) else open_model(x) for x in models]
     for place in places:
         stored, first = isinstance(place, str), places[0]
-        module = load(place, like=first) if stored else for_evaluation(with_classes_of(place, open_model(first)))
+        module = load(place, like=first) if stored else in_memory(with_classes_of(place, open_model(first)))
         module.to(device)
         for source in sources:
             data = read_samples(place, source, config.limit, config.batch_size, config.length, module=module)
@@ -467,14 +466,9 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     check_pair(first, second, NOTHING, excluded=lambda _: True)
     _check_folded([first, second])
     check_shapes(first, second, remedy="bring the models to one vocabulary and one size first")
-    ends = for_evaluation(first), for_evaluation(with_classes_of(second, first))
+    ends = in_memory(first), in_memory(with_classes_of(second, first))
     data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
     return path(*ends, data, config.points, "path")
-
-
-def for_evaluation(opened: View) -> Any:
-    """Load a model for evaluation: in float32, with its weights rounded to storage."""
-    return module_of(opened).float()
 
 
 def _names(inputs: Sequence[Any]) -> list[str]:

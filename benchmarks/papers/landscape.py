@@ -19,7 +19,7 @@ from shipped import images
 import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.model.view import View
-from rotation_merge.run.curves import Curve
+from rotation_merge.run.evaluate import Curve
 
 VITS, LLAMAS = "ViTs", "Llamas"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python"}

@@ -32,7 +32,7 @@ from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import on_shared_rows, shared_rows
 from rotation_merge.run.batches import Batch
-from rotation_merge.run.functions import module_of
+from rotation_merge.run.functions import in_memory
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
 
@@ -150,7 +150,7 @@ class OtFusion(OwnMethod):
 
     def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
-        return Activations.of(module_of(self.models.views[model]).float(), self._batches)
+        return Activations.of(in_memory(self.models.views[model]), self._batches)
 
     @cached_property
     def _batches(self) -> Sequence[Batch]:

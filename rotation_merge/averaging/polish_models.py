@@ -26,7 +26,7 @@ from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import unpadded
 from rotation_merge.run.data import Samples, for_each, read_samples
-from rotation_merge.run.functions import architecture_of, copy_parameters, in_memory, module_of
+from rotation_merge.run.functions import architecture_of, copy_parameters, in_memory
 from rotation_merge.workers import Progress
 
 TOGETHER = 16
@@ -152,8 +152,6 @@ def _in_memory(view: View, like: View | None = None) -> Any:
     Args:
         like: in whose order its classes are to stand, where both name the same ones.
     """
-    ordered = view if like is None else with_classes_of(view, like)
-    stored = view.is_stored and view.files is not None and not view.untie
-    module = in_memory(ordered) if stored else module_of(ordered).float()
+    module = in_memory(view if like is None else with_classes_of(view, like))
     copy_parameters(module)  # what a file is mapped to, or the user gave, does not learn
     return module

@@ -21,8 +21,7 @@ from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import open_model
 from rotation_merge.report.plots import check_plot, save_barrier
-from rotation_merge.run.curves import FILE, Barrier, is_barrier
-from rotation_merge.run.evaluate import BarrierConfig
+from rotation_merge.run.evaluate import FILE, Barrier, BarrierConfig, is_barrier
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.sample_kinds import KINDS
 

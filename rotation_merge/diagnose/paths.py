@@ -16,9 +16,8 @@ from rotation_merge.mergekit_plugin.run import moved_states
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
-from rotation_merge.run.curves import Barrier, Curve
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import BarrierConfig, path
+from rotation_merge.run.evaluate import Barrier, BarrierConfig, Curve, path
 from rotation_merge.run.functions import architecture_of, in_memory, load
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.sample_kinds import SELF

@@ -37,7 +37,7 @@ from rotation_merge.model.tensors import Tensors, checksum
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, device_of, unlabelled
 from rotation_merge.run.data import Samples, data_in_memory, listed, read_samples
-from rotation_merge.run.functions import architecture_of, module_of
+from rotation_merge.run.functions import architecture_of, in_memory
 from rotation_merge.workers import Progress, listener
 
 CONCENTRATION = 8.0
@@ -154,7 +154,7 @@ def fit(
     several = isinstance(donors, list | tuple) and (isinstance(donors[0], View) or not is_state) if donors else True
     models = [anchor, *(donors if several else [donors])]
     pairs = _pairs(models, AlignConfig.of(match or WIDEST), untie)
-    module = module or pairs[0].anchor.module or module_of(pairs[0].anchor)
+    module = module or pairs[0].anchor.module or in_memory(pairs[0].anchor, None)
     samples = _samples(batches, pairs, module)
     with seeded(options.seed):
         return _Fit(pairs, module, samples, options, progress or listener(), device).run()

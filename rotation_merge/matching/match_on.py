@@ -38,7 +38,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import Batch, unpadded
 from rotation_merge.run.data import SAMPLES, Data, Samples, data_in_memory, read_samples
-from rotation_merge.run.functions import module_of
+from rotation_merge.run.functions import in_memory
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import maps_of
 from rotation_merge.run.sample_kinds import SELF
@@ -159,7 +159,7 @@ def matcher(
 
 def _activations(view: View, batches: Sequence[Batch], device: str) -> Activations:
     """The activations of a model on batches that it takes: of the module that was given, or of one in float32."""
-    module = view.module if view.module is not None and view.at is None else module_of(view).float()
+    module = view.module if view.module is not None and view.at is None else in_memory(view)
     data_in_memory(batches, module)
     return Activations.of(module.to(device), batches, ROWS)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import replacing
 from rotation_merge.record import DISTANCES, MergeReport, relative_distance
-from rotation_merge.run.curves import Barrier
+from rotation_merge.run.evaluate import Barrier
 
 COLOURS = ("#8a8f98", "#2f6fde", "#d9822b", "#3a9d5d", "#c9504a", "#8a5fc7", "#1f9aa5", "#b5872b")
 

@@ -23,7 +23,7 @@ from rotation_merge.run.batches import (
     joined,
     unlabelled,
 )
-from rotation_merge.run.functions import empty_model, load, module_of, predicts_next
+from rotation_merge.run.functions import empty_model, in_memory, load, predicts_next
 from rotation_merge.run.pictures import word_mask
 from rotation_merge.run.sample_kinds import KINDS, SAMPLES, SELF
 from rotation_merge.run.sentence import is_sentence_model
@@ -114,7 +114,7 @@ def _module(model: View | str, source: str | None) -> Any:
     """A module of the model, with its weights where it writes the samples."""
     if isinstance(model, str):
         return load(model)
-    return module_of(model) if source == SELF else model.module or empty_model(model)
+    return in_memory(model, None) if source == SELF else model.module or empty_model(model)
 
 
 def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:

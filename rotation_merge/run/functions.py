@@ -23,7 +23,7 @@ from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.open import open_model, parse_reference
 from rotation_merge.model.view import View, as_stored, stored_dtype
 from rotation_merge.run.batches import Batch, inputs_for
-from rotation_merge.run.sentence import is_sentence_model, with_modules
+from rotation_merge.run.sentence import with_modules
 
 BESIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Switches of a config for additional outputs: coordinates of inner spaces."""
@@ -89,16 +89,24 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | View | None 
     return in_memory(view, dtype)
 
 
-def in_memory(view: View, dtype: torch.dtype = torch.float32) -> Any:
-    """A model in memory, in evaluation mode, as `load` gives it; its tensors may stay mapped to its files.
+def in_memory(view: View, dtype: torch.dtype | None = torch.float32) -> Any:
+    """A model in memory, in evaluation mode: of a module a copy, of sentence-transformers with its modules.
+
+    Tensors of files may stay mapped to them.
+
+    Args:
+        dtype: of the module; None: the widest of the model's tensors.
 
     Raises:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
     """
-    stored, copies = as_stored(view), view.files is not None and view.files.adapter is not None
-    state = {name: tensor.to("cpu", stored_dtype(tensor, dtype), copy=copies) for name, tensor in stored.blocks()}
+    stored, mapped = as_stored(view), view.files is not None and view.files.adapter is None
+    if view.module is not None:
+        return stored.to_module() if dtype is None else stored.to_module().to(dtype)
+    state = {name: tensor.to("cpu", stored_dtype(tensor, dtype), copy=not mapped) for name, tensor in stored.blocks()}
+    kinds = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     values = {"config": stored.transformers_config, "state_dict": state}
-    model = _from_pretrained(stored.model_class, view.name, dtype, **values)
+    model = _from_pretrained(stored.model_class, view.name, max(kinds, key=lambda kind: kind.itemsize), **values)
     return with_modules(model, modules, state, view.name) if (modules := view.config.get(KEY)) else model
 
 
@@ -116,13 +124,6 @@ def _from_pretrained(kind: Any, label: str, dtype: torch.dtype, directory: str |
     model.config._experts_implementation = "eager"  # grouped products know no double precision
     disable_extra_outputs(model.config)
     return model.eval()
-
-
-def module_of(opened: View) -> Any:
-    """An open model in memory, in evaluation mode; of sentence-transformers with its modules, as `load` gives it."""
-    view = as_stored(opened)
-    module, modules = view.to_module(), view.config.get(KEY)
-    return with_modules(module, modules, view, opened.name) if modules and not is_sentence_model(module) else module
 
 
 def empty_model(view: View) -> Any:

@@ -115,7 +115,7 @@ def same_map(target: LinearMap, candidates: Sequence[LinearMap]) -> tuple[Linear
         if candidate.info.key == target.info.key:
             return candidate, slice(None)
     for candidate in candidates:
-        if lives(candidate.info) == living:
+        if any(living) and lives(candidate.info) == living:
             return candidate, slice(None)
         for piece, cut in pieces(candidate.info):
             if piece == living and cut.dim == candidate.gives:

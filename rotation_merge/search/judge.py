@@ -14,9 +14,8 @@ from transformers.utils import ModelOutput
 
 from rotation_merge.errors import DataError
 from rotation_merge.run.batches import Batch, inputs_for
-from rotation_merge.run.curves import FIGURES
 from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import Scores, of_floats, score
+from rotation_merge.run.evaluate import FIGURES, Scores, of_floats, score
 from rotation_merge.workers import listener
 
 MOST_KEPT = 1 << 27

@@ -41,7 +41,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 237),
     ("model",): (4000, 5358),
-    ("run",): (2400, 3767),
+    ("run",): (2400, 3693),
     ("matching",): (3400, 5042),
     ("averaging",): (2000, 3354),
     ("carrying",): (1500, 2111),

@@ -107,7 +107,7 @@ def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, 
 
 def test_below_the_line_is_explained():
     """A path that never rises above the line between its ends has no barrier; how far it falls below is said."""
-    from rotation_merge.run.curves import Curve
+    from rotation_merge.run.evaluate import Curve
 
     better = Curve("aligned", [0.0, 0.5, 1.0], [2.0, 1.5, 2.2], [0.0] * 3)
     assert better.barrier() == 0.0
@@ -139,7 +139,7 @@ def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
 def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from rotation_merge import files
     from rotation_merge.report.plots import save_barrier
-    from rotation_merge.run.curves import Barrier, Curve
+    from rotation_merge.run.evaluate import Barrier, Curve
 
     found = Barrier("a", "b", "data", "class", 1, {}, [Curve("plain", [0.0, 1.0], [1.0, 1.0], [0.0, 0.0])])
     save_barrier(found, str(tmp_path / "path.svg"))
