@@ -49,8 +49,7 @@ def restructured(source: TensorSource, stored: Architecture, named: Architecture
     empty = {
         name: torch.empty(shape, dtype=tensors.dtypes[name], device="meta") for name, shape in tensors.shapes.items()
     }
-    forms: dict[str, ComposedTensor] = {}
-    described: dict[str, Tensor] = {}
+    forms, described = dict[str, ComposedTensor](), dict[str, Tensor]()
     for stored_block, block in paired(stored, named):
         composed = other_form(stored_block, block)
         for info in (info for info in block.tensors if info.key in composed):
