@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import asdict, replace
 from typing import Annotated, Literal
 
 import click
@@ -13,13 +13,12 @@ import click
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import ALIGNMENT, MODELS_OR_RECIPE, SAMPLES, Writes, checked_outputs, is_document
 from rotation_merge.cli.show import Answer, Table, sentence
-from rotation_merge.diagnose.donors import RecipeDonor, donors_of, measurement_key
+from rotation_merge.diagnose.donors import PairRecipe, donors_of
 from rotation_merge.diagnose.paths import Paths
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.model.heads import head_names
-from rotation_merge.model.open import open_model
+from rotation_merge.model.open import parse_reference
 from rotation_merge.report.plots import check_plot, save_barrier
 from rotation_merge.run.evaluate import FILE, Barrier, BarrierConfig, is_barrier
 from rotation_merge.run.ledger import kept_beside
@@ -59,9 +58,9 @@ def command(
     if plot is not None:
         check_plot(plot)
     donors = _donors(models, options, match, alignment, heads_of is not None)
-    mark = partial(measurement_key, models, donors, data, config=config)
-    with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, data, config, ledger)
+    paths = Paths(models[0], donors, data, config)
+    with kept_beside(os.path.join(save, FILE) if save else plot, paths.mark) as ledger:
+        paths = replace(paths, ledger=ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(checked_outputs([Output(picture) for picture in pictures[1:]]))
         barriers = paths.barriers()
@@ -75,19 +74,20 @@ def command(
 
 def _donors(
     models: tuple[str, ...], options: AlignConfig, match: MatchConfig, alignment: str | None, each_head: bool
-) -> list[RecipeDonor]:
+) -> list[PairRecipe]:
     """The donors whose paths are measured: of a recipe, or one of two models."""
     if len(models) == 1 and is_document(models[0]):
         if alignment or match.match_on != WEIGHTS or each_head:
             remedy = "leave out --alignment, --match-on and --heads-of"
             raise RotationMergeError("a recipe already gives the maps and heads", where=models[0], remedy=remedy)
-        return donors_of(models[0])
+        return list(map(PairRecipe.of, donors_of(models[0])))
     if len(models) != 2:
         raise click.UsageError("give a recipe (a YAML file), or two models; measure more of them two by two")
     if alignment and match.match_on != WEIGHTS:
         raise RotationMergeError("a file of maps already gives the maps", remedy="leave out --match-on")
-    heads = tuple(sorted({n for m in models if each_head for n in head_names(open_model(m).architecture)}))
-    return [RecipeDonor(*models, options, match.untie, file=alignment, match_on=match.match_on, own_heads=heads)]
+    values = {"match_on": match.match_on, **asdict(options)} if alignment is None else {"alignment": alignment}
+    heads, (anchor, donor) = {"heads_of": "each"} if each_head else {}, map(parse_reference, models)
+    return [PairRecipe(anchor, donor, {**values, **heads, "untie": match.untie})]
 
 
 def _pictures(plot: str, count: int) -> list[str]:

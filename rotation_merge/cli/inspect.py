@@ -14,14 +14,15 @@ from rotation_merge.architecture import families
 from rotation_merge.cli.command import cli_command, refuse_idle
 from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
 from rotation_merge.cli.show import Answer, Table, note, sentence
-from rotation_merge.diagnose.donors import RecipeDonor, donors_of
+from rotation_merge.diagnose.donors import donors_of
 from rotation_merge.diagnose.draft import draft_of
 from rotation_merge.diagnose.proof import hints
 from rotation_merge.diagnose.proof import prove as proof_of
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig, MatchConfig
-from rotation_merge.matching.pair import are_here, open_pair
+from rotation_merge.matching.pair import Pair, are_here, check_pair, open_pair
 from rotation_merge.mergekit_plugin.delegates import OWN, get, names
+from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PLACES
 from rotation_merge.model.contents import read_json
 from rotation_merge.model.open import open_model
@@ -93,33 +94,34 @@ command = cli_command(
 
 def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
     """What aligning a model needs, or each donor of a recipe."""
-    donors = [RecipeDonor(target, target, options, untie)]
     if is_document(target) or target.endswith((".yml", ".yaml")):
         read_recipe(target)
-        donors = donors_of(target)
-    facts = list(map(_inspected, donors))
-    lines = [line for each in facts for line in _lines(each)]
-    return Answer(facts, lines)
+        facts = list(map(_donor_facts, donors_of(target)))
+    else:
+        pair = open_pair(target, target, options, untie, shapes=False)
+        facts = [{"model": target, "origin": None, "alignment": None, "options": asdict(options), **_needs(pair)}]
+    return Answer(facts, [line for each in facts for line in _lines(each)])
 
 
-def _inspected(donor: RecipeDonor) -> dict[str, Any]:
-    """A donor (or its base) as its config and the headers of its files show it, opened and checked as a merge does."""
-    checks: dict[str, Any] = {"unsupported": donor.unsupported, "shapes": False}
-    excluded, options, warnings = donor.excluded, donor.options, list[str]()
-    if are_here(donor.anchor, donor.matched):
-        names = donor.anchor, donor.matched
-        pair = open_pair(*names, options, donor.untie, words=donor.words, excluded=excluded, **checks)
-        warnings = [*pair.warnings, *pair.notes]
-    if donor.matched != donor.name and are_here(donor.matched, donor.name):
-        open_pair(donor.matched, donor.name, NOTHING, excluded=excluded, any_base=True, **checks)
-    pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, **checks)
+def _donor_facts(donor: Donor) -> dict[str, Any]:
+    """What aligning a donor of a recipe needs, checked as its merge does where its models are here."""
+    base, origin, file = donor.session.base, donor.value("finetuned_from"), donor.value("alignment")
+    if are_here(base.name, str(donor.model), *([] if origin is None else [origin])):
+        pair, options = donor.pair, donor.options
+    else:
+        options = donor.options
+        pair = check_pair(base, base, options if file is None else NOTHING, untie=base.untie)
+    facts = {"model": str(donor.model), "origin": origin, "alignment": file, "options": asdict(options)}
+    return {**facts, **_needs(pair, origin is not None)}
+
+
+def _needs(pair: Pair, carried: bool = False) -> dict[str, Any]:
+    """What is matched of two models, what stays as it is and why, and what a merge needs; from headers."""
     anchor, size = pair.anchor, configured_dtype(pair.anchor.config).itemsize
-    options = pair.options if donor.file is None else NOTHING
-    tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
-    spaces = matched_spaces(pair.architecture, anchor.shapes, options, tied)
-    memory = peak_memory(pair.architecture, anchor.shapes, options, size, carried=donor.origin is not None)
-    facts = {"model": donor.name, "origin": donor.origin, "alignment": donor.file, "options": asdict(donor.options)}
-    return {**facts, **spaces, "memory": memory, "disk": size * spaces["parameters"], "warnings": warnings}
+    tied = anchor.tied[1] if anchor.tied is not None and not pair.untie else None
+    spaces = matched_spaces(pair.architecture, anchor.shapes, pair.options, tied)
+    memory = peak_memory(pair.architecture, anchor.shapes, pair.options, size, carried=carried)
+    return {**spaces, "memory": memory, "disk": size * spaces["parameters"], "warnings": [*pair.warnings, *pair.notes]}
 
 
 def _lines(facts: dict[str, Any]) -> list[str | Table]:

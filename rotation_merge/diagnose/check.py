@@ -21,7 +21,6 @@ from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Models
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
-from rotation_merge.model.open import open_model
 from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.remote import RemoteModel
 from rotation_merge.run.functions import configured_dtype
@@ -105,10 +104,10 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
     output, memory = None, None
     with suppress(RotationMergeError, ValueError):  # recipes of other methods, and such as `check` finds faults in
         for donor in donors_of(recipe):
-            anchor = open_model(donor.anchor, unsupported=donor.unsupported, any_base=True)
+            anchor = donor.session.base
             size = configured_dtype(anchor.config).itemsize
             output = size * sum(map(math.prod, anchor.shapes.values()))
-            carried = donor.origin is not None
+            carried = donor.value("finetuned_from") is not None
             memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))
     cache = Path(models[0].cache).absolute()
     disk = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free

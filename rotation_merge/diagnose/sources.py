@@ -15,14 +15,12 @@ from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
-from rotation_merge.config import FILE
 from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, dotted, is_ours, walk
-from rotation_merge.mergekit_plugin.keys import BY_NAME
-from rotation_merge.mergekit_plugin.recipe import Recipe, read
+from rotation_merge.mergekit_plugin.recipe import MODEL_INPUT, Recipe, named_inputs, read
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Models, Session
 from rotation_merge.model.folder import absent_parts
@@ -83,19 +81,8 @@ def absent_models(text: str) -> list[str]:
 
 def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Places that name models, and the names; the base first."""
-    keys = ("base_model", "model", "finetuned_from")
-    places = [(path, name) for path, name in walk(value) if path and path[-1] in keys and path[0] != "parameters"]
-    named = [(path, name) for path, name in places if isinstance(name, str) and name != "none"]
-    return sorted(named, key=lambda place: place[0] != ("base_model",))
-
-
-def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Places that name files to read, and the names."""
-    for path, setting in walk(value):
-        option = BY_NAME.get(str(path[-1])) if path[-2:-1] == ("parameters",) else None
-        words = () if option is None or option.kind is not FILE else (*option.words, "none")
-        if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
-            yield path, setting
+    places = [(path, name) for path, name, kind in named_inputs(value) if kind == MODEL_INPUT]
+    return sorted(places, key=lambda place: place[0] != ("base_model",))
 
 
 @dataclass(frozen=True)
@@ -123,7 +110,9 @@ class Sources:
             if model is not None:
                 opened[name] = (path, model)
         _, base = opened.get(str(value.get("base_model")), ((), None))
-        complete = all([complete, *(self._check_file(path, name, base) for path, name in files(value))])
+        files = [(path, name) for path, name, kind in named_inputs(value) if kind != MODEL_INPUT]
+        named = [(path, name) for path, name in files if not name.startswith("demo:")]
+        complete = all([complete, *(self._check_file(path, name, base) for path, name in named)])
         if base is not None:
             self._compare(base, opened)
         return complete

@@ -18,10 +18,9 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.card import notes, origins, updated_card
 from rotation_merge.model.checkpoint import Check, write_checkpoint
 from rotation_merge.model.markdown import code, plain
-from rotation_merge.model.view import View, stored_dtype
+from rotation_merge.model.view import View
 from rotation_merge.model.writing import SHARD_SIZE
 from rotation_merge.record import MergeReport, versions
-from rotation_merge.run.functions import in_memory
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
 
@@ -109,12 +108,6 @@ def write_aligned(
     text = card(pair, report, os.path.basename(out))
     write_checkpoint(view, report, text, out, shard_size, progress, check)
     return view
-
-
-def loaded(donor: View, view: View) -> Any:
-    """Load a stored model in other coordinates into memory, in float32, as it would be written."""
-    tensors = view.tensors.map(lambda name, x: x.to(stored_dtype(x, donor.stored_dtypes.get(name))))
-    return in_memory(replace(view, tensors=tensors, at=None))
 
 
 def card(pair: Pair, report: MergeReport, name: str) -> str:

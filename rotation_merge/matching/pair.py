@@ -39,7 +39,7 @@ LITTLE = "a change carried from a base of another width or depth brings only -3 
 UNLIKE = f"only models of equal sizes and symmetries can be averaged; {LITTLE}, so train on the new base instead"
 SLICES = f"choose layers with 'slices' in a recipe, without 'residual'; {LITTLE}"
 TOKENIZER = "add 'tokenizer: {source: base}' so that the vocabularies are brought together"
-EQUAL = "only equal shapes can be merged; name it under 'exclude' to copy it from base_model"
+EQUAL = "only equal shapes can be merged; name it under 'exclude' to copy it from base_model; heads: 'heads_of: each'"
 OUTSIDE_RECIPES = "merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with 'evaluate'"
 LIKE_IT = "align models with the same biases and heads, or name the tensor under 'exclude' of a recipe"
 

@@ -7,7 +7,8 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModu
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import InputContract, MergeMethod, TensorGroup
+from mergekit.options import MergeOptions
 from mergekit.parameter_resolver import resolve_parameters
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -41,6 +43,7 @@ from rotation_merge.model.folder import fetched
 from rotation_merge.model.sentence import in_module
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import listener
 
 
@@ -230,6 +233,21 @@ def output_views(session: Session) -> RecipeViews:
         check_tensors(session.recipe, session.models, out)
     _check_tokens(session, blocks, donors)
     return RecipeViews(session, blocks, donors)
+
+
+@contextmanager
+def opened_views(recipe: Recipe, ledger: Ledger = NOWHERE) -> Iterator[RecipeViews]:
+    """The models of a recipe as its merge sees them, without a merge; errors as of the merge.
+
+    Args:
+        ledger: store of matching's intermediate results, to resume from.
+    """
+    session = Session(recipe, MergeOptions(quiet=True), watched=False)
+    session.run.ledger = ledger
+    try:
+        yield output_views(session)
+    finally:
+        session.run.end()
 
 
 def _open_models(session: Session) -> View:

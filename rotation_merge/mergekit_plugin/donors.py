@@ -24,16 +24,17 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, options_of
-from rotation_merge.mergekit_plugin.keys import MATCHING, UNMOVED
-from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of
+from rotation_merge.mergekit_plugin.delegates import OWN
+from rotation_merge.mergekit_plugin.keys import MATCHING, OPTIONS, PRESETS, UNMOVED
+from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of, whole_slice
 from rotation_merge.mergekit_plugin.recipe import title
-from rotation_merge.mergekit_plugin.session import Session, settle_presets
+from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.folder import folder_of
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.gguf import quantised
 from rotation_merge.model.heads import compared
 from rotation_merge.model.labels import in_class_order, label_rows, rows_note
-from rotation_merge.model.nearness import nearness
+from rotation_merge.model.nearness import RELATED, cosine_text, likeness, nearness
 from rotation_merge.model.open import OWN_BASE, check_own_base
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, matched_on, on_shared_rows, shared_rows
@@ -95,31 +96,62 @@ class Donor:
     @cached_property
     def pair(self) -> Pair:
         """The anchor and the matched model, checked to fit together under its options; doubts become notes."""
-        session, options, notes = self.session, NOTHING, list[str]()
+        session = self.session
         check_adapter(session.models[self.model], None if self.origin is None else session.models[self.origin])
-        if self.value("alignment") is None:
-            notes = self._settle_nearness()
-            options = session.recipe.varying(self.reader, self.model)
-        pair = self._checked(self.model, options, self.layers)
+        as_it_is, notes = self._nearness
+        matched = self.value("alignment") is None and not as_it_is
+        pair = self._checked(self.model, self.options if matched else NOTHING, self.layers)
+        shared = self.means is None and (self.origin is not None or pair.options.residual != "none")
         for note in notes:
             session.run.note(note)
-        shared = self.means is None and (self.origin is not None or pair.options.residual != "none")
         return replace(pair, warnings=(*pair.warnings, *notes), shared=self._shared_rows() if shared else None)
 
-    def _settle_nearness(self) -> list[str]:
-        """A note on a fine-tune whose base shares the anchor's coordinates; nothing moves then, unless it is asked."""
-        base, origin = self.session.base, self.session.models[self.matched]
-        if self.origin is None:
-            return []
+    @cached_property
+    def options(self) -> AlignConfig:
+        """The options that the recipe states for it, which know those of each block."""
+        scopes = filter(None, self.reader.parameter_sources(self.model))
+        varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
+        whole = self._stated("", self.reader)
+        return whole.varying(lambda block, t: self._stated(block, self.reader.with_t(t))) if varied else whole
+
+    def options_in(self, block: str, reader: ConfigReader) -> AlignConfig:
+        """The options by which one block is matched, with the lookup of the parameters that hold there."""
+        return NOTHING if self._nearness[0] else self._stated(block, reader)
+
+    def _stated(self, block: str, reader: ConfigReader) -> AlignConfig:
+        return AlignConfig(**{**self._preset, **self.session.recipe.fields(AlignConfig, reader, self.model, block)})
+
+    @cached_property
+    def _nearness(self) -> tuple[bool, list[str]]:
+        """Whether its change is added as it is, where its base has the anchor's coordinates; and a note on that."""
+        if self.origin is None or self.value("alignment") is not None:
+            return False, []
+        base, origin = self.session.base, self.session.models[self.origin]
         near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
         if not near.shared:
-            return []
+            return False, []
         options = [name for scope in self.reader.parameter_sources(self.model) for name in scope or () if name in ASKS]
-        if not options:
-            self.session.recipe.relations[self.model] = UNMOVED
         added = f"could be added as it is, but '{options[0]}' is set" if options else "is added as it is"
         words = f"{origin.reference} and {base.reference} share their coordinates ({near.words})"
-        return [f"`{self.model}`: {words}: its change {added}."]
+        return not options, [f"`{self.model}`: {words}: its change {added}."]
+
+    @cached_property
+    def _preset(self) -> Mapping[str, Any]:
+        """The options of the preset that the recipe names, chosen where it says `auto`; the run notes them."""
+        session, preset = self.session, self.session.recipe.value("preset")
+        if session.recipe.config.merge_method in OWN:
+            return PRESETS[UNMOVED]
+        if preset is None:
+            return {}
+        words = f"Preset {preset}"
+        if preset == "auto":
+            cosine = likeness(session.base, session.models[self.model])
+            preset = "near" if cosine >= RELATED else "far"
+            measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"
+            words = f"Preset auto: {preset} for `{self.model}` ({measured})"
+        options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset].items())
+        session.run.note(f"{words}: {options}, unless the recipe says otherwise.")
+        return PRESETS[preset]
 
     def _checked(self, model: ModelReference, options: AlignConfig, layers: Layers | None) -> Pair:
         """The pair under these options, with the classes of it, and of `model`, in the order of the anchor."""
@@ -227,7 +259,6 @@ def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[Mode
     """The donors of one merge, without the base, checked against the output's blocks; no weight is read."""
     recipe, readers, donors = session.recipe, readers_of(blocks), dict[ModelReference, Donor]()
     readers.pop(recipe.base, None)
-    settle_presets(recipe, session.models, readers, session.run)
     check_adapter(session.base)
     means = cache(partial(match_to_means, session, donors)) if recipe.value("anchor") == "mean" else None
     for model, reader in readers.items():
@@ -239,6 +270,14 @@ def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[Mode
     if means is not None:
         _check_same_options(donors)
     return donors
+
+
+def listed_donors(session: Session) -> list[Donor]:
+    """The donors under a recipe's `models`, each opened and checked when something is asked of it."""
+    recipe, entries = session.recipe, session.recipe.config.models or []
+    recipe.settle_heads(session.models[entry.model] for entry in entries)
+    reader = ConfigReader(config=recipe.config, t=0).for_out_slice(whole_slice(recipe, entries, 1))
+    return [Donor(session, entry.model, reader) for entry in entries if entry.model != recipe.base]
 
 
 def check_adapter(model: View, origin: View | None = None) -> None:

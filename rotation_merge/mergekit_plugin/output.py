@@ -129,11 +129,11 @@ def _modules(recipe: Recipe, base: View) -> Iterator[tuple[str, list[OutputSlice
             raise RecipeError(f"there is no module '{name}'", where="modules", remedy=nearest(name, known))
         module = (config.modules or {}).get(name)
         part = module or config
-        slices = part.slices or [_whole(recipe, part.models or [], len(base.architecture.layers(name)))]
+        slices = part.slices or [whole_slice(recipe, part.models or [], len(base.architecture.layers(name)))]
         yield name, slices, ConfigReader(config=config, t=0, module=module)
 
 
-def _whole(recipe: Recipe, entries: Sequence[InputModelDefinition], count: int) -> OutputSliceDefinition:
+def whole_slice(recipe: Recipe, entries: Sequence[InputModelDefinition], count: int) -> OutputSliceDefinition:
     """Whole models as a slice; a base that is not listed joins them, if the delegate takes a base."""
     models = {entry.model: entry.parameters for entry in entries}
     if not recipe.plain:

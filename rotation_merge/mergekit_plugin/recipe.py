@@ -4,7 +4,7 @@ own commands the first one stops it, with its place."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +20,9 @@ from rotation_merge.config import FILE, MODEL, Config
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Output
 from rotation_merge.matching.alignment import opened_file
-from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
-from rotation_merge.mergekit_plugin.keys import BY_NAME, OPTIONS, PRESETS, UNMOVED, checked
-from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, settings, unknown_names
+from rotation_merge.mergekit_plugin.document import Document, Path, documents, is_ours, walk
+from rotation_merge.mergekit_plugin.keys import BY_NAME, checked
+from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, unknown_names
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.view import View
 
@@ -43,14 +41,12 @@ class Recipe:
         config: mergekit's view of it.
         delegate: the method that averages.
         own_heads: names of tensors that every model keeps of its own (`heads_of: each`), known once models are opened.
-        relations: `near` or `far` by donor where a `preset` is set, or `unmoved`; known once models are opened.
     """
 
     document: Document = field(repr=False)
     config: MergeConfiguration
     delegate: MergeMethod
     own_heads: set[str] = field(default_factory=set, repr=False)
-    relations: dict[ModelReference, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(cls, config: MergeConfiguration) -> Recipe:
@@ -130,18 +126,6 @@ class Recipe:
         read = {field: self.setting(key, reader, model, block) for field, key in keys.items() if key in BY_NAME}
         return {field: value for field, value in read.items() if value is not None}
 
-    def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> AlignConfig:
-        """The options for one donor in one block."""
-        relation = UNMOVED if self.config.merge_method in OWN else self.relations.get(donor, "")
-        return AlignConfig(**{**PRESETS.get(relation, {}), **self.fields(AlignConfig, reader, donor, block)})
-
-    def varying(self, reader: ConfigReader, donor: ModelReference) -> AlignConfig:
-        """The options for one donor, which know those of each block."""
-        scopes = filter(None, reader.parameter_sources(donor))
-        varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
-        whole = self.options(reader, "", donor)
-        return whole.varying(lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
-
     def settle_heads(self, models: Iterable[View]) -> None:
         """Settle which tensors every model keeps of its own."""
         if self.value("heads_of") == "each":
@@ -200,17 +184,27 @@ def tuned_from(config: MergeConfiguration) -> dict[ModelReference, ModelReferenc
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
+MODEL_INPUT = "model"
+"""The kind of a recipe's inputs that is no file."""
+
+
+def named_inputs(value: Any) -> Iterator[tuple[Path, str, str]]:
+    """What a document, or mergekit's form of one, names to be read: its path, the name, and a model or a key of files.
+
+    Of sources of tokenizers only mergekit's form tells which are models.
+    """
+    for path, part in walk(value):
+        option = BY_NAME.get(str(path[-1])) if path[-2:-1] == ("parameters",) else None
+        of_model = option is None and path[-1:] in (("base_model",), ("model",)) and isinstance(part, str)
+        if of_model or isinstance(part, ModelReference):
+            yield path, str(part), MODEL_INPUT
+        elif option and option.kind in (FILE, MODEL) and isinstance(part, str) and part not in (*option.words, "none"):
+            yield path, part, MODEL_INPUT if option.kind is MODEL else str(path[-1])
+
+
 def recipe_inputs(config: MergeConfiguration) -> dict[str, str]:
-    """Everything that a recipe reads, wherever it names it, and what it is: a model, or a file that a key names."""
-    inputs = {str(part): "model" for _, part in walk(config) if isinstance(part, ModelReference)}
-    for setting in settings(config):
-        option = BY_NAME.get(setting.name)
-        if option is None or option.kind not in (FILE, MODEL):
-            continue
-        for _, value in setting.leaves():
-            if isinstance(value, str) and value not in (*option.words, "none"):
-                inputs.setdefault(value, "model" if option.kind is MODEL else setting.name)
-    return inputs
+    """Everything that a recipe reads, and what it is, as of `named_inputs`."""
+    return {name: kind for _, name, kind in sorted(named_inputs(config), key=lambda read: read[2] == MODEL_INPUT)}
 
 
 def inputs_in(text: str) -> dict[str, str]:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import click
-import torch
 import yaml
 from mergekit import merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
-from torch import Tensor
 
 from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeError, printable, short
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
 from rotation_merge.matching.aligned_output import file_metadata
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.mergekit_plugin import SWITCH, switched_off
-from rotation_merge.mergekit_plugin.compile import compiled, output_views
+from rotation_merge.mergekit_plugin.compile import compiled
 from rotation_merge.mergekit_plugin.recipe import (
     ALIGNMENT,
     KEPT_BY,
@@ -39,7 +36,7 @@ from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
-from rotation_merge.model.folder import close_files, folder_of
+from rotation_merge.model.folder import close_files
 from rotation_merge.model.heads import write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
@@ -83,22 +80,6 @@ def run(
         lines = [f"rotation_merge: averaged by {report.delegate}, {report.seconds:.0f} s", *str(report).splitlines()]
         lines += [f"check: {defect.line}" for defect in defects] or ["check: the folder is complete"]
         say([*lines, f"report: {out_path}/{REPORT_FILE}; 'rotation-merge inspect {out_path} --report' shows it"])
-
-
-def moved_states(recipe: Recipe) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each model of a recipe as they are merged, in float32, in memory; the base first.
-
-    Raises:
-        RotationMergeError: as the merge does.
-    """
-    session = Session(recipe, MergeOptions(quiet=True), watched=False)
-    try:
-        views = output_views(session)
-        views.prepare()
-        for model in views.stored:
-            yield views.served(model).to(torch.float32).state_dict()
-    finally:
-        session.run.end()
 
 
 def merge_recipe(text: str, out: str, tokenizer: bool = False, device: str = "cpu") -> None:
@@ -179,13 +160,11 @@ def _report(session: Session, source: str) -> MergeReport:
 
 def _write_heads(views: RecipeViews, folder: str, report: MergeReport) -> None:
     """Write the merged body under every donor's head."""
-    session, record, moved = views.session, views.session.run, []
-    for model, donor in views.donors.items():
-        view, heads = session.models[model], record.heads.get(str(model), {})
-        transforms = record.transforms.get(donor.name, {})
-        tensors = moved_tensors(view.architecture, view.tensors, transforms, record.folded)
-        moved.append(replace(view, tensors=tensors.replaced(heads)))
-    write_heads(folder, moved, report, session.options.out_shard_size)
+    moved = []
+    for view in map(views.moved, views.donors):
+        heads = views.session.run.heads.get(view.name, {})
+        moved.append(replace(view, tensors=view.tensors.replaced(heads)))
+    write_heads(folder, moved, report, views.session.options.out_shard_size)
 
 
 def keep_alignments(views: RecipeViews, folder: str) -> None:
@@ -267,7 +246,8 @@ def complete(session: Session, folder: str) -> list[Defect]:
         The remaining defects. An error of the check itself becomes one, so that no merge is lost.
     """
     config, copied = session.recipe.config, list[str]()
-    parents = parent_folders(config, session.options)
+    models = dict.fromkeys([session.recipe.base, *sorted(config.referenced_models(), key=str)])
+    parents = [session.models[model].folder for model in models]
     without = () if session.options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
     try:
         copied = copy_companions(folder, parents, without)
@@ -280,19 +260,6 @@ def complete(session: Session, folder: str) -> list[Defect]:
     for defect in defects:
         session.run.note(f"Check of the output: {defect.line}.")
     return defects
-
-
-def parent_folders(config: MergeConfiguration, options: MergeOptions) -> list[str]:
-    """Folders of the merged models, the base's first."""
-    models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
-    return list(filter(None, (folder_of(model.model, options.transformers_cache) for model in models)))
-
-
-def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
-    """Look at the output of another method of mergekit's; nothing is changed."""
-    defects = check_folder(folder, parent_folders(config, options))
-    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
-    say(lines or [f"rotation_merge: {folder} is complete"])
 
 
 def say(lines: Iterable[str]) -> None:

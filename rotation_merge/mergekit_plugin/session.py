@@ -16,10 +16,8 @@ from rotation_merge.averaging.average import check_finite
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.pair import as_donor
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.keys import PRESETS
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.labels import watched
-from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.open import check_present, open_model
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
@@ -54,22 +52,6 @@ class Models(dict[ModelReference, View]):
             self[reference]
         for reference in references[1:]:
             self[reference] = as_donor(self[anchor], self[reference], averaged)
-
-
-def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
-    """Fill `recipe.relations`, and note the options of each preset."""
-    setting = recipe.value("preset")
-    for donor in () if setting is None else (donor for donor in donors if donor != recipe.base):
-        preset, words = str(setting), f"Preset {setting}"
-        if preset == "auto":
-            cosine = likeness(models[recipe.base], models[donor])
-            preset = "near" if cosine >= RELATED else "far"
-            measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"
-            words = f"Preset auto: {preset} for `{donor}` ({measured})"
-        recipe.relations[donor] = preset
-        if run is not None:
-            options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset].items())
-            run.note(f"{words}: {options}, unless the recipe says otherwise.")
 
 
 class Session:

@@ -25,7 +25,7 @@ from rotation_merge.averaging.average import check_finite
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import BlockMatch, checked, match_block, named, wanted_spaces
-from rotation_merge.matching.moving import mover
+from rotation_merge.matching.moving import moved_tensors, mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.donors import Donor
@@ -187,6 +187,12 @@ class RecipeViews:
         """The blocks of the output that a model goes into; the anchor goes into all."""
         return [out for out in self.blocks if model in (self.recipe.base, *out.sources)]
 
+    def moved(self, model: ModelReference) -> View:
+        """A donor by itself: in the anchor's coordinates under its own names, with its own head."""
+        view = self.session.models[model]
+        transforms, folded = self.transforms_of(model), self.session.run.folded
+        return replace(view, tensors=moved_tensors(view.architecture, view.tensors, transforms, folded), at=None)
+
     def view(self, model: ModelReference) -> View:
         """A model in the anchor's coordinates, as a model of the output's architecture."""
         opened = self.session.models[model]
@@ -232,7 +238,7 @@ class RecipeViews:
         finders = {} if whole is None else {name: (streams, known) for name, known in self.spaces.items()}
         anchor, matched = map(self.folded_tensors, (self.anchor, self.origins.get(model, self.stored[model])))
         for out in self.blocks_of(model):
-            options = self.recipe.options(out.reader, out.anchor.name, model)
+            options = donor.options_in(out.anchor.name, out.reader)
             spaces = [space.name for space in wanted_spaces(out.anchor, options)]
             straight = whole is not None and out.sources[model].index == out.anchor.index
             if spaces and not straight:

@@ -11,7 +11,7 @@ import yaml
 
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.mergekit_plugin.document import walk
-from rotation_merge.mergekit_plugin.recipe import inputs_in
+from rotation_merge.mergekit_plugin.recipe import MODEL_INPUT, inputs_in
 from rotation_merge.model.hub import HubFile, is_hub_name, no_answer, reachable
 
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
@@ -20,8 +20,8 @@ TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?"
 MEASURED = "statistics of "
 """Prefix of a report's entries on the data of statistics."""
 
-MODEL, ELSEWHERE = "model", ("datasets/", "demo:")
-"""The kind of a recipe's inputs that is no file, and beginnings of names of samples that are none here."""
+ELSEWHERE = ("datasets/", "demo:")
+"""Beginnings of names of samples that are no files here."""
 
 Origins = dict[str, dict[str, Any]]
 """Facts on the origins of models, by name: `hub`, `revision`, `license`."""
@@ -102,8 +102,8 @@ def _bare(name: str) -> str:
 def inputs_of(recipe: str) -> tuple[list[str], dict[str, str]]:
     """The models that a recipe reads, adapters apart, without revisions; and files that are not on the hub, by kind."""
     inputs = inputs_in(recipe) if recipe else {}
-    models = {part: "" for name, kind in inputs.items() if kind == MODEL for part in _parts(name)}
-    known = {name: kind for name, kind in inputs.items() if kind != MODEL and not name.startswith(ELSEWHERE)}
+    models = {part: "" for name, kind in inputs.items() if kind == MODEL_INPUT for part in _parts(name)}
+    known = {name: kind for name, kind in inputs.items() if kind != MODEL_INPUT and not name.startswith(ELSEWHERE)}
     return [*models], {name: kind for name, kind in known.items() if HubFile.of(name) is None}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import shutil
 import zlib
@@ -218,14 +217,12 @@ def parents(tmp_path: Path) -> Pair:
     return base, tuned
 
 
-def checked(parents: Pair, out: Path, method: str = "rotation_merge", **keys: Any) -> str:
+def checked(parents: Pair, out: Path, **keys: Any) -> str:
     """Merges, and gives the notes of the report."""
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in parents]
-    recipe = {"merge_method": method, "models": models, "dtype": "float32", **keys}
-    if method == "rotation_merge":
-        recipe |= {"base_model": str(parents[0]), "parameters": {"delegate": "linear"}}
-    merge_recipe(yaml.safe_dump(recipe), str(out), tokenizer=True)
-    return "\n".join(read(out / "rotation_merge.json")["notes"]) if method == "rotation_merge" else ""
+    recipe = {"merge_method": "rotation_merge", "base_model": str(parents[0]), "models": models, "dtype": "float32"}
+    merge_recipe(yaml.safe_dump({**recipe, "parameters": {"delegate": "linear"}, **keys}), str(out), tokenizer=True)
+    return "\n".join(read(out / "rotation_merge.json")["notes"])
 
 
 def test_a_union_of_vocabularies_is_whole(parents: Pair, tmp_path: Path) -> None:
@@ -256,15 +253,3 @@ def test_what_a_parent_has_wrong_is_said(parents: Pair, tmp_path: Path) -> None:
     notes = checked(parents, tmp_path / "out")
     assert "special id beyond the vocabulary" in notes
     assert "as in a parent" in notes
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_other_methods_are_checked_where_the_environment_asks(
-    asked: bool, parents: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("ROTATION_MERGE_CHECK", str(int(asked)))
-    for parent in parents:  # without base_model, mergekit takes the config of either
-        edit(parent, bos_token_id=151999)
-    with caplog.at_level(logging.INFO):
-        checked(parents, tmp_path / "out", "linear")
-    assert ("special id beyond the vocabulary" in caplog.text) == asked

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rotation_merge.diagnose.donors import RecipeDonor, donors_of
+from rotation_merge.diagnose.donors import donors_of
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.document import documents
+from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.rules import check_structure
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import absent_parts, folder_of
@@ -66,7 +67,7 @@ class Case:
         parents: models that are here, the base (or the first) at the front.
         absent: models that are not.
         recipe: as YAML has it; empty where none is known.
-        donors: options of alignment of each donor of a rotation_merge recipe, by name.
+        donors: of a rotation_merge recipe, by name.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Case:
     parents: tuple[str, ...]
     absent: tuple[str, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    donors: Mapping[str, RecipeDonor] = field(default_factory=dict)
+    donors: Mapping[str, Donor] = field(default_factory=dict)
 
     @cached_property
     def merged_model(self) -> View | None:
@@ -171,7 +172,7 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     donors = {}
     if value["merge_method"] == METHOD and config.models and not absent:
         with suppress(*([RotationMergeError] if merged is not None else [])):
-            donors = {donor.name: donor for donor in donors_of(path)}
+            donors = {str(donor.model): donor for donor in donors_of(path)}
     return Case(merged or path, merged, present, absent, value, donors)
 
 

@@ -51,13 +51,11 @@ def of_pairs(case: Case, progress: Progress | None) -> Iterator[Cause]:
 def _check_fit(case: Case, name: str) -> None:
     """Raise an error where two models cannot be averaged at all."""
     known = case.donors.get(name)
-    excluded = known.excluded if known is not None else lambda _: False
-    pairs = [(case.parents[0], name, NOTHING, False)]
+    excluded = known.session.recipe.excluded if known is not None else lambda _: False
     if known is not None:
-        pairs.insert(0, (known.anchor, known.matched, known.options, known.untie))
-    for anchor, donor, options, untie in pairs:
-        if are_here(anchor, donor):
-            open_pair(anchor, donor, options, untie, excluded=excluded, shapes=False)
+        known.pair  # noqa: B018  (it is checked)
+    if are_here(case.parents[0], name):
+        open_pair(case.parents[0], name, NOTHING, excluded=excluded, shapes=False)
 
 
 def _vocabulary(anchor: View, donor: View) -> Iterator[Cause]:
@@ -97,7 +95,7 @@ def _coordinates(case: Case, anchor: View, donor: View, progress: Progress | Non
     """Whether the two share their coordinates; where not, whether an alignment brings them together."""
     name, cosine = str(donor.reference), likeness(anchor, donor)
     known = case.donors.get(name)
-    if cosine >= RELATED or (known is not None and (known.file or known.origin)):
+    if cosine >= RELATED or (known is not None and (known.value("alignment") or known.origin)):
         return
     problem = (
         f"its weights have little in common with those of {anchor.reference} (mean cosine {cosine_text(cosine)}; "
@@ -132,7 +130,7 @@ def _distances(case: Case, name: str, options: AlignConfig, progress: Progress |
         RotationMergeError: they cannot be aligned, or are too large to be.
     """
     known = case.donors.get(name)
-    pair = open_pair(case.parents[0], name, options, known.untie if known is not None else False)
+    pair = open_pair(case.parents[0], name, options, known is not None and known.session.models.untie)
     if not is_small(case.parents[0]):
         raise RotationMergeError(f"they have more than {LARGEST:,} weights")
     return match_pair(pair, progress).known_report.relative_distances(name)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
@@ -16,10 +15,9 @@ from rotation_merge.diagnose.doctor.case import Case, is_small
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import WEIGHTS
 from rotation_merge.mergekit_plugin import METHOD
-from rotation_merge.mergekit_plugin.compile import output_views
+from rotation_merge.mergekit_plugin.compile import opened_views
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.view import View
@@ -67,26 +65,23 @@ def parents_of(case: Case) -> Iterator[tuple[list[Parent], bool]]:
             not case.absent,
         )
         return
-    session = _session(case)
+    if (recipe := _known_recipe(case)) is not None:
+        with opened_views(recipe) as views:
+            yield [*map(Parent, map(views.served, views.stored))], True
+        return
     still = all(donor.options.residual == "none" for donor in case.donors.values())
-    plain = [*case.models.values()] if still else [case.models[case.parents[0]]]
-    try:
-        views = None if session is None else output_views(session)
-        yield [*map(Parent, plain if views is None else map(views.served, views.stored))], views is not None
-    finally:
-        if session is not None:
-            session.run.end()
+    yield [*map(Parent, case.models.values() if still else [case.models[case.parents[0]]])], False
 
 
-def _session(case: Case) -> Session | None:
-    """The merge of a recipe of ours once more; None where it needs samples, or is of large models."""
-    known = case.donors and not case.absent and all(donor.match_on == WEIGHTS for donor in case.donors.values())
+def _known_recipe(case: Case) -> Recipe | None:
+    """A recipe of ours whose merge can be repeated; None where it needs samples, or is of large models."""
+    on_weights = all(donor.value("match_on") in (None, WEIGHTS) for donor in case.donors.values())
+    known = case.donors and not case.absent and on_weights
     if not known or "carry" in str(case.recipe) or not is_small(case.parents[0]):
         return None
-    try:
-        return Session(Recipe.of(Document(dict(case.recipe))), MergeOptions(quiet=True), watched=False)
-    except RotationMergeError:
-        return None
+    with suppress(RotationMergeError):
+        return Recipe.of(Document(dict(case.recipe)))
+    return None
 
 
 def _layers(recipe: Mapping[str, Any]) -> dict[str, dict[int | None, int]]:
