@@ -30,7 +30,7 @@ from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import empty_model
+from rotation_merge.run.functions import empty_model, in_memory
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.runner import Runner, StateStore
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
@@ -269,7 +269,7 @@ class ModelRefit:
         if teacher.batches is not None:
             return teacher.batches
         model, seed = teacher.original, self.config.seed + number
-        writer = Runner(replace(model, untie=False), [], dtype=self.exact, device=self.device).fill_all()
+        writer = in_memory(replace(model, untie=False), self.exact).to(self.device)
         return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
     def _runner(self, model: View, source: Tensors, batches: list[Batch]) -> Runner:

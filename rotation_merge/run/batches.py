@@ -197,7 +197,8 @@ def _token_fault(batch: Batch, model: Any) -> str | None:
     if odd:
         return f"token id {odd[0]} is outside the model's vocabulary of {words}"
     longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[-1] > longest and _learns_positions(model):
+    learned = (name for name, _ in model.named_parameters() if "position" in name or "wpe" in name)
+    if longest is not None and ids.shape[-1] > longest and any(learned):
         return f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}"
     return None
 
@@ -207,10 +208,6 @@ def _vocabulary(model: Any) -> int | None:
         return getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:  # of models with two towers (CLIP)
         return int(model.config.get_text_config().vocab_size)
-
-
-def _learns_positions(model: Any) -> bool:
-    return any("position" in name or "wpe" in name for name, _ in model.named_parameters())
 
 
 @torch.no_grad()

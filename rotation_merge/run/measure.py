@@ -185,42 +185,6 @@ def _part(store: Store | None, name: str, compute: Callable[[], dict[str, Tensor
 # --- Grams -----------------------------------------------------------------------------------------------------------
 
 
-class GramSums:
-    """Sums of ``(x, 1) (x, 1)^T`` over the inputs x of maps, in float64, by (block, axis); their last entry counts.
-
-    Inputs are normalised ones if a norm feeds their maps.
-
-    Args:
-        axes: by map, the (block, axis) that it reads; inputs of others are not looked at.
-    """
-
-    def __init__(self, watched: WatchedBlocks, axes: Mapping[str, str]) -> None:
-        self.watched, self.axes = watched, {name: axis for axis, name in first_readers(axes).items()}
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, name: str, expert: int | None, x: Tensor, _: Tensor) -> None:
-        """Add the inputs of a map that has run."""
-        if (axis := self.axes.get(name)) is None:
-            return
-        rows = self.watched.normalised(name, x.detach().flatten(0, -2))
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        if axis not in self.sums:
-            experts = () if expert is None else (self.watched.maps[name].info.axes[0].size or 1,)
-            size = (*experts, rows.shape[1], rows.shape[1])
-            self.sums[axis] = torch.zeros(size, dtype=torch.float64, device=x.device)
-        self.sums[axis][... if expert is None else expert] += rows.T @ rows
-
-    def means(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Grams, each divided by its number of rows (for each expert separately; zero without rows), and counts."""
-        results: dict[str, Tensor] = {}
-        for axis, total in self.sums.items():
-            count = total[..., -1, -1]
-            results[f"{axis}.gram"] = (total / count.clamp(min=1)[..., None, None]).to(dtype)
-            results[f"{axis}.count"] = count.round().long().cpu()
-        return results
-
-
 def grams(runner: Runner, store: Store | None = None, progress: Progress = lambda *_: None) -> Statistics:
     """The Grams of all maps that run, under the names of the runner's model; a block's sums in memory at a time.
 
@@ -229,15 +193,43 @@ def grams(runner: Runner, store: Store | None = None, progress: Progress = lambd
         store: a block that an interrupted run has measured is only run forward; None: all stays in memory.
     """
     watched, total, tensors = WatchedBlocks(runner), len(runner.architecture.blocks), as_tensors({})
-    dtype = torch.promote_types(runner.dtype, torch.float32)
     while (block := watched.advance()) is not None:
         progress(INPUTS, len(runner.opened) - 1, total)
         name = f"{INPUTS} {block.name}"
-        sums = GramSums(watched, watched.new_axes if store is None or store.get(name, mapped=True) is None else {})
-        watched.run(sums.add)
-        tensors = tensors.replaced(_part(store, name, partial(sums.means, dtype)))
+        if store is not None and store.get(name, mapped=True) is not None:
+            watched.run(lambda *_: None)
+        tensors = tensors.replaced(_part(store, name, partial(_block_grams, watched)))
     progress(INPUTS, total, total)
     return Statistics(tensors, watched.axes, frozenset(watched.split), watched.uncalled)
+
+
+def _block_grams(watched: WatchedBlocks) -> dict[str, Tensor]:
+    """Run a block, and take the means of ``(x, 1) (x, 1)^T`` over the inputs x of maps, summed in float64.
+
+    Inputs are normalised ones if a norm feeds their maps.
+
+    Returns:
+        `AXIS.gram` by (block, axis), for each expert separately (zero without rows), and `AXIS.count`, of the rows.
+    """
+    axes, sums = {name: axis for axis, name in first_readers(watched.new_axes).items()}, dict[str, Tensor]()
+
+    def add(name: str, expert: int | None, x: Tensor, _: Tensor) -> None:
+        if (axis := axes.get(name)) is None:
+            return
+        rows = watched.normalised(name, x.detach().flatten(0, -2))
+        rows = torch.nn.functional.pad(rows if rows.dtype == torch.float64 else rows.float(), (0, 1), value=1.0)
+        if axis not in sums:
+            experts = () if expert is None else (watched.maps[name].info.axes[0].size or 1,)
+            sums[axis] = rows.new_zeros(*experts, rows.shape[1], rows.shape[1], dtype=torch.float64)
+        sums[axis][... if expert is None else expert] += rows.T @ rows
+
+    watched.run(add)
+    dtype, results = torch.promote_types(watched.runner.dtype, torch.float32), dict[str, Tensor]()
+    for axis, total in sums.items():
+        count = total[..., -1, -1]
+        results[f"{axis}.gram"] = (total / count.clamp(min=1)[..., None, None]).to(dtype)
+        results[f"{axis}.count"] = count.round().long().cpu()
+    return results
 
 
 # --- Fisher diagonals ------------------------------------------------------------------------------------------------

@@ -90,11 +90,9 @@ class Runner:
         self._infos: dict[str, list[TensorInfo]] = {}  # tensors that a block is the first to have, by its name
         self._places: dict[str, list[nn.Module]] = {}  # modules whose entry is that of a block
         self._assign()
-        self._hooks = [
-            place.register_forward_pre_hook(partial(self._check, block))
-            for block in self.architecture.blocks
-            for place in self._places[block.name]
-        ]
+        for block in self.architecture.blocks:
+            for place in self._places[block.name]:
+                place.register_forward_pre_hook(partial(self._check, block))
         self._read(info for info in self.architecture.tensors() if "." not in info.name)  # of no module but the model
 
     @classmethod
@@ -211,14 +209,6 @@ class Runner:
     def is_shared(self, name: str) -> bool:
         """Whether the model uses a parameter in several places."""
         return len(self._slots.get(name, ())) > 1
-
-    def fill_all(self) -> Any:
-        """The model with all of its weights, run as a whole from now on."""
-        for block in self.architecture.blocks:
-            self._fill(block)
-        for hook in self._hooks:
-            hook.remove()
-        return self.model
 
     @torch.no_grad()
     def set(self, name: str, tensor: Tensor) -> None:

@@ -274,7 +274,8 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
     text = model.config.get_text_config()
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
-    draw, first = torch.Generator().manual_seed(seed), _first_token(model_path)
+    tokenizer = tokenizer_in(local_path(model_path)) if model_path else None
+    draw, first = torch.Generator().manual_seed(seed), getattr(tokenizer, "bos_token_id", None)
     if first is None or first >= text.vocab_size:
         begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
     else:
@@ -286,12 +287,6 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         for part in parts:
             written.append(_continued(model, part, length, draw, len(written) * length, len(parts) * length))
     return torch.cat(written)
-
-
-def _first_token(model_path: str) -> int | None:
-    """The tokenizer's BOS; None where there is none."""
-    tokenizer = tokenizer_in(local_path(model_path)) if model_path else None
-    return getattr(tokenizer, "bos_token_id", None)
 
 
 def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, done: int, total: int) -> Tensor:

@@ -41,7 +41,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 237),
     ("model",): (4000, 5358),
-    ("run",): (2400, 3693),
+    ("run",): (2400, 3667),
     ("matching",): (3400, 5035),
     ("averaging",): (2000, 3350),
     ("carrying",): (1500, 2110),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import streamed_model
-from rotation_merge.run.measure import GramSums, grams, measured, unfinished
+from rotation_merge.run.measure import grams, measured, unfinished
 from rotation_merge.run.recorder import Products, WatchedBlocks
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics import NAME
+from rotation_merge.run.statistics import NAME, first_readers
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -47,15 +47,17 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(
         runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
         found = grams(runner)
         whole = Runner.of_module(model, [given])
-        whole.fill_all()
-        watched = WatchedBlocks(whole)
-        sums = GramSums(watched, found.axes)
-        with Products(watched, sums.add):
-            whole.answer(0)
-    wanted = sums.means(torch.float64)
-    assert found.tensors.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+        watched, whole.model = WatchedBlocks(whole), model
+        seen = defaultdict[tuple[str, int | None], list[torch.Tensor]](list)
+        with Products(watched, lambda name, expert, x, _: seen[name, expert].append(x.flatten(0, -2))):
+            model(**given)
+    assert found.tensors.keys() == {f"{axis}.{kind}" for axis in found.axes.values() for kind in ("gram", "count")}
+    for axis, name in first_readers(found.axes).items():
+        gram, counts = found[f"{axis}.gram"], found[f"{axis}.count"].flatten().tolist()
+        for expert, (one, count) in enumerate(zip(gram.reshape(-1, *gram.shape[-2:]), counts, strict=True)):
+            rows = torch.cat([one.new_zeros(0, len(one) - 1), *seen[name, expert if gram.ndim == 3 else None]])
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+            torch.testing.assert_close(one * count, rows.T @ rows, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
