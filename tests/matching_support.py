@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rotation_merge import AlignConfig, Alignment
-from rotation_merge.architecture.model import Architecture, Space
+from rotation_merge.architecture.model import Architecture, Part, Space, TensorInfo
 from rotation_merge.matching.basis import Basis, Identity
-from rotation_merge.matching.matrix_pairs import Side
+from rotation_merge.matching.matrix_pairs import PartView, Side
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import admitted
 
@@ -72,6 +72,10 @@ def planted(space: Space, options: AlignConfig, seed: int) -> Transform:
 
 def sides_of(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> list[Side]:
     return [Side(role, anchor[role], donor[role]) for role in anchor]
+
+
+def views_of(space: Space, anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> list[PartView]:
+    return [(TensorInfo(role, (role,), ()), Part(space, role), 0, anchor[role], donor[role]) for role in anchor]
 
 
 def distance(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> float:

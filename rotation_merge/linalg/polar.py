@@ -67,15 +67,6 @@ def _snap_to_identity(rotation: Tensor, optimum: Tensor, m: Tensor) -> Tensor:
     return torch.where(tie[..., None, None], eye, rotation)
 
 
-def nuclear_norm(matrices: Tensor) -> Tensor:
-    """Sum of singular values, shape (...,), float64: the optimum value of `procrustes`.
-
-    From the eigenvalues of M M^T: singular values below 1e-8 of the largest are not told from zero.
-    """
-    m = matrices.double()
-    return torch.linalg.eigvalsh(m @ m.mT).clamp_min(0).sqrt().sum(-1)
-
-
 def random_orthogonal(count: int, size: int, generator: torch.Generator) -> Tensor:
     """Haar-distributed orthogonal matrices, shape (count, size, size), float64.
 

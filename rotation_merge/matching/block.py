@@ -15,8 +15,8 @@ from rotation_merge.architecture.model import Block, Part, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.heads import match_heads
-from rotation_merge.matching.matrix_pairs import SpaceMatch, Tensors, chunks, sides, views
-from rotation_merge.matching.neurons import match_experts, match_ffn
+from rotation_merge.matching.matrix_pairs import SpaceMatch, Squares, Tensors, chunks, sides, views
+from rotation_merge.matching.neurons import match_neurons
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
 from rotation_merge.record import SpaceRow
@@ -48,7 +48,7 @@ class BlockMatch:
 
     transforms: dict[str, Transform]
     rows: list[SpaceRow]
-    whole: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    whole: Squares = (0.0, 0.0, 0.0)
 
     def plus(self, part: BlockMatch) -> BlockMatch:
         """The match of this and of a further part."""
@@ -185,17 +185,16 @@ class _Matching:
 
     def _best(self, space: Space, group: SpaceGroup, unknown: set[str]) -> SpaceMatch:
         arguments = (self.block, space, self.anchor, self.donor, {**self.streams, **self.transforms})
-        if space.kind == "experts":
-            return SpaceMatch(match_experts(*arguments, self.options))
         if space.kind == "translation":
             return SpaceMatch(match_translation(*arguments, group))
-        axes = sides(views(*arguments, unknown)) or sides(views(*arguments))
-        if all(torch.equal(side.anchor, side.donor.to(side.anchor)) for side in axes):
+        parts = list(views(*arguments, unknown)) or list(views(*arguments))
+        if all(torch.equal(a, b.to(a)) for *_, a, b in parts):
             return SpaceMatch(group.identity())
+        if space.kind in ("ffn", "experts"):
+            return match_neurons(space, parts, self.options)
+        axes = sides(parts)
         if space.kind == "attention":
             return match_heads(space, axes, self.options)
-        if space.kind == "ffn":
-            return match_ffn(space, axes, self.options)
         free, _, size = group.groups["map"]  # of a latent
         products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
         for side in axes:

@@ -277,10 +277,6 @@ def _alternated(parts: list[HeadPart], i: Tensor, j: Tensor) -> tuple[Tensor, Te
     """Maps and the order of query heads in turn, from that of the heads and from that of the likeliest pairs."""
     per_group = parts[0].shape[1]
     unmoved = torch.arange(per_group).repeat(len(i), 1)
-    pairing = Pairing(i, j, unmoved)
-    if per_group == 1:
-        values = [part.group.value(part.stats(pairing, searching=True)).cpu() for part in parts]
-        return torch.stack(values).sum(0), unmoved
     gains, orders = torch.full((len(i),), -torch.inf, dtype=torch.float64), unmoved.clone()
     norms = (torch.linalg.matrix_norm(part.tables[1][i, :, j].double()).cpu() for part in parts)
     likely = _assigned(sum(norms, torch.zeros(len(i), per_group, per_group, dtype=torch.float64)))

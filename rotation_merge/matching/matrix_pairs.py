@@ -22,6 +22,9 @@ Pairs = list[tuple[Tensor, Tensor]]
 PartView = tuple[TensorInfo, Part, int, Tensor, Tensor]
 """A tensor, a part of one of its axes, the first dimension of that, and views of anchor and donor."""
 
+Squares = tuple[float, float, float]
+"""The squared distance before and after, and the anchor's squared norm."""
+
 CACHED = 1 << 16
 """Entries that are widened at a time, so that they stay in the processor's cache."""
 
@@ -31,13 +34,12 @@ class SpaceMatch:
     """The best transform of a space.
 
     Attributes:
-        squares: the squared distance before and after, and the anchor's squared norm, over the space's sides; None: not
-            known.
+        squares: over the space's sides; None: not known.
         notes: for the report.
     """
 
     transform: Transform
-    squares: tuple[float, float, float] | None = None
+    squares: Squares | None = None
     notes: Sequence[str] = ()
 
 

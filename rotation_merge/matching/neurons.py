@@ -13,7 +13,7 @@ of its neurons changes. The order is kept if the matched neurons then lie nearer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import cast
@@ -21,10 +21,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Space
+from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale
-from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, Tensors, row_squares, views
+from rotation_merge.matching.matrix_pairs import Pairs, PartView, SpaceMatch, Squares, row_squares
 from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
 from rotation_merge.symmetry.group import Monomials
@@ -54,12 +54,6 @@ class Neurons:
 
     sides: tuple[Pairs, ...]
     group: Monomials
-
-    @classmethod
-    def of(cls, space: Space, by_role: Mapping[str, Pairs], options: GroupOptions) -> Neurons:
-        """The sides of an FFN or of one expert, with what its activation and the options admit."""
-        group = cast(Monomials, admitted(space, options).groups["neurons"][0])
-        return cls(tuple(by_role[role] for role in ROLES), group)
 
     @property
     def pairs(self) -> Pairs:
@@ -137,17 +131,47 @@ class Neurons:
         return result
 
 
-def match_ffn(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
-    """Order and rescaling of one FFN's neurons."""
-    by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ROLES}
-    neurons = Neurons.of(space, by_role, options)
-    element, after = match_neurons(neurons)
-    anchor, _, before = neurons.squares.sum((0, 2)).tolist()
-    return SpaceMatch(Transform("ffn", {"neurons": element}), (before, after, anchor))
+def match_neurons(space: Space, parts: Iterable[PartView], options: GroupOptions) -> SpaceMatch:
+    """Order and rescaling of an FFN's neurons, or of the neurons of a layer's experts, which have an order, too.
+
+    A tensor with a neuron axis counts the experts on dimension 0; one without is the router's.
+    """
+    group, experts = admitted(space, options), space.kind == "experts"
+    count, router = space.sizes["count"] if experts else 1, list[tuple[Tensor, Tensor]]()
+    stacks: dict[str, Pairs] = {role: [] for role in ROLES}
+    for info, part, dim, *pair in parts:
+        if part.role in stacks:
+            # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
+            a, b = (x.movedim(dim, int(experts)).reshape(count, part.size, -1) for x in pair)
+            stacks[part.role].append((a, b))
+        elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
+            a, b = (x.movedim(dim, 0).reshape(count, -1) for x in pair)
+            router.append((a, b))
+    free = cast(Monomials, group.groups["neurons"][0])
+
+    @cache
+    def match(i: int, j: int) -> tuple[Monomial, Squares]:
+        """The neurons of the anchor's expert i against those of the donor's j."""
+        return best_order(Neurons(tuple([(a[i], b[j]) for a, b in pairs] for pairs in stacks.values()), free))
+
+    order = torch.arange(count)
+    if group.reorders:
+        routing = sum((_squares(a, b) for a, b in router), torch.zeros(count, count, dtype=torch.float64))
+        likely = _in_groups(-(routing + _likeness(stacks)), space.sizes.get("groups", 1))
+        still, moved = (
+            sum(match(i, j)[1][1] for i, j in enumerate(places.tolist())) + float(routing[order, places].sum())
+            for places in (order, likely)
+        )
+        order = likely if moved < still else order
+    elements, squares = zip(*(match(i, j) for i, j in enumerate(order.tolist())), strict=True)
+    index, factor = (torch.cat([getattr(element, name) for element in elements]) for name in ("index", "factor"))
+    orders = (order,) if experts else ()
+    transform = Transform(space.kind, {"neurons": Monomial(index, factor, free.degree)}, orders)
+    return SpaceMatch(transform, None if experts else squares[0])
 
 
-def match_neurons(neurons: Neurons) -> tuple[Monomial, float]:
-    """Order and scales, G = 1, and the squared distance that they leave: never more than the identity order does."""
+def best_order(neurons: Neurons) -> tuple[Monomial, Squares]:
+    """Order and scales, G = 1, never farther than in the donor's own order; and the squares of `SpaceMatch`."""
     index, best = torch.arange(neurons.size), neurons
     if neurons.group.permutes and bool(neurons.squares[:, 2].any()):
         proven = proven_order(neurons)
@@ -160,7 +184,8 @@ def match_neurons(neurons: Neurons) -> tuple[Monomial, float]:
         if float(proven[1].distances.sum()) < float(neurons.distances.sum()):
             index, best = proven
     element = Monomial(index[None], best.factor[None].cpu(), neurons.group.degree)
-    return element, float(best.distances.clamp_min(0).sum())
+    anchor, _, before = neurons.squares.sum((0, 2)).tolist()
+    return element, (before, float(best.distances.clamp_min(0).sum()), anchor)
 
 
 def proven_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
@@ -199,50 +224,6 @@ def _products(anchor: Tensor, donor: Tensor, offsets: Tensor) -> Iterator[tuple[
     """Rows i of the anchor's, a few of them at a time, with <a_i, b_j> - offset_j."""
     for rows in torch.arange(len(anchor), device=anchor.device).split(max(1, ENTRIES // len(donor))):
         yield rows, torch.addmm(offsets, anchor[rows], donor.T, beta=-1)
-
-
-def match_experts(
-    block: Block,
-    space: Space,
-    anchor: Tensors,
-    donor: Tensors,
-    transforms: Mapping[str, Transform],
-    options: GroupOptions,
-) -> Transform:
-    """Order of a layer's experts and of their neurons.
-
-    A tensor with a neuron axis counts its experts on dimension 0; one without is the router's.
-    """
-    count, router = space.sizes["count"], list[tuple[Tensor, Tensor]]()
-    stacks: dict[str, Pairs] = {role: [] for role in ROLES}
-    for info, part, dim, *pair in views(block, space, anchor, donor, transforms):
-        if part.role != "index":
-            # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
-            a, b = (x.movedim(dim, 1).reshape(count, part.size, -1) for x in pair)
-            stacks[part.role].append((a, b))
-        elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
-            a, b = (x.movedim(dim, 0).reshape(count, -1) for x in pair)
-            router.append((a, b))
-    group = admitted(space, options)
-
-    @cache
-    def match(i: int, j: int) -> tuple[Monomial, float]:
-        """The neurons of the anchor's expert i against those of the donor's j: element and squared distance."""
-        roles = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in stacks.items()}
-        return match_neurons(Neurons.of(space, roles, options))
-
-    order = group.orders[0]
-    if group.reorders:
-        routing = sum((_squares(a, b) for a, b in router), torch.zeros(count, count, dtype=torch.float64))
-        likely = _in_groups(-(routing + _likeness(stacks)), space.sizes.get("groups", 1))
-        still, moved = (
-            sum(match(i, j)[1] for i, j in enumerate(places.tolist())) + float(routing[group.orders[0], places].sum())
-            for places in (order, likely)
-        )
-        order = likely if moved < still else order
-    chosen = [match(i, j)[0] for i, j in enumerate(order.tolist())]
-    index, factor = (torch.cat([getattr(element, name) for element in chosen]) for name in ("index", "factor"))
-    return Transform("experts", {"neurons": Monomial(index, factor, space.degree or 1)}, (order,))
 
 
 def _in_groups(values: Tensor, groups: int) -> Tensor:

@@ -19,7 +19,6 @@ from rotation_merge.linalg.polar import (
     RANK_TOLERANCE,
     complement_of_ones,
     exp_skew,
-    nuclear_norm,
     procrustes,
     random_orthogonal,
 )
@@ -180,10 +179,6 @@ class Monomials:
         picked = factor.gather(2, index.to(factor.device)[..., None])[..., 0]
         return Monomial(index, picked.double().cpu(), self.degree)
 
-    def value(self, stats: Stats) -> Tensor:
-        """The gains of the best elements, (N,), or of ones that are nearly the best: enough to choose pairs by."""
-        return stats.gain(self.solve(stats))
-
     def project(self, element: Any) -> Monomial:
         """The nearest elements of the group; its own come back as they are, up to rounding."""
         keeps = self.permutes and in_order(element.index[:, : self.first])
@@ -244,7 +239,10 @@ class Rotations:
         Source: ICML 2025 paper, section 4.2; jointly: its appendix D.
         """
         primal, dual = map(self._inside, stats.products[:2])
-        norms, scale = self._balance(stats, primal.shape[1])
+        blocks, count = self.blocks(stats.donor[0].shape[-1]), primal.shape[1]
+        norms = [summed(x, blocks)[:, :count, None, None] for x in stats.donor]
+        balanced = self.scaled and not self.sequential
+        scale = stats.balanced(blocks)[:, :count, None, None] if balanced else torch.ones_like(norms[0])
         for _ in range(stats.turns if self.scaled else 1):
             turn = self._best(scale * primal + dual / scale, stats.rounding)
             if not self.scaled:
@@ -254,13 +252,6 @@ class Rotations:
             if self.sequential or bool(((scale / before).log().abs() < SETTLED).all()):
                 break
         return self._whole((turn * scale).cpu(), stats)
-
-    def _balance(self, stats: Stats, count: int) -> tuple[list[Tensor], Tensor]:
-        """The donor's squared norms on both sides, and the scale that the turns begin at, (N, k, 1, 1) each."""
-        blocks = self.blocks(stats.donor[0].shape[-1])
-        norms = [summed(x, blocks)[:, :count, None, None] for x in stats.donor]
-        balanced = self.scaled and not self.sequential
-        return norms, stats.balanced(blocks)[:, :count, None, None] if balanced else torch.ones_like(norms[0])
 
     def _inside(self, products: Tensor) -> Tensor:
         """The products, (N, d, d), that the blocks' maps depend on."""
@@ -277,15 +268,6 @@ class Rotations:
     def _whole(self, maps: Tensor, stats: Stats) -> Linear:
         """The blocks' maps as one."""
         return Linear(maps[:, 0])
-
-    def value(self, stats: Stats) -> Tensor:
-        """From the singular values at the balanced scale."""
-        if self.fixes_ones:
-            return stats.gain(self.solve(stats))
-        norms, scale = self._balance(stats, 1)
-        primal, dual = map(self._inside, stats.products[:2])
-        best = nuclear_norm((scale * primal + dual / scale)[:, 0])
-        return 2 * best - (scale**2 * norms[0] + norms[1] / scale**2).flatten()
 
     def project(self, element: Any) -> Linear:
         matrix = element.matrices()
@@ -363,9 +345,6 @@ class Planar(Rotations):
         z = self._inside(matrix) / 2
         unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
         return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned))
-
-    def value(self, stats: Stats) -> Tensor:
-        return stats.gain(self.solve(stats))
 
 
 Group = Monomials | Rotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matching_support import distance, ffn, gen, left, moved, noisy, planted, sides_of, tensors
+from matching_support import distance, ffn, gen, left, moved, noisy, planted, tensors, views_of
 from torch import Tensor
 
 from rotation_merge import AlignConfig, RotationMergeError
@@ -18,7 +18,8 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.matching.block import STILL, checked, compared, match_block, squared_distances
-from rotation_merge.matching.neurons import Neurons, match_experts, match_ffn, proven_order
+from rotation_merge.matching.matrix_pairs import views
+from rotation_merge.matching.neurons import Neurons, match_neurons, proven_order
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.symmetry import Monomial, Transform
@@ -35,7 +36,7 @@ Tensors = dict[str, Tensor]
 
 
 def match(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Transform:
-    matched = match_ffn(space, sides_of(anchor, donor), AlignConfig(**options))
+    matched = match_neurons(space, views_of(space, anchor, donor), AlignConfig(**options))
     assert admitted(space, AlignConfig(**options)).admits(matched.transform)
     before, after = distance(anchor, donor), left(anchor, donor, matched.transform)
     assert matched.squares is not None
@@ -112,8 +113,9 @@ def test_the_shortcut_is_never_wrong(facts: dict[str, Any], dtype: torch.dtype, 
         places[[3, 8]] = places[[8, 3]]
     anchor = tensors(space, 256, 0, spread=0.2, dtype=dtype)
     donor = {role: x[places] for role, x in noisy(anchor, noise, 1).items()}
-    pairs = {role: [(anchor[role], donor[role])] if role in anchor else [] for role in ("in", "gate", "out")}
-    if (proven := proven_order(Neurons.of(space, pairs, AlignConfig()))) is not None:
+    pairs = tuple([(anchor[role], donor[role])] if role in anchor else [] for role in ("in", "gate", "out"))
+    group: Any = admitted(space).groups["neurons"][0]
+    if (proven := proven_order(Neurons(pairs, group))) is not None:
         every, rows = costs(space, anchor, donor), torch.arange(n)
         assert every[rows, proven[0]].sum() <= every[rows, assign(-every)].sum() * (1 + 1e-9)
         assert noise > 0.1 or torch.equal(proven[0], places.argsort())
@@ -169,6 +171,10 @@ def block_tensors(infos: Any, seed: int, spread: float = 0.3) -> Tensors:
     return result
 
 
+def match_experts(block: Block, space: Space, anchor: Tensors, donor: Tensors, options: AlignConfig) -> Transform:
+    return match_neurons(space, views(block, space, anchor, donor, {}), options).transform
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -178,7 +184,7 @@ def test_planted_experts_are_found(fused: bool, noise: float, groups: int) -> No
     anchor = block_tensors(infos, 0)
     truth, twin = planted(space, AlignConfig(), 3), noisy(anchor, noise, 2)
     donor = {t.key: transform_tensor(twin[t.key], t, {space.name: truth.inverse()}) for t in infos}
-    best = match_experts(block, space, anchor, donor, {}, AlignConfig())
+    best = match_experts(block, space, anchor, donor, AlignConfig())
     assert torch.equal(best.orders[0], truth.orders[0])
     assert torch.equal(best.tensors()["neurons.index"], truth.tensors()["neurons.index"])
     after = squared_distances(block, anchor, donor, {space.name: best}, [space])[0]
@@ -192,13 +198,13 @@ def test_experts_are_never_farther_than_at_their_places(scaling: bool, groups: i
     block, space, infos = mixtral(experts=4, hidden=8, size=6)
     space.sizes["groups"] = groups
     anchor, donor, options = block_tensors(infos, 0), block_tensors(infos, 1), AlignConfig(scaling=scaling)
-    best = match_experts(block, space, anchor, donor, {}, options)
+    best = match_experts(block, space, anchor, donor, options)
     assert admitted(space, options).admits(best)
-    places = match_experts(block, space, anchor, donor, {}, AlignConfig(scaling=scaling, ffn="none"))
+    places = match_experts(block, space, anchor, donor, AlignConfig(scaling=scaling, ffn="none"))
     assert places.orders[0].tolist() == [0, 1, 2, 3]
     reached = [squared_distances(block, anchor, donor, {space.name: t}, [space])[0] for t in (best, places)]
     assert reached[0] < reached[1]
-    assert match_experts(block, space, anchor, anchor, {}, options).is_identity()
+    assert match_experts(block, space, anchor, anchor, options).is_identity()
 
 
 def test_experts_that_are_alike_follow_their_router_rows() -> None:
@@ -206,7 +212,7 @@ def test_experts_that_are_alike_follow_their_router_rows() -> None:
     router, order = next(t.key for t in infos if len(t.axes) == 2), torch.tensor([2, 0, 3, 1])
     anchor = {k: x if k == router else x[:1].expand_as(x).clone() for k, x in block_tensors(infos, 0).items()}
     donor = {**anchor, router: anchor[router][order.argsort()]}
-    best = match_experts(block, space, anchor, donor, {}, AlignConfig())
+    best = match_experts(block, space, anchor, donor, AlignConfig())
     assert torch.equal(best.orders[0], order)
     assert squared_distances(block, anchor, donor, {space.name: best}, [space])[0] == pytest.approx(0.0, abs=1e-12)
 

@@ -160,7 +160,6 @@ def test_no_element_is_better_than_the_best(group: Group, follow: bool) -> None:
         rivals.append(group.project(replace(best, **{name: value + 1e-3 * normal(*value.shape, seed=seed)})))
     for element in (best, still):
         close(pair.stats.gain(element), pair.gain(element))
-    assert (group.value(pair.stats) <= gain + 1e-9).all() or follow
     assert getattr(group, "sequential", False) or all((pair.gain(rival) <= gain + 1e-7).all() for rival in rivals)
 
 
