@@ -36,13 +36,13 @@ ORDER = (
 
 ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1047),
-    ("linalg",): (350, 349),
-    ("symmetry",): (1200, 1387),
+    ("linalg",): (350, 340),
+    ("symmetry",): (1200, 1366),
     ("architecture",): (1800, 1800),
     ("record",): (250, 237),
     ("model",): (4000, 5358),
     ("run",): (2400, 3667),
-    ("matching",): (3400, 5035),
+    ("matching",): (3400, 4980),
     ("averaging",): (2000, 3350),
     ("carrying",): (1500, 2110),
     ("report",): (1400, 1613),
