@@ -2,7 +2,7 @@
 
     python benchmarks/independent.py
 
-Loss of the middle and barrier by `rotation-merge barrier`, relative distance by `rotation-merge align`. And the loss
+Loss of the middle and barrier by `rotation-merge barrier`, relative distance over all weights. And the loss
 on the path between two Llamas, aligned and not: `docs/make_pictures.py` draws the picture of the README from it.
 """
 
@@ -14,6 +14,9 @@ from typing import Any
 from merging import command
 from record import Table
 from shipped import CHECKPOINTS
+
+import rotation_merge as rm
+from rotation_merge.model.open import open_model
 
 LOCAL = ["--heads", "permutation"]
 SIGNED, ROTATION = (["--residual", group] for group in ("signed_permutation", "rotation"))
@@ -34,11 +37,18 @@ def main() -> None:
     table = Table("independent-llama")
     for i, (title, options) in enumerate(WORDS.items()):
         plain, aligned = run("barrier", *PAIR, *PYTHON, "--points", "5", *options)[0]["curves"]
-        gap = run("align", *PAIR, *options)["gaps"][-1]
+        alignment = rm.align(*PAIR, **{flag[2:]: word for flag, word in zip(options[::2], options[1::2], strict=True)})
+        anchor = alignment.apply_anchor(PAIR[0])
         if i == 0:
-            table.add(row("none", plain, gap["distance_before"]))
-        table.add(row(title, aligned, gap["distance_after"]))
+            table.add(row("none", plain, distance(anchor, open_model(PAIR[1]))))
+        table.add(row(title, aligned, distance(anchor, alignment.apply(PAIR[1]))))
     path()
+
+
+def distance(anchor: rm.View, donor: rm.View) -> float:
+    """Relative, over all weights."""
+    pairs = [(x.double(), donor[name].double()) for name, x in anchor.items()]
+    return float(sum((x - y).square().sum() for x, y in pairs) / sum(x.square().sum() for x, _ in pairs)) ** 0.5
 
 
 def row(words: str, curve: dict[str, Any], distance: float) -> dict[str, str]:

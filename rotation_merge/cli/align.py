@@ -15,6 +15,7 @@ from rotation_merge.cli.show import Answer, Progress, Table, sentence
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, MatchConfig
+from rotation_merge.record import RELATED, SpaceRow
 from rotation_merge.run.sample_kinds import ReadingConfig
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ def command(
     device: Device = "cpu",
     backend: Backend = "threads",
     verify: Annotated[bool, "--verify/--no-verify", "compare OUT's outputs with the donor's"] = True,
-    by: Annotated[Literal["space", "layer"], "rows of the table"] = "space",
     progress: Progress,
 ) -> Answer:
     """Write DONOR in ANCHOR's coordinates to OUT; without OUT and --alignment, say how far apart the two are.
@@ -65,8 +65,8 @@ def command(
     random inputs are compared with the donor's; if they differ by more than rounding, OUT is kept as OUT.rejected.
     After an interruption, matching and learning continue.
 
-    Without OUT: distances relative to the anchor's norm, and angles in degrees between tensors as vectors, before and
-    after alignment; 90 means unrelated.
+    Without OUT: distances of each space relative to the anchor's norm, before and after alignment; about 1.4 means
+    unrelated.
 
     --learn starts from the matching and lowers the loss of the interpolated models by gradient descent, on a GPU in
     mixed precision. For several donors at once, see rotation_merge.fit in Python.
@@ -93,9 +93,7 @@ def command(
         if alignment is not None:
             result.write(alignment, half)
             notes.append(f"Transforms written to {alignment}.")
-        if place is None:
-            return _distances(pair, result, by, notes)
-    return _gain(pair, result, {"out": out, "alignment": alignment}, proofs, notes)
+    return _answer(pair, result, {"out": out, "alignment": alignment}, proofs, notes)
 
 
 def _proven(donor: str, shift_head: bool, proofs: list[Proof], folder: str) -> tuple[bool, str]:
@@ -106,35 +104,33 @@ def _proven(donor: str, shift_head: bool, proofs: list[Proof], folder: str) -> t
     return not proofs[-1].failed, proofs[-1].words
 
 
-def _gain(
-    pair: Pair, alignment: rm.Alignment, files: dict[str, Any], proofs: Sequence[Proof], notes: Sequence[str]
+def _answer(
+    pair: Pair, alignment: rm.Alignment, files: dict[str, str | None], proofs: Sequence[Proof], notes: Sequence[str]
 ) -> Answer:
-    """What alignment did, and the files that were written."""
+    """What alignment did, space by space where nothing was written, and the files that were."""
     report, name, learned = alignment.known_report, str(pair.donor.reference), alignment.metadata.get("learned")
     before, after = report.relative_distances(name)
-    proof = asdict(proofs[0]) if proofs else None
-    facts = {**files, "before": before, "after": after, "proof": proof, **report.to_dict()["summary"]}
-    lines = [*notes, *(sentence(proof.words) for proof in proofs), sentence(report.verdict(name))]
-    if learned is not None:
-        return Answer({**facts, "learned": learned}, [*lines, sentence(learned["verdict"])])
-    return Answer(facts, lines)
+    spaces = [_row(row) for row in report.rows]
+    facts: dict[str, Any] = {**files, "before": before, "after": after, "spaces": spaces, "warnings": pair.warnings}
+    lines: list[str | Table] = [sentence(report.verdict(name))]
+    if not any(files.values()):
+        apart = pair.options.residual == "none" and before >= RELATED
+        lines += ["The residual stream was not aligned: '--residual largest' aligns it, too."] * apart
+        lines.append(Table(spaces))
+    lines += [
+        *(sentence(proof.words) for proof in proofs),
+        *([] if learned is None else [sentence(learned["verdict"])]),
+    ]
+    facts |= {"proof": asdict(proofs[0]) if proofs else None, **report.to_dict()["summary"]}
+    return Answer(facts if learned is None else {**facts, "learned": learned}, [*lines, *notes])
 
 
-def _distances(pair: Pair, alignment: rm.Alignment, by: str, notes: Sequence[str]) -> Answer:
-    """Distances and angles, space by space, before and after alignment."""
-    from rotation_merge.report.compare import APART, coordinates_verdict, gaps
-
-    measured = list(gaps(pair.architecture, *pair.matched, alignment))
-    summary = coordinates_verdict(measured)
-    facts = {"anchor": str(pair.anchor.reference), "donor": str(pair.donor.reference), "summary": summary}
-    apart = pair.options.residual == "none" and measured[-1]["angle_before"] >= APART
-    lines = (
-        sentence(summary),
-        "The residual stream was not aligned: '--residual largest' aligns it, too." if apart else "",
-        Table(row for row in measured if by == "space" or row["kind"] in ("block", "model")),
-        *notes,
-    )
-    return Answer({**facts, "warnings": pair.warnings, "gaps": measured}, lines)
+def _row(row: SpaceRow) -> dict[str, Any]:
+    """A space, with distances relative to the anchor's norm."""
+    norm = row.anchor_norm or 1.0
+    distances = {"before": row.distance_before / norm, "after": row.distance_after / norm}
+    place = {"block": row.block, "space": row.space.rpartition(".")[2], "group": row.group}
+    return {**place, **distances, "from_identity": row.from_identity}
 
 
 def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: str) -> None:
@@ -147,7 +143,6 @@ def _check_use(learn: bool, out: str | None, alignment: str | None, match_on: st
         (learn, ["samples"], "{} is for matching on activations", "give --limit for learning"),
         (out is None, ["dtype", "shard_size", "verify"], "{} needs OUT", "name it, or leave the option out"),
         (alignment is None, ["half"], "{} needs --alignment", "add it"),
-        (bool(out or alignment), ["by"], "{} is for models that are only compared", "leave it out"),
         (
             not learn and match_on == WEIGHTS,
             ["data", "samples"],

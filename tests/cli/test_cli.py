@@ -186,10 +186,10 @@ def test_any_device_gives_the_same_up_to_rounding(device: str, pair: Pair, tmp_p
 
 def test_without_an_output_it_says_how_far_apart_two_models_are(pair: Pair) -> None:
     facts = parsed("align", *pair, "--heads", "permutation")
-    assert "one model in two coordinate systems" in facts["summary"]
-    assert facts["gaps"][-1]["angle_after"] < 0.01 < facts["gaps"][-1]["angle_before"]
-    assert {gap["space"] for gap in facts["gaps"]} == {"attn", "ffn", "all"}
-    assert "share their coordinates" in output("align", *LLAMAS, "--by", "layer")
+    assert facts["after"] < 1e-3 < facts["before"]
+    assert {row["space"] for row in facts["spaces"]} == {"attn", "ffn"}
+    assert "share their coordinates" in output("align", *LLAMAS)
+    assert "'--residual largest' aligns it, too" in output("align", *VITS)
 
 
 def test_models_that_differ_and_samples_to_compare_on() -> None:

@@ -56,7 +56,6 @@ LINES = [
     call("align anchor donor --learn --data text.txt", "--learn needs --data, and OUT or --alignment"),
     call("align anchor donor out --learn", "--learn needs --data, and OUT or --alignment"),
     call("align anchor donor --dtype bfloat16", "--dtype needs OUT"),
-    call("align anchor donor out --by layer", "--by is for models that are only compared"),
     call("compare anchor donor", "there is no command 'compare'"),
     call("fit anchor donor", "there is no command 'fit'"),
     call("align anchor donor out --dtype float23", "'float23'", "'float32'"),
