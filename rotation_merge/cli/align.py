@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import rotation_merge as rm
 from rotation_merge.cli.command import Device, Model, ShardSize, Storage, cli_command, flags_used, refuse_idle
 from rotation_merge.cli.paths import NEW_ALIGNMENT, NEW_MODEL
-from rotation_merge.cli.show import Answer, Progress, Table, sentence
+from rotation_merge.cli.show import Answer, Table, sentence
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, FitConfig, MatchConfig
@@ -56,7 +56,6 @@ def command(
     device: Device = "cpu",
     backend: Backend = "threads",
     verify: Annotated[bool, "--verify/--no-verify", "compare OUT's outputs with the donor's"] = True,
-    progress: Progress,
 ) -> Answer:
     """Write DONOR in ANCHOR's coordinates to OUT; without OUT and --alignment, say how far apart the two are.
 
@@ -74,21 +73,22 @@ def command(
     from rotation_merge.matching.aligned_output import write_aligned
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.writing import parse_size
+    from rotation_merge.workers import listener
 
     _check_use(learn, out, alignment, match.match_on)
     place, size, devices = out or alignment, parse_size(shard_size), _devices(device, backend, match, learn)
     pair, proofs = open_pair(anchor, donor, options, match.untie, devices[0], watched=place is not None), list[Any]()
     notes = [*(f"Warning: {warning}" for warning in pair.warnings), *pair.notes]
-    working = _matched(pair, match, devices, backend, place, progress)
+    working = _matched(pair, match, devices, backend, place)
     if learn:
         learning = replace(learning, match_on=match.match_on, seed=match.seed, half=devices[0].startswith("cuda"))
-        working = _learned(pair, learning, match.data, reading, devices[0], str(place), progress)
+        working = _learned(pair, learning, match.data, reading, devices[0], str(place))
 
     with working as result:  # what is unfinished stays until all is written
         notes += result.notes
         if out is not None:
             check = partial(_proven, str(pair.donor.reference), options.shift_head, proofs) if verify else None
-            view = write_aligned(pair, result, out, dtype, size, progress, check)
+            view = write_aligned(pair, result, out, dtype, size, listener(), check)
             notes += [*view.notes, f"Written to {out}."]
         if alignment is not None:
             result.write(alignment, half)
@@ -173,7 +173,7 @@ def _devices(name: str, backend: str, match: MatchConfig, learn: bool) -> tuple[
 
 @contextmanager
 def _matched(
-    pair: Pair, match: MatchConfig, devices: tuple[str, str], backend: str, place: str | None, progress: Progress
+    pair: Pair, match: MatchConfig, devices: tuple[str, str], backend: str, place: str | None
 ) -> Iterator[rm.Alignment]:
     """The alignment by matching; unfinished work goes with the block.
 
@@ -186,7 +186,7 @@ def _matched(
     from rotation_merge.matching.match_on import matcher
     from rotation_merge.model.checkpoint import mark_of, unchanged
     from rotation_merge.run.ledger import kept_beside
-    from rotation_merge.workers import on_backend
+    from rotation_merge.workers import listener, on_backend
 
     models, (device, worker_device) = (pair.anchor, pair.donor), devices
     anchor, donor = (str(model.reference) for model in models)
@@ -196,12 +196,12 @@ def _matched(
     workers = on_backend(backend, worker_device)
     with kept_beside(place, mark, device) as ledger, unchanged(models), workers as over:
         find = matcher(match.match_on, anchor, donor, *sampled, device)
-        yield match_pair(pair, progress, partial(match_model, over=over) if by_weights else find, ledger)
+        yield match_pair(pair, listener(), partial(match_model, over=over) if by_weights else find, ledger)
 
 
 @contextmanager
 def _learned(
-    pair: Pair, config: FitConfig, data: str, reading: ReadingConfig, device: str, place: str, progress: Progress
+    pair: Pair, config: FitConfig, data: str, reading: ReadingConfig, device: str, place: str
 ) -> Iterator[rm.Alignment]:
     """The alignment by learning; an interrupted fit continues, its state goes with the block."""
     from rotation_merge.run.batches import check_labels
@@ -217,6 +217,6 @@ def _learned(
     with Store(place) as work:
         work.begin("learn")
         config = replace(config, state=work.file("state"))
-        inputs: tuple[Any, ...] = samples.batches, pair.options, config, progress, pair.untie, module, device
-        (result,) = rm.fit(anchor, donor, *inputs).alignments
+        more: dict[str, Any] = {"untie": pair.untie, "module": module, "device": device}
+        (result,) = rm.fit(anchor, donor, samples.batches, pair.options, config, **more).alignments
         yield replace(result, metadata={**result.metadata, **described(samples), "seed": config.seed})

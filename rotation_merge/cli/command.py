@@ -3,7 +3,7 @@
 Parameters before `*` are arguments, those behind it options. A config becomes an option for each of its fields that
 the command line has, or that its annotation lists. Any other parameter is annotated with its type, as fields of configs
 are, and with a click type where it names what is read or written, its flags if not its name, its placeholder in
-capitals, and its help. `force` and `progress` are filled in.
+capitals, and its help. `force` is that of the outputs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Value(click.ParamType):
 def _parameter(parameter: inspect.Parameter, hint: Any) -> tuple[list[click.Parameter], Fill]:
     """The arguments and options that a parameter of a command's function is filled from."""
     plain, facts = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
-    if parameter.name in ("force", "progress"):
+    if parameter.name == "force":
         return [], itemgetter(parameter.name)
     if not (isinstance(plain, type) and issubclass(plain, Config)):
         return [_described(parameter, hint, plain, facts)], itemgetter(parameter.name)
@@ -183,7 +183,7 @@ def _answer(function: Callable[..., Answer], fills: Mapping[str, Fill], resumes:
         with checked_outputs(), closing(Progress()) as progress:
             from rotation_merge.workers import listening
 
-            known = {"force": False, "progress": progress, **values}
+            known = {"force": False, **values}
             with listening(progress):
                 return function(**{name: fill(known) for name, fill in fills.items()})
     except KeyboardInterrupt as error:

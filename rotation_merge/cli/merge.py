@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import rotation_merge as rm
 from rotation_merge.cli.command import Device, cli_command
 from rotation_merge.cli.paths import MODEL, NEW_MERGE, SAMPLES
-from rotation_merge.cli.show import Answer, Progress, Table, note
+from rotation_merge.cli.show import Answer, Table, note
 from rotation_merge.run.sample_kinds import KINDS
 from rotation_merge.search.config import MergeConfig
 
@@ -35,7 +35,6 @@ def command(
     device: Device = "cpu",
     anyway: Annotated[bool, "write the best merge even if one parent alone is better"] = False,
     force: bool,
-    progress: Progress,
 ) -> Answer:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
@@ -49,7 +48,7 @@ def command(
     from rotation_merge.api import usable_device
 
     device, out = usable_device(device), out.rstrip(os.sep) or os.sep  # files beside it begin with its name
-    outcome = rm.merge(models, out, data, config, device=device, force=force, anyway=anyway, watch=progress.note)
+    outcome = rm.merge(models, out, data, config, device=device, force=force, anyway=anyway, watch=note)
     return Answer(_facts(outcome, out), _lines(outcome, out), 0 if outcome.written else 1)
 
 

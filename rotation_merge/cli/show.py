@@ -92,8 +92,10 @@ def sentence(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """Print a line beside the output proper."""
-    click.echo(printable(text), err=True)
+    """Print a line beside the output proper, above a bar."""
+    from tqdm import tqdm
+
+    tqdm.write(printable(text), file=sys.stderr)
 
 
 def verbosity(hidden: bool = False) -> click.Option:
@@ -150,11 +152,6 @@ class Progress:
             self._bar = tqdm(desc=activity, leave=False)
         self._bar.total, self._bar.n = total, done
         self._bar.refresh()
-
-    def note(self, text: str) -> None:
-        """Print a line that stays, above the bar."""
-        self.close()
-        note(text)
 
     def close(self) -> None:
         """Remove the bar."""
