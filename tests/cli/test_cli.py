@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from cli_support import CHECKPOINTS, COMMANDS, parsed, run
 from cli_support import output_of as output
-from plugin_support import from_file, make, recipe_for, state, twin, write_recipe
+from plugin_support import make, recipe_for, state, twin, write_recipe
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
@@ -219,19 +218,6 @@ def test_a_barrier_of_two_models(tmp_path: Path) -> None:
     assert facts["measures"]["plain"]["barrier"] > 1
     assert plot.read_text().startswith("<?xml")
     assert (tmp_path / "barrier.json").exists()
-
-
-@pytest.mark.slow
-def test_an_alignment_file_stands_in_for_matching(pair: Pair, tmp_path: Path) -> None:
-    file, data = tmp_path / "a.safetensors", tmp_path / "data.npz"
-    np.savez(data, input_ids=np.arange(40).reshape(2, 20))
-    output("align", *pair, "--alignment", file, "--heads", "permutation", "--half")
-    output("check", write_recipe(from_file(recipe_for("linear", *pair), file), tmp_path / "recipe.yml"))
-    (facts,) = parsed("barrier", *pair, "--data", data, "--points", 3, "--alignment", file)
-    plain, aligned = (curve["loss"] for curve in facts["curves"])
-    assert aligned[1] == pytest.approx(aligned[0], abs=1e-3)
-    assert plain[1] != pytest.approx(plain[0], abs=1e-2)
-    assert "other weights" in output("barrier", *reversed(pair), "--data", data, "--alignment", file, code=2)
 
 
 @pytest.mark.slow
