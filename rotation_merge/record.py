@@ -95,7 +95,6 @@ class Score:
     Attributes:
         on_base: the loss on text that the models' base wrote (nats a token), a measure of forgetting.
         seconds: wall time of trying it, if it is a merge that was tried.
-        unfinished: whether that was stopped early: it could not win, and its score is estimated from its first samples.
     """
 
     name: str
@@ -103,7 +102,6 @@ class Score:
     accuracy: float | None = None
     on_base: float | None = None
     seconds: float = 0.0
-    unfinished: bool = False
 
 
 @dataclass(frozen=True)

