@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, Part, Space
+from rotation_merge.architecture.model import Block, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.heads import match_heads
 from rotation_merge.matching.matrix_pairs import SpaceMatch, Squares, Tensors, chunks, sides, views
 from rotation_merge.matching.neurons import match_neurons
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.apply import join_axis, split_axis, transform_tensor
+from rotation_merge.model.apply import transform_tensor
 from rotation_merge.record import SpaceRow
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
@@ -126,7 +126,7 @@ def match_block(
         with_rows: whether the report's rows are given, too; with them a move that rounding would undo is left out.
     """
     spaces = wanted_spaces(block, options)
-    matching = _Matching(block, compared(block, anchor), compared(block, donor), options, streams or {})
+    matching = _Matching(block, anchor, donor, options, streams or {})
     seconds = list[float]()
     for place, space in enumerate(spaces):
         began = time.perf_counter()
@@ -136,28 +136,6 @@ def match_block(
     pairs = zip(spaces, seconds, strict=True) if with_rows else ()
     rows = [row_of(block, space, matching.judged(space), took) for space, took in pairs]  # which may end a move
     return BlockMatch(matching.transforms, rows)
-
-
-def compared(block: Block, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of a block that matching looks at: with zeros for biases of keys that softmax does not see.
-
-    Those add the same to all logits of a query.
-    """
-
-    def unseen_key(part: Part) -> bool:
-        space = part.space
-        free = not space.visible_bias and not space.rotary and space.norm is None
-        return space.kind == "attention" and part.role == "k" and free
-
-    result = dict(tensors)
-    for info in (info for info in block.tensors if len(info.axes) == 1 and info.key in tensors):
-        axis = info.axes[0]
-        unseen = [bool(piece) and all(map(unseen_key, piece)) for piece in axis.pieces]
-        if any(unseen):
-            pieces = zip(split_axis(tensors[info.key], 0, axis), unseen, strict=True)
-            parts = [torch.zeros_like(piece) if hidden else piece for piece, hidden in pieces]
-            result[info.key] = join_axis(parts, 0, axis)
-    return result
 
 
 @dataclass

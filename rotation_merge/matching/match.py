@@ -21,7 +21,7 @@ import torch
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.block import BlockMatch, compared, row_of, squared_distances
+from rotation_merge.matching.block import BlockMatch, row_of, squared_distances
 from rotation_merge.matching.matrix_pairs import SpaceMatch
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import FLOOR, StreamMeasurement, StreamSums, Transforms, residual_groups
@@ -110,7 +110,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     transforms, model = alignment.transforms, BlockMatch({}, [])
     streams = {name: transform for name, transform in transforms.items() if name in architecture.streams}
     for block in architecture.blocks:
-        a, b = (compared(block, read_block(block, source)) for source in (anchor, donor))
+        a, b = (read_block(block, source) for source in (anchor, donor))
         rows, whole = [], (0.0, 0.0, 0.0)
         for space in (space for space in block.spaces.values() if space.name in transforms):
             without = {name: t for name, t in transforms.items() if name != space.name}

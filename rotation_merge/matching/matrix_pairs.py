@@ -66,6 +66,8 @@ def views(
 ) -> Iterator[PartView]:
     """Every axis that lives in `space`, in place, the donor's other axes moved by the current transforms.
 
+    Biases of keys are left out where a softmax does not see them.
+
     Args:
         block: whose tensors are looked at.
         space: the space to be matched next.
@@ -80,10 +82,12 @@ def views(
             continue
         a, b = anchor[info.key], transform_tensor(donor[info.key], info, fixed)
         a, b = (a + info.offset, b + info.offset) if info.offset else (a, b)
+        unseen = ("k",) if len(info.axes) == 1 and space.hides_key_bias else ()
         for dim, axis in enumerate(info.axes):
             if any(part.space == space for part in axis.parts):
-                views = axis_views(a, b, dim, axis)
-                yield from ((info, part, start, x, y) for part, start, x, y in views if part.space == space)
+                for part, start, x, y in axis_views(a, b, dim, axis):
+                    if part.space == space and part.role not in unseen:
+                        yield info, part, start, x, y
 
 
 def sides(parts: Iterable[PartView]) -> list[Side]:

@@ -119,6 +119,11 @@ class Space:
     degree: int = 0
     head: bool = False
 
+    @property
+    def hides_key_bias(self) -> bool:
+        """Whether softmax does not see biases of keys, which then add the same to all logits of a query."""
+        return self.kind == "attention" and not (self.visible_bias or self.rotary or self.norm)
+
     def factors(self, role: str) -> tuple[int, ...]:
         """Dimensions an axis of this role splits into."""
         rule = ROLES[self.kind][role]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import planted, twin_of
@@ -9,19 +11,22 @@ from torch import Tensor
 from variants import ONE
 
 import rotation_merge as rm
-from rotation_merge.matching.block import compared
-from rotation_merge.model.apply import read_block
+from rotation_merge.matching.matrix_pairs import axis_views
 
 CASES = {case.family: case for case in ONE}
 BIASED = ("vit", "bert", "opt", "gpt2", "bart", "clip", "distilbert", "siglip", "dinov2")
 
 
-def unseen(model: object) -> dict[str, Tensor]:
+def unseen(model: Any) -> dict[str, Tensor]:
     """By name, which entries of a tensor are biases of keys that softmax cannot see."""
-    ones = {name: torch.ones_like(tensor) for name, tensor in model.state.items()}  # type: ignore[attr-defined]
-    parts = [(block, compared(block, read_block(block, ones))) for block in model.architecture.blocks]  # type: ignore[attr-defined]
-    zeros = {info.name: part[info.key] == 0 for block, part in parts for info in block.tensors if info.key in part}
-    return {name: where for name, where in zeros.items() if bool(where.any())}
+    result = {}
+    for info in (info for info in model.architecture.tensors() if len(info.axes) == 1 and info.name in model.state):
+        hidden = torch.zeros_like(model.state[info.name], dtype=torch.bool)
+        for part, _, entries, _ in axis_views(hidden, hidden, 0, info.axes[0]) if info.axes[0].parts else ():
+            entries |= part.role == "k" and part.space.hides_key_bias
+        if bool(hidden.any()):
+            result[info.name] = hidden
+    return result
 
 
 @pytest.mark.parametrize("family", BIASED)
