@@ -26,7 +26,7 @@ from rotation_merge.carrying.delta import Delta as Delta
 from rotation_merge.carrying.transfer import carried, carry
 from rotation_merge.errors import CheckpointError, RecipeError, not_written, short
 from rotation_merge.errors import RotationMergeError as RotationMergeError
-from rotation_merge.files import FOLDER, Output, Store, TemporaryFolder, check_output
+from rotation_merge.files import FOLDER, WORD, Output, Store, TemporaryFolder, check_output
 from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.fit import fit as fit
@@ -298,7 +298,7 @@ def measure(
     source = os.fspath(samples) if isinstance(samples, str | os.PathLike) else ""
     if out is not None:
         written = Output(os.fspath(out), wrote=lambda file: has_format(file, FORMAT), beside=True)
-        check_output(written, _names([str(opened.reference), samples]), force)
+        check_output(written, _names([str(opened.reference)], [samples]), force)
     module = in_memory(opened) if "fisher" in config.kinds and not opened.is_stored else None
     if opened.is_stored:
         module = model_for(opened, config, source, device, by_layer)
@@ -405,7 +405,7 @@ def polish(
             inputs = opened, parents, samples, replace(config, merge_lora=True), Store(folder, "")
             return polished(*inputs, device=device, progress=listener())
     names, place, sources = paths_of([merged, *teachers]), os.fspath(out), for_each(samples, len(teachers))
-    check_output(Output(place, FOLDER), _names([*names, *sources]), force)
+    check_output(Output(place, FOLDER), _names(names, sources), force)
     if config.lora and not config.merge_lora and parse_reference(names[0]).lora is not None:
         problem = "is a base with an adapter, so a new adapter cannot have it as its base"
         raise RotationMergeError(problem, where=names[0], remedy="add '--merge-lora', or leave '--lora' out")
@@ -471,9 +471,10 @@ def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: Barri
     return path(*ends, data, config.points, "path")
 
 
-def _names(inputs: Sequence[Any]) -> list[str]:
-    """The models and samples that are not in memory, by name."""
-    return [os.fspath(name) for name in inputs if isinstance(name, str | os.PathLike)]
+def _names(models: Sequence[Any], sources: Sequence[Any]) -> list[str]:
+    """The models and files of samples that are not in memory, by name."""
+    files = [source for source in sources if not (isinstance(source, str) and WORD.fullmatch(source))]
+    return [os.fspath(name) for name in (*models, *files) if isinstance(name, str | os.PathLike)]
 
 
 def usable_device(name: str) -> str:
@@ -533,7 +534,7 @@ def transfer(
     tuned = os.fspath(tuned) if isinstance(tuned, os.PathLike) else tuned
     if out is not None:
         source = chosen.data if samples is None else samples
-        check_output(Output(os.fspath(out), FOLDER), _names([tuned, old, new, source]), force)
+        check_output(Output(os.fspath(out), FOLDER), _names([tuned, old, new], [source]), force)
     device, first, second = usable_device(device), open_model(new, "new"), open_model(old, "old")
     work = tuned if is_adapter(tuned) else open_model(tuned, "tuned", any_base=True)
     if isinstance(work, View) and None in (first.files, work.files):

@@ -150,21 +150,19 @@ def _locked(path: str, wait: float) -> Iterator[None]:
 
 # --- checked ---------------------------------------------------------------------------------------------------------
 
-NO_FILE = re.compile("self|synthetic|demo:.*")
-"""Words that stand where data may be named, and name no file."""
+WORD = re.compile("self|synthetic|demo:.*")
+"""A word that stands where data may be named, and names no file."""
 
 
 def paths_of(name: str, cache: str | None = None) -> list[str]:
     """The paths of what is read, and the targets of links in a folder; of a model of the hub, the folder in the cache.
 
     Args:
-        name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER, a word for data.
+        name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER.
     """
     if os.path.lexists(name):
         entries = os.scandir(name) if os.path.isdir(name) else ()
         return [name, *(os.path.realpath(entry) for entry in entries if entry.is_symlink())]
-    if NO_FILE.fullmatch(name):
-        return []
     if "+" in name:
         return [path for part in name.split("+") if part for path in paths_of(part, cache)]
     from huggingface_hub.constants import HF_HUB_CACHE

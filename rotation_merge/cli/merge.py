@@ -67,13 +67,12 @@ def _lines(outcome: Outcome, out: str) -> list[str | Table]:
     from rotation_merge.model.naming import shortened
     from rotation_merge.model.verdict import sentences, tables
 
-    verdict = outcome.verdict
-    parents = [parent.name for parent in verdict.parents]
+    verdict, parent = outcome.verdict, outcome.verdict.best_parent
+    parents = [each.name for each in verdict.parents]
     first, *details = sentences(verdict)
     lines: list[str | Table] = [first]
     lines += [Table(rows, title) for title, rows in tables(verdict, shortened(parents)).items()]
     lines += [f"not tried: {name} ({why})" for name, why in verdict.left_out.items()] + details
-    parent = verdict.best_parent
     if not verdict.worth_it and verdict.ensemble is not None and verdict.ensemble.score < parent.score:
         figures = f"{verdict.ensemble.score:.4f}, {parent.score:.4f}"
         lines.append(f"The ensemble is better than each model alone ({figures}). Serve the ensemble, or distil it:")

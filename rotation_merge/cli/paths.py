@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path, short
-from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORK, Output, check_output, locked
+from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORD, WORK, Output, check_output, locked
 
 ADAPTER = "adapter"
 """A folder, or a file if its name ends in `.safetensors`."""
@@ -37,7 +37,7 @@ class Reads(click.ParamType):
 
             with suppress(RecipeError):
                 return [values[0], *inputs_in(read_recipe(values[0]))]
-        return [value for value in values if value]
+        return [value for value in values if value and not (self.name == "data" and WORD.fullmatch(value))]
 
 
 @dataclass(eq=False)

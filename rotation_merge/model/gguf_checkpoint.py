@@ -276,10 +276,9 @@ def read_config(model: GgufFile, family: Family) -> dict[str, Any]:
 def _tied(model: GgufFile) -> bool:
     """Whether the head is the embedding: it has no tensor, or one of the same bytes, as some converters write it."""
     head, embedding = model.tensors.get(HEAD), model.tensors[EMBEDDING]
-    if head is None:
-        return True
-    same_size = (head.tensor_type, head.n_bytes) == (embedding.tensor_type, embedding.n_bytes)
-    return same_size and bool(np.array_equal(head.data.view(np.uint8), embedding.data.view(np.uint8)))
+    if head is None or head.tensor_type != embedding.tensor_type:
+        return head is None
+    return bool(np.array_equal(head.data.view(np.uint8), embedding.data.view(np.uint8)))
 
 
 def _heads(model: GgufFile, family: Family) -> dict[str, Any]:

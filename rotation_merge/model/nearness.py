@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,13 +59,13 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     return Nearness(tuple(cosines))
 
 
-def _spread(architecture: Architecture, *models: TensorSource) -> list[str]:
-    """One matrix of each kind that all models hold, each from another layer if possible."""
+def _spread(architecture: Architecture, first: TensorSource, second: TensorSource) -> list[str]:
+    """One matrix of each kind that both models hold, each from another layer if possible."""
     kinds: dict[tuple[str, str], list[TensorInfo]] = {}
     for block in architecture.blocks:
         for info in block.tensors:
             matrix = len(info.axes) - info.stacked == 2
-            if block.index is not None and matrix and all(info.name in model for model in models):
+            if block.index is not None and matrix and info.name in first and info.name in second:
                 kinds.setdefault((block.module, info.key), []).append(info)
     last = max(1, len(kinds) - 1)
     return [layers[round(number * (len(layers) - 1) / last)].name for number, layers in enumerate(kinds.values())]
@@ -96,15 +98,16 @@ class SampledChanges:
 
 def sampled_changes(base: View, models: Mapping[str, View]) -> SampledChanges:
     """Changes of the matrices that `nearness` looks at."""
-    squares, cosines = torch.zeros(len(models), dtype=torch.float64), list[float]()
-    for name in _spread(base.architecture, base, *models.values()):
-        if all(model.shapes[name] == base.shapes[name] for model in models.values()):
-            start = base[name].double()
-            changes = torch.stack([(model[name].double() - start).flatten() for model in models.values()])
-            lengths = changes.norm(dim=1)
-            squares += lengths.square()
-            moved = torch.nn.functional.normalize(changes[lengths > 0])
-            first, second = torch.triu_indices(len(moved), len(moved), 1)
-            cosines += (moved @ moved.T)[first, second].tolist()
-    lengths_by_model = dict(zip(models, squares.sqrt().tolist(), strict=True))
-    return SampledChanges(lengths_by_model, sum(cosines) / len(cosines) if cosines else 0.0)
+    squares, cosines = dict.fromkeys(models, 0.0), []
+    for name in _spread(base.architecture, base, next(iter(models.values()))):
+        start = base[name].double()
+        tensors = {key: model[name] for key, model in models.items() if name in model}
+        if any(tensor.shape != start.shape for tensor in tensors.values()):
+            continue
+        changes = {key: (tensor.double() - start).flatten() for key, tensor in tensors.items()}
+        for key, change in changes.items():
+            squares[key] += float(change.square().sum())
+        moved = [change for change in changes.values() if bool(change.any())]
+        cosines += [float(a @ b / (a.norm() * b.norm())) for a, b in itertools.combinations(moved, 2)]
+    lengths = {key: math.sqrt(square) for key, square in squares.items()}
+    return SampledChanges(lengths, sum(cosines) / len(cosines) if cosines else 0.0)

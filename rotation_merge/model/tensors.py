@@ -23,7 +23,6 @@ Dtypes = Mapping[str, torch.dtype]
 TensorSource = Mapping[str, Tensor]
 """Tensors by name: lazy ones, a view, a state dict."""
 
-
 Names = str | tuple[str, ...]
 """A tensor's name; or those of several of one shape, to be read as one: experts that are stored apart."""
 

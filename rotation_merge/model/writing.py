@@ -31,8 +31,6 @@ KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 TEMPLATES = "additional_chat_templates"
 """A checkpoint's folder of chat templates beside the usual one."""
 
-OWN = ("config.json", "adapter_config.json", "rotation_merge.json")
-
 SHARD_SIZE = 5_000_000_000
 """Bytes of a weight file at most."""
 
@@ -62,7 +60,8 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 def small_files(folder: str) -> dict[str, bytes]:
     """Small files of a checkpoint or adapter that belong to it whatever its weights (tokenizer, preprocessor)."""
     paths = sorted(Path(folder).iterdir()) + sorted(Path(folder, TEMPLATES).glob("*"))
-    small = (p for p in paths if p.name.endswith(KEPT) and p.name not in OWN and not p.name.endswith(".index.json"))
+    own = (*CONFIGS, REPORT_FILE)
+    small = (p for p in paths if p.name.endswith(KEPT) and p.name not in own and not p.name.endswith(".index.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in small if path.is_file()}
 
 

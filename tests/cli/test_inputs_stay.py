@@ -142,6 +142,11 @@ def test_no_option_replaces_an_input(
     assert not (tmp_path / "new").exists()
 
 
+def test_words_for_data_name_no_file_where_models_do() -> None:
+    for word in ("self", "synthetic", "demo:texts"):
+        assert (Reads("data").inputs([word]), Reads("model").inputs([word])) == ([], [word])
+
+
 def test_the_table_is_not_empty() -> None:
     tried = {(case.values[0], case.values[1].name) for case in cases()}
     assert tried >= {("align", "out"), ("align", "alignment"), ("carry", "out"), ("polish", "out"), ("merge", "out")}
