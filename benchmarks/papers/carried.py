@@ -26,7 +26,6 @@ from rotation_merge import AlignConfig
 from rotation_merge.averaging.ot_fusion import (
     REGULARISATION,
     Plans,
-    Solver,
     plans_of,
     stream_ends,
     transported,
@@ -193,13 +192,13 @@ def _tuned(given: Given, task: str, steps: int) -> Path:
 
 def _plans(new: View, old: View) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
-    solver, architecture = Solver(hard=False, regularisation=REGULARISATION["weights"]), new.architecture
+    strength, architecture = REGULARISATION["weights"], new.architecture
     ends = stream_ends(architecture, new.tensors, old.tensors)
-    streams = plans_of(architecture.streams.values(), ends, solver)
+    streams = plans_of(architecture.streams.values(), ends, strength)
     plans = dict(streams)
     for block in architecture.blocks:
         points = weight_points(block, read_block(block, new.tensors), read_block(block, old.tensors), streams)
-        plans |= plans_of(block.spaces.values(), points, solver)
+        plans |= plans_of(block.spaces.values(), points, strength)
     return plans
 
 

@@ -46,26 +46,20 @@ class Fisher(StatisticsMethod):
         return {"fisher": statistics[key].to(device), "norm": float(statistics.metadata.get("fisher_norm") or 0.0)}
 
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        norms = [s.inputs["norm"] if parameters["normalize"] else 1.0 for s in sources]
+        r"""``sum_k a_k F_k W_k / sum_k a_k F_k``, coordinate by coordinate, float64.
+
+        The first model's Fishers have a least value: where all vanish its weight is kept.
+
+        Source: Matena and Raffel 2022, equation 6; floor and normalisation as in their code.
+        """
+        norms = [source.inputs["norm"] if parameters["normalize"] else 1.0 for source in sources]
         if not all(norms):
             raise StatisticsError("a model's Fisher vanishes everywhere", remedy="measure on other samples")
-        shares = [s.share / norm for s, norm in zip(sources, norms, strict=True)]
-        fishers = [s.inputs["fisher"] for s in sources]
-        return fisher([s.weight for s in sources], fishers, shares, parameters["floor"])
-
-
-def fisher(weights: Sequence[Tensor], fishers: Sequence[Tensor], shares: Sequence[float], floor: float) -> Tensor:
-    r"""``sum_k a_k F_k W_k / sum_k a_k F_k``, coordinate by coordinate, float64.
-
-    Args:
-        fishers: of the shape of the weights, not negative.
-        shares: a_k, over the norm of each model's whole Fisher where that is wanted.
-        floor: the least of the first model's: where all vanish its value is kept.
-
-    Source: Matena and Raffel 2022, equation 6; floor and normalisation as in their code.
-    """
-    first = weights[0].double()
-    floored = [f.double().clamp(min=floor) if i == 0 else f.double() for i, f in enumerate(fishers)]
-    total = sum(a * f for a, f in zip(shares, floored, strict=True))
-    change = sum(a * f * (w.double() - first) for a, f, w in zip(shares, floored, weights, strict=True))
-    return first + torch.where(total == 0, torch.zeros_like(first), change / total)  # type: ignore[arg-type]
+        first = sources[0].weight.double()
+        total, change = torch.zeros_like(first), torch.zeros_like(first)
+        for source, norm in zip(sources, norms, strict=True):
+            least = parameters["floor"] if source is sources[0] else 0.0
+            fisher = (source.share / norm) * source.inputs["fisher"].double().clamp(min=least)
+            total += fisher
+            change += fisher * (source.weight.double() - first)
+        return first + torch.where(total == 0, torch.zeros_like(first), change / total)

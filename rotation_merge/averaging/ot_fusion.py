@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, Self, cast
 
@@ -76,7 +76,7 @@ class OtFusion(OwnMethod):
 
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
-        method.solvers, method._lock = dict[str, Solver](), threading.RLock()  # one thread at a time runs models
+        method.strengths, method._lock = dict[str, float](), threading.Lock()  # one thread at a time finds plans
         method._blocks = {block.name: block for block, _, _ in models.places.values()}
         method._stream_plans, method._activations = cache(method._stream_plans), cache(method._activations)  # type: ignore[method-assign]
         threads = max(1, torch.cuda.device_count())  # mergekit has one a device; each merges one block at a time
@@ -88,9 +88,9 @@ class OtFusion(OwnMethod):
     ) -> list[Hashable]:
         models, hard = super().participants(name, weights, parameters), parameters["plan"] == "hard"
         usual = REGULARISATION["weights" if self.models.samples is None else "activations"]
-        solver = Solver(hard, parameters["regularisation"] or usual)
+        strength = 0.0 if hard else parameters["regularisation"] or usual
         for place in ("", self.models.places[name][0].name) if name in self.models.places else ():
-            self.solvers.setdefault(place, solver)
+            self.strengths.setdefault(place, strength)
         soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
         words = "hard plans, which are permutations" if hard else soft
         for model in models:
@@ -103,9 +103,10 @@ class OtFusion(OwnMethod):
             return {}
         block, info, piece = self.models.places[name]
         streams = parameters["stream"] == "transport"
-        plans = self._locked_stream_plans(model) if streams else {}
-        if _is_local(info, block):
-            plans = {**plans, **self._block_plans(model, block.name, streams, device)}
+        with self._lock:
+            plans = self._stream_plans(model) if streams else {}
+            if any(space in block.spaces.values() for space in info.spaces()):
+                plans = {**plans, **self._block_plans(model, block.name, streams, device)}
         return {"plans": plans, "piece": piece if info.stacked else None}
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
@@ -114,39 +115,32 @@ class OtFusion(OwnMethod):
         ]
         return mean(moved, [source.share for source in sources])
 
-    def _locked_stream_plans(self, model: Hashable) -> Plans:
-        with self._lock:
-            return self._stream_plans(model)
-
     def _stream_plans(self, model: Hashable) -> Plans:
         """The plan of each residual stream: from the tensors outside the layers, or from activations."""
         pair = self.models.views[self.models.base], self.models.views[model]
         architecture = pair[0].architecture
         spaces = architecture.streams.values()
         if self.models.samples is not None:
-            points = activation_points(architecture.blocks, spaces, self._both_activations(model))
+            activations = self._activations(self.models.base), self._activations(model)
+            points = activation_points(architecture.blocks, spaces, activations)
         else:
             first, second = (named_as(architecture, view.tensors, view.architecture) for view in pair)
             if (rows := shared_rows(pair)) is not None:
                 first, second = on_shared_rows(architecture, (first, second), rows)
             points = stream_ends(architecture, first, second)
-        return plans_of(spaces, points, self.solvers[""])
+        return plans_of(spaces, points, self.strengths[""])
 
     def _block_plans(self, model: Hashable, name: str, streams: bool, device: torch.device) -> Plans:
         """The plans of a block's own spaces."""
         block = self._blocks[name]
         if self.models.samples is not None:
-            points = activation_points((block,), block.spaces.values(), self._both_activations(model))
+            activations = self._activations(self.models.base), self._activations(model)
+            points = activation_points((block,), block.spaces.values(), activations)
         else:
-            part = replace(block, tensors=tuple(info for info in block.tensors if _is_local(info, block)))
-            views = self.models.views[self.models.base], self.models.views[model]
-            anchor, donor = (read_block(part, view.tensors.on(device)) for view in views)
-            points = weight_points(block, anchor, donor, self._locked_stream_plans(model) if streams else {})
-        return plans_of(block.spaces.values(), points, self.solvers[name])
-
-    def _both_activations(self, model: Hashable) -> tuple[Activations, Activations]:
-        with self._lock:
-            return self._activations(self.models.base), self._activations(model)
+            pair = self.models.views[self.models.base], self.models.views[model]
+            anchor, donor = (read_block(block, view.tensors.on(device)) for view in pair)
+            points = weight_points(block, anchor, donor, self._stream_plans(model) if streams else {})
+        return plans_of(block.spaces.values(), points, self.strengths[name])
 
     def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
@@ -156,11 +150,6 @@ class OtFusion(OwnMethod):
     def _batches(self) -> Sequence[Batch]:
         assert self.models.samples is not None
         return self.models.samples()
-
-
-def _is_local(info: TensorInfo, block: Block) -> bool:
-    """Whether a tensor has an axis in one of the block's own spaces."""
-    return any(space in block.spaces.values() for space in info.spaces())
 
 
 @dataclass(frozen=True)
@@ -208,45 +197,39 @@ def transported(
     return transform_tensor(tensor, info, cast(Mapping[str, Transform], plans))
 
 
-@dataclass(frozen=True)
-class Solver:
-    """What plans are computed by: exact transport, or Sinkhorn's algorithm with a regularisation."""
+def transport(anchor: Tensor, donor: Tensor, regularisation: float) -> Tensor:
+    """P of a transport plan between two sets of points.
 
-    hard: bool
-    regularisation: float
+    Args:
+        anchor, donor: features of each coordinate, (n, features).
+        regularisation: of Sinkhorn's algorithm; 0: exact transport, a hard plan.
 
-    def plan(self, anchor: Tensor, donor: Tensor) -> Tensor:
-        """P of a transport plan between two sets of points.
+    Returns:
+        (n, n), float64: ``aligned = P @ donor``.
 
-        Args:
-            anchor, donor: features of each coordinate, (n, features).
-
-        Returns:
-            (n, n), float64: ``aligned = P @ donor``.
-
-        Raises:
-            StatisticsError: POT is not installed.
-        """
-        try:
-            import ot
-        except ImportError as error:
-            raise StatisticsError("delegate ot_fusion needs POT", remedy="pip install POT") from error
-        cost = torch.cdist(donor.double(), anchor.double())
-        largest, count = float(cost.max()), len(cost)
-        if largest == 0.0:
-            return torch.eye(count, dtype=torch.float64, device=cost.device)
-        scaled: Any = (cost / largest).cpu().numpy()
-        mass = torch.full((count,), 1.0 / count, dtype=torch.float64).numpy()
-        if self.hard:
-            coupling = ot.emd(mass, mass, scaled, numItermax=2_000_000)
-        else:
-            options = {"method": "sinkhorn_stabilized", "numItermax": 2000, "warn": False}
-            coupling = ot.sinkhorn(mass, mass, scaled, self.regularisation, **options)
-        moved = torch.as_tensor(coupling).T
-        return (moved / moved.sum(1, keepdim=True)).to(cost.device)
+    Raises:
+        StatisticsError: POT is not installed.
+    """
+    try:
+        import ot
+    except ImportError as error:
+        raise StatisticsError("delegate ot_fusion needs POT", remedy="pip install POT") from error
+    cost = torch.cdist(donor.double(), anchor.double())
+    largest, count = float(cost.max()), len(cost)
+    if largest == 0.0:
+        return torch.eye(count, dtype=torch.float64, device=cost.device)
+    scaled: Any = (cost / largest).cpu().numpy()
+    mass = torch.full((count,), 1.0 / count, dtype=torch.float64).numpy()
+    if regularisation == 0.0:
+        coupling = ot.emd(mass, mass, scaled, numItermax=2_000_000)
+    else:
+        options = {"method": "sinkhorn_stabilized", "numItermax": 2000, "warn": False}
+        coupling = ot.sinkhorn(mass, mass, scaled, regularisation, **options)
+    moved = torch.as_tensor(coupling).T
+    return (moved / moved.sum(1, keepdim=True)).to(cost.device)
 
 
-def plans_of(spaces: Iterable[Space], points: Mapping[str, Points], solver: Solver) -> Plans:
+def plans_of(spaces: Iterable[Space], points: Mapping[str, Points], regularisation: float) -> Plans:
     """The plans of spaces.
 
     Args:
@@ -259,7 +242,7 @@ def plans_of(spaces: Iterable[Space], points: Mapping[str, Points], solver: Solv
             if (pair := points.get(f"{space.name}:{plan_name}")) is not None:
                 if space.kind == "attention" and space.sizes["per_group"] == 1:
                     pair = pair[0].flatten(0, 1)[None], pair[1].flatten(0, 1)[None]
-                solved = torch.stack([solver.plan(x, y) for x, y in zip(*pair, strict=True)])
+                solved = torch.stack([transport(x, y, regularisation) for x, y in zip(*pair, strict=True)])
                 matrices.update(dict.fromkeys(roles, solved))
         if matrices:
             plans[space.name] = TransportPlan(matrices)

@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,32 +22,29 @@ import torch
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from rotation_merge.config import Config, Count, Length, Rate, option
 from rotation_merge.errors import CheckpointError, DataError, RotationMergeError
 from rotation_merge.matching.objective import Answered, divergence
 from rotation_merge.matching.training import Training, kept_in, restore, trained
 from rotation_merge.model.tensors import Fingerprint
-from rotation_merge.run.batches import device_of, inputs_for
+from rotation_merge.run.batches import Batch, device_of, inputs_for
 from rotation_merge.run.functions import check_answers, fused_attention
-from rotation_merge.run.ledger import Ledger
+from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
 
-RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
-"""Learning rates that are tried first: for all weights, for a LoRA that holds something, for one that begins along the
-gradient."""
+RATES = (5e-3, 2e-3, 1e-3, 5e-4, 3e-4, 1e-4, 3e-5, 1e-5)
+"""Learning rates, tried from the largest on until a lower one gains less. Pretrained models need low ones."""
 
-LOWER = (3e-4, 1e-4, 3e-5, 1e-5)
-"""Learning rates that are tried next, in this order, while the lowest one so far is the best. Pretrained models need
-them."""
-
-STEP_TOKENS = 2048
-"""Tokens of a step, of all teachers together: of short texts, a step sees more batches."""
+OF_WEIGHTS, OF_FACTORS = 1e-3, 5e-3
+"""The largest rate for all weights and for a LoRA that begins along the gradient, and for one that holds something."""
 
 GRADIENT_SAMPLES = 8
 """Batches of each teacher that say where a LoRA begins."""
+
+STEP_TOKENS = 2048
+"""Tokens of a step, of all teachers together: of short texts, a step sees more batches."""
 
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
@@ -56,7 +53,7 @@ HELD_OUT = 0.15
 """Share of the samples that chooses the learning rate and the step."""
 
 LEAST_SHARE = 0.5
-"""Share of the best learning rate's gain in the trial that a larger one must reach to be chosen."""
+"""Share of the best learning rate's gain in its trial that a larger one must reach: short trials favour small rates."""
 
 WARM = 2
 """Steps of warming up at least, of which torch's schedule cannot have one."""
@@ -125,36 +122,37 @@ class PolishReport:
         return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
 
 
-class SharedBody(nn.ModuleList):
-    """Models that share the parameters of their body, each with its own head: one for each teacher.
+Samples = tuple[Answered, Answered]
+"""A teacher's samples with its answers: to train on, and held out."""
 
-    Args:
-        models: any of them may stand more than once; their equal parameters become those of `merge`.
-        merge: the merge with its own head.
-        heads: names of parameters that are never shared.
-    """
 
-    def __init__(self, models: Sequence[nn.Module], merge: nn.Module, heads: Collection[str]) -> None:
-        super().__init__(models)
-        merged = dict(merge.named_parameters(remove_duplicate=False))
-        for model in models:
-            for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-                shared = merged.get(name)
-                if name not in heads and shared is not None and torch.equal(shared, parameter):
-                    place, _, leaf = name.rpartition(".")
-                    setattr(model.get_submodule(place), leaf, shared)
+def split_at_random(answered: Answered, draw: torch.Generator) -> Samples:
+    """A teacher's samples in two parts, of which a share is held out."""
+    order = torch.randperm(len(answered), generator=draw).tolist()
+    count = max(1, round(len(answered) * HELD_OUT))
+    return [answered[i] for i in order[count:]], [answered[i] for i in order[:count]]
+
+
+def share_body(models: Sequence[nn.Module], merge: nn.Module, heads: Collection[str]) -> None:
+    """Give models the parameters of a merge that theirs are equal to, but for those of heads, by their names."""
+    merged = dict(merge.named_parameters(remove_duplicate=False))
+    for model in models:
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            shared = merged.get(name)
+            if name not in heads and shared is not None and torch.equal(shared, parameter):
+                place, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(place), leaf, shared)
 
 
 @dataclass
 class Polish:
-    """Training of a model towards the teachers' outputs, in place; the best state on held-out samples is kept.
+    """Training of models towards their teachers' outputs, in place; the best state on held-out samples is kept.
 
     Attributes:
-        model: in evaluation mode, its trainable parameters those that require gradients; `SharedBody`: the model that
-            learns from each teacher.
-        answered: each teacher's samples and answers.
-        new: the LoRA holds nothing yet and begins along the gradient (`initialise_along_gradient`).
-        last: number of last batches of each teacher to hold out; empty: a random share of `HELD_OUT`.
+        students: the model that learns from each teacher, in evaluation mode: one model, or several of one body.
+            Parameters that require gradients are trained.
+        samples: of each teacher.
+        largest_rate: the first learning rate that is tried.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
         state: folder for the state of an unfinished run; found there, the run goes on from it.
         watch: called at every step with a label, the steps done and the total.
@@ -163,169 +161,120 @@ class Polish:
         DataError: too few samples to hold some out.
     """
 
-    model: nn.Module
-    answered: Sequence[Answered]
+    students: Sequence[nn.Module]
+    samples: Sequence[Samples]
     config: PolishConfig
-    new: bool = False
-    last: Sequence[int] = ()
+    largest_rate: float = OF_WEIGHTS
     batches: int = 0
     state: Path | None = None
     watch: Progress = lambda *_: None
 
     def __post_init__(self) -> None:
-        torch.manual_seed(self.config.seed)
-        self.students = list(self.model) if isinstance(self.model, SharedBody) else [self.model] * len(self.answered)
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        draw = torch.Generator().manual_seed(self.config.seed)
-        parts = [self._parts(number, draw) for number in range(len(self.answered))]
-        self.held_out, self.training = [part for part, _ in parts], [part for _, part in parts]
-        sizes = ([batch["input_ids"].numel() for batch, _ in each if "input_ids" in batch] for each in self.answered)
-        tokens = sum(fmean(texts) for texts in sizes if texts)
-        batch_size = round(STEP_TOKENS / tokens) if tokens else 1
-        self.batches = self.batches or max(1, min(batch_size, *map(len, self.training)))
-
-    def _parts(self, teacher: int, draw: torch.Generator) -> tuple[list[int], list[int]]:
-        """The batches of a teacher that are held out, and those that are trained on."""
-        count = len(self.answered[teacher])
-        if count < 2:
-            problem, remedy = f"{count} batches of samples are too few to hold one out", "give more of them ('samples')"
-            raise DataError(problem, where=f"teacher {teacher + 1}", remedy=remedy)
-        order, size = torch.randperm(count, generator=draw).tolist(), max(1, round(count * HELD_OUT))
-        if self.last:
-            order, size = list(reversed(range(count))), self.last[teacher]
-        return order[:size], order[size:]
+        self.model, tokens = nn.ModuleList(self.students), 0.0
+        for number, parts in enumerate(self.samples, 1):
+            if not all(parts):
+                problem = f"{sum(map(len, parts))} batches of samples are too few to hold one out"
+                raise DataError(problem, where=f"teacher {number}", remedy="give more of them ('samples')")
+            texts = [batch["input_ids"].numel() for part in parts for batch, _ in part if "input_ids" in batch]
+            tokens += fmean(texts) if texts else 0.0
+        self.training, self.held_out = zip(*self.samples, strict=True)
+        at_a_step = round(STEP_TOKENS / tokens) if tokens else 1
+        self.batches = self.batches or max(1, min(at_a_step, *map(len, self.training)))
 
     def run(self) -> PolishReport:
         """Train; with the fast attention that gives each student's usual outputs."""
         with ExitStack() as attention:
-            for student, answers in zip(self.students, self.answered, strict=True):
-                attention.enter_context(fused_attention(student, inputs_for(student, answers[0][0])))
+            for student, samples in zip(self.students, self.training, strict=True):
+                attention.enter_context(fused_attention(student, inputs_for(student, samples[0][0])))
             began, before = time.perf_counter(), self.score()
-            check_answers(self.model, [torch.tensor(before)])
+            check_answers(self.students[0], [torch.tensor(before)])
             report = PolishReport(before, before, history=[(0, 0.0, before)])
-            if self.new:
-                initialise_along_gradient(self.model, self._first_gradients)
             start = copy.deepcopy(trained(self.model))
             with kept_in(self.state, partial(self._key, start)) as ledger:
                 report.rate, report.trials = ledger.get(RATE) or self._chosen_rate(start, before)
                 ledger.keep(RATE, lambda: (report.rate, report.trials))
-                self._train(report, ledger)
+                self._train(report, report.rate, self.config.steps, "polishing", LOOKS, ledger)
+            if not math.isfinite(report.history[-1][2]):
+                problem, remedy = "training gives NaN", "give a lower 'learning_rate', or look at the model's weights"
+                raise CheckpointError(problem, remedy=remedy)
             report.seconds = time.perf_counter() - began
             return report
 
     def _chosen_rate(self, start: dict[str, Tensor], before: float) -> tuple[float, dict[str, float]]:
-        """The learning rate that trials choose, from `start`, which the model then is again; and the trials."""
+        """The learning rate that trials choose, each from `start`, which the model then is again; and the trials.
+
+        A trial's value is the held-out divergence after a whole schedule of a tenth of the steps.
+        """
         if self.config.learning_rate is not None:
             return self.config.learning_rate, {}
-        rates = list(RATES["weights" if not self.config.lora else "new lora" if self.new else "lora"])
-        lower, trials = [rate for rate in LOWER if rate < min(rates)], dict[str, float]()
-        for rate in rates:  # grows while the lowest one is the best
-            trials[f"{rate:g}"] = self._trial(rate, start)
-            best = best_rate(rates, trials, before)
-            if len(trials) == len(rates) and best == min(rates) and lower:
-                rates.append(lower.pop(0))
-        _check_number(trials[f"{best:g}"])
-        return best, trials
+        steps, trials = max(1, round(self.config.steps * TRIAL)), dict[float, float]()
+        for rate in (rate for rate in RATES if rate <= self.largest_rate):
+            trial = PolishReport(before, before)
+            self._train(trial, rate, steps, f"learning rate {rate:g}")
+            restore(self.model, start)
+            value = trial.history[-1][2]
+            trials[rate] = value if math.isfinite(value) else math.inf
+            if trials[rate] > min(trials.values()):
+                break
+        least = min(trials.values())
+        enough = least + (1 - LEAST_SHARE) * max(0.0, before - least)
+        chosen = next(rate for rate, value in trials.items() if value <= enough)
+        return chosen, {f"{rate:g}": value for rate, value in trials.items()}
 
-    def _trial(self, rate: float, start: dict[str, Tensor]) -> float:
-        """The held-out divergence after a whole schedule of a tenth of the steps; infinite if it is not finite."""
-        steps, generator = max(1, round(self.config.steps * TRIAL)), self._generator()
-        optimiser, schedule = self._optimiser(rate, steps)
-        for step in range(steps):
-            self._step(optimiser, generator)
-            schedule.step()
-            self.watch(f"learning rate {rate:g}", step + 1, steps)
-        result = self.score()
-        restore(self.model, start)
-        return result if math.isfinite(result) else math.inf
-
-    def _train(self, report: PolishReport, ledger: Ledger) -> None:
-        """Take all steps at the chosen rate."""
-        steps, generator = self.config.steps, self._generator()
-        optimiser, schedule = self._optimiser(report.rate, steps)
+    def _train(
+        self, report: PolishReport, rate: float, steps: int, label: str, looks: int = 1, ledger: Ledger = NOWHERE
+    ) -> None:
+        """AdamW with a schedule that rises to a rate in a tenth of the steps, then falls to zero."""
+        generator = torch.Generator().manual_seed(self.config.seed + 1)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        total = max(steps, 1 + WARM)
+        warm = max(0.1, WARM / total)
+        schedule = OneCycleLR(optimiser, rate, total_steps=total, pct_start=warm, cycle_momentum=False)
 
         def step() -> None:
-            _check_number(self._step(optimiser, generator))
+            """Take one step on random batches of each teacher."""
+            optimiser.zero_grad()
+            for teacher, samples in enumerate(self.training):
+                for number in torch.randint(len(samples), (self.batches,), generator=generator).tolist():
+                    self._add_gradient(teacher, samples[number])
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimiser.step()
 
         training = Training(self.model, optimiser, schedule, generator, report, step, lambda: (self.score(),))
-        training.run(steps, LOOKS, lambda done: self.watch("polishing", done, steps), ledger)
+        training.run(steps, looks, lambda done: self.watch(label, done, steps), ledger)
 
     def _key(self, start: dict[str, Tensor]) -> str:
         """The fingerprint of a polishing run: weights, answers and every option that has an effect."""
         fingerprint = Fingerprint()
-        pairs = (pair for samples in self.answered for pair in samples)
+        pairs = itertools.chain(*self.training, *self.held_out)
         for number, tensors in enumerate([start, *itertools.chain.from_iterable(pairs)]):
             for name, tensor in tensors.items():
                 fingerprint.add(f"{number}.{name}", tensor)
         options = asdict(replace(self.config, merge_lora=False))  # which is of writing
-        return fingerprint.hexdigest({"new": self.new, "last": list(self.last), "batches": self.batches, **options})
+        return fingerprint.hexdigest({"batches": self.batches, "rate": self.largest_rate, **options})
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.config.seed + 1)
+    def _add_gradient(self, teacher: int, sample: tuple[Batch, dict[str, Tensor]]) -> None:
+        """Add the gradient of one batch of a teacher."""
+        (self._divergence(teacher, sample) / (len(self.students) * self.batches)).backward()
 
-    def _optimiser(self, rate: float, steps: int) -> tuple[Optimizer, LRScheduler]:
-        """AdamW with a schedule that rises to a rate in a tenth of the steps, then falls to zero."""
-        optimiser = torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-        total = max(steps, 1 + WARM)
-        warm = max(0.1, WARM / total)
-        return optimiser, OneCycleLR(optimiser, rate, total_steps=total, pct_start=warm, cycle_momentum=False)
-
-    def _step(self, optimiser: Optimizer, generator: torch.Generator) -> float:
-        """Take one step on random batches of each teacher and return the divergence before it."""
-        optimiser.zero_grad()
-        numbers = [torch.tensor(t)[torch.randint(len(t), (self.batches,), generator=generator)] for t in self.training]
-        total = sum(self._gradient(k, number) for k, batch in enumerate(numbers) for number in batch.tolist())
-        nn.utils.clip_grad_norm_(self.trained, 1.0)
-        optimiser.step()
-        return total
-
-    def _gradient(self, teacher: int, number: int) -> float:
-        """Add the gradient of one batch of a teacher, and return its part of the divergence."""
-        loss = self._divergence(teacher, number) / (len(self.answered) * self.batches)
-        loss.backward()
-        return float(loss.detach())
-
-    def _divergence(self, teacher: int, number: int) -> Tensor:
+    def _divergence(self, teacher: int, sample: tuple[Batch, dict[str, Tensor]]) -> Tensor:
         """Divergence from a teacher on one of its batches."""
-        student, (batch, answer) = self.students[teacher], self.answered[teacher][number]
-        device = device_of(self.model)
-        target = {name: tensor.to(device) for name, tensor in answer.items()}
+        student, (batch, answer) = self.students[teacher], sample
+        target = {name: tensor.to(device_of(student)) for name, tensor in answer.items()}
         return divergence(student(**inputs_for(student, batch)), target)
 
-    def _first_gradients(self) -> None:
+    def first_gradients(self) -> None:
         """Add up the gradients of the first training batches of every teacher."""
-        for teacher, numbers in enumerate(self.training):
-            for number in numbers[:GRADIENT_SAMPLES]:
-                self._gradient(teacher, number)
+        for teacher, samples in enumerate(self.training):
+            for sample in samples[:GRADIENT_SAMPLES]:
+                self._add_gradient(teacher, sample)
 
     @torch.no_grad()
     def score(self) -> float:
         """Divergence on held-out samples, the mean over teachers."""
-        return fmean(
-            fmean(float(self._divergence(k, number)) for number in numbers) for k, numbers in enumerate(self.held_out)
-        )
-
-
-def best_rate(rates: Sequence[float], trials: Mapping[str, float], before: float) -> float:
-    """The largest rate with at least a share of the best gain; short trials favour small rates.
-
-    Args:
-        trials: held-out divergence after each rate's trial, by its name.
-        before: held-out divergence at the start.
-    """
-    gains = {rate: before - trials.get(f"{rate:g}", before) for rate in rates}
-    best = max(gains, key=lambda rate: gains[rate])
-    if gains[best] <= 0:
-        return best
-    return max(rate for rate in rates if gains[rate] >= LEAST_SHARE * gains[best])
-
-
-def _check_number(loss: float) -> float:
-    """A loss, if it is finite."""
-    if not math.isfinite(loss):
-        problem, remedy = "training gives NaN", "give a lower 'learning_rate', or look at the model's weights"
-        raise CheckpointError(problem, remedy=remedy)
-    return loss
+        parts = enumerate(self.held_out)
+        return fmean(fmean(float(self._divergence(k, sample)) for sample in samples) for k, samples in parts)
 
 
 def with_lora(model: Any, rank: int, seed: int) -> Any:

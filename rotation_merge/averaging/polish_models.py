@@ -8,10 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors.torch import load_file
 
 from rotation_merge.architecture.sentence import KEY
-from rotation_merge.averaging.polish import Polish, PolishConfig, SharedBody, with_lora
+from rotation_merge.averaging.polish import (
+    Polish,
+    PolishConfig,
+    initialise_along_gradient,
+    share_body,
+    split_at_random,
+    with_lora,
+)
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded
@@ -70,16 +78,21 @@ def polished(
     with seeded(config.seed):
         answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
         modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}
-        model = student = modules[merged.name]
         if config.lora:
-            student = with_lora(model, config.lora, config.seed)
+            modules[merged.name] = with_lora(modules[merged.name], config.lora, config.seed)
+        learning = [modules[view.name] for view in students]
         if any(heads):
-            student = SharedBody([modules[view.name] for view in students], model, head_names(merged.architecture))
-        watch = progress or (lambda *_: None)
-        report = Polish(student, answered, config, config.lora > 0, state=state, watch=watch).run()
-    if config.lora and not config.merge_lora and report.gained:
-        return replace(_adapter(student, merged.name), notes=(report.verdict(),), report=cast(Any, report))
+            share_body(learning, modules[merged.name], head_names(merged.architecture))
+        draw, watch = torch.Generator().manual_seed(config.seed), progress or (lambda *_: None)
+        parts = [split_at_random(answers, draw) for answers in answered]
+        polish = Polish(learning, parts, config, state=state, watch=watch)
+        if config.lora:
+            initialise_along_gradient(modules[merged.name], polish.first_gradients)
+        report = polish.run()
     if config.lora and report.gained:
+        student = modules[merged.name]
+        if not config.merge_lora:
+            return replace(_adapter(student, merged.name), notes=(report.verdict(),), report=cast(Any, report))
         modules[merged.name] = student.merge_and_unload()
     result, *headed = (
         _with_weights(view, modules[view.name]) if report.gained else as_stored(view)

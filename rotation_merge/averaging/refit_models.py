@@ -6,7 +6,7 @@ One pass over all models: each solved tensor is left in a store, so that no mode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import fmean
@@ -23,7 +23,6 @@ from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.refit import Refit, teacher_answers
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.errors import DataError, RecipeError
-from rotation_merge.model.forms import named_as
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
@@ -60,8 +59,6 @@ class Teacher:
         share: its part in the average and among the answers; shares sum to one.
         source: where its samples come from: `self`, `synthetic`, a file; or batches.
         samples: number of samples.
-        batches: the samples, once they are read; None: the model itself writes them in the refit.
-        held_out: samples with labels that nothing is solved on; None: there are none.
     """
 
     view: View
@@ -69,8 +66,6 @@ class Teacher:
     share: float
     source: Samples
     samples: int
-    batches: list[Batch] | None = field(default=None, repr=False)
-    held_out: Data | None = field(default=None, repr=False)
 
     @property
     def key(self) -> str | int:
@@ -111,39 +106,17 @@ def usual_source(model: View) -> str:
     raise RecipeError(problem, where=model.name, remedy="add 'data: FILE' under its parameters")
 
 
-def _with_samples(base: View, teachers: Sequence[Teacher], config: RefitConfig) -> tuple[list[Teacher], bool]:
-    """The teachers with the samples of all but those that write their own, and whether these are one pool."""
+def _is_pool(base: View, teachers: Sequence[Teacher], config: RefitConfig) -> bool:
+    """Whether the samples of all teachers are one pool; refuses a config that does not fit the teachers."""
     if config.start not in ("average", "anchor") and all(teacher.view is base for teacher in teachers):
         remedy = "name the fine-tunes under 'models', and their base as 'base_model'"
         raise RecipeError(f"'start: {config.start}' merges task vectors, but there are none", remedy=remedy)
-    sources = [teacher.key for teacher in teachers]
-    same = len(sources) > 1 and set(sources) == {sources[0]} != {SELF}
+    sources = {teacher.key for teacher in teachers}
+    same = len(teachers) > 1 and len(sources) == 1 and sources != {SELF}
     if same and config.targets == "own":
         problem = f"'targets: own' needs different samples for each model, all have '{teachers[0].words}'"
         raise RecipeError(problem, remedy="write 'data' under each model, or 'targets: mean'")
-    pooled = same if config.targets is None else config.targets == "mean"
-    read = []
-    for number, teacher in enumerate(teachers):
-        known = pooled and teacher.key != SELF and teacher.key in sources[:number]
-        read.append(replace(teacher, batches=[]) if known else _read(teacher, config.seed + number))
-    return read, pooled
-
-
-def _read(teacher: Teacher, seed: int) -> Teacher:
-    """A teacher with its samples, some of a file's with labels held out."""
-    if teacher.key == SELF:
-        return teacher
-    of_file = isinstance(teacher.key, str) and teacher.key != SYNTHETIC
-    beyond = max(HELD_OUT, teacher.samples // 3) if of_file else 0
-    kind = empty_model(teacher.original)
-    samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=kind)
-    held_out = None
-    if beyond and samples.examples >= 2 * HELD_OUT:
-        size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
-        samples, remaining = split_batches(samples, size)
-        held_out = remaining if remaining.task in JUDGED else None
-    batches = batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
-    return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)
+    return same if config.targets is None else config.targets == "mean"
 
 
 @dataclass
@@ -159,6 +132,7 @@ class ModelRefit:
         exclude: tensors, by the base's names, that stay the base's.
         own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
         dtype: of the result; None: each tensor has that of the base's files.
+        held_out: samples with labels that nothing is solved on, with the shares of their teachers.
         notes: lines for a report.
         heads: solved tensors of every teacher's own head, by the teacher's name.
 
@@ -175,10 +149,15 @@ class ModelRefit:
     device: str = "cpu"
     notes: list[str] = field(default_factory=list, init=False)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
-    pooled: bool = field(default=False, init=False)
+    held_out: list[tuple[float, Data]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.teachers, self.pooled = _with_samples(self.base, self.teachers, self.config)
+        self.pooled = _is_pool(self.base, self.teachers, self.config)
+        self._samples = dict[int, list[Batch]]()
+        for number, teacher in enumerate(self.teachers):
+            known = self.pooled and teacher.key in [earlier.key for earlier in self.teachers[:number]]
+            if teacher.key != SELF:
+                self._samples[number] = [] if known else self._read_samples(number)
         self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())
         self.exact = torch.promote_types(self.dtype or dtypes[0], torch.float32)
 
@@ -209,73 +188,76 @@ class ModelRefit:
         dtype = self.dtype or stored.get(name) or next(iter(stored.values()))
         return tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor
 
-    def _start(self, anchor: Tensors) -> Tensors:
+    def _start(self) -> Tensors:
         """The weights before solving: the models' average, or a merge of the task vectors, by a merge method."""
-        name = self.config.start
+        name, base = self.config.start, self.base
         if name == "anchor":
-            return anchor
-        tuned = [teacher for teacher in self.teachers if teacher.view is not self.base]
+            return base.tensors
+        tuned = [teacher for teacher in self.teachers if teacher.view is not base]
         total = 1.0 if name == "average" else sum(teacher.share for teacher in tuned) / len(tuned)
         weights, scale = [teacher.share / total for teacher in tuned], {"lambda": self.config.lambda_}
-        views = [self.base, *(teacher.view for teacher in tuned)]
+        views = [base, *(teacher.view for teacher in tuned)]
         method = next((each for each in TASK_VECTORS if each.spec.name == name), None)
         if method is None:
             values = {**scale, "weight": weights, "normalize": False}
             merged = averaged(views, merge_methods.get("task_arithmetic"), values)
         else:
-            models = MergedModels.of(views, tied_head=None if self.base.untie else self.base.tied_head)
+            models = MergedModels.of(views, tied_head=None if base.untie else base.tied_head)
             merged = averaged(views, method.on(models), {**scale, "weight": [1.0, *weights]})
-        return anchor.replaced(merged.only(name for name in merged if not self.excluded(name)))
+        return base.tensors.replaced(merged.only(name for name in merged if not self.excluded(name)))
 
     def _solved(self, progress: Progress) -> Tensors:
         """The start with the solved tensors, or without where held-out samples say that they are worse."""
-        architecture = self.base.architecture
-        anchor, *sources = (
-            named_as(architecture, view.tensors, view.architecture)
-            for view in (self.base, *(teacher.view for teacher in self.teachers))
-        )
-        start, maps = self._start(anchor), {name for m in linear_maps(architecture).values() for name in m.info.names}
+        start, maps = self._start(), {n for m in linear_maps(self.base.architecture).values() for n in m.info.names}
         parts = [with_small_first_batch(self._batches(number)) for number in range(len(self.teachers))]
         batches = [batch for part in parts for batch in part]
-        donors = [
-            self._runner(teacher.original, source, batches if self.pooled else part)
-            for teacher, source, part in zip(self.teachers, sources, parts, strict=True)
-        ]
+        views = [teacher.view for teacher in self.teachers]
+        donors = [self._runner(v, batches if self.pooled else part) for v, part in zip(views, parts, strict=True)]
         shares = [teacher.share for teacher in self.teachers]
         answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
         if self.pooled:
             answering = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
         weights = [1.0 if self.pooled else shares[each[0][0]] * len(shares) for each in answering]
-        judging = [] if self.own_heads else [(t.share, t.held_out) for t in self.teachers if t.held_out is not None]
-        beside = [batch for _, data in judging for batch in data.batches]
         # all but linear maps run as they are stored; solved maps are rounded afterwards
         running = start.map(lambda name, tensor: tensor if name in maps else self._rounded(name, tensor))
-        merge = self._runner(self.base, running, [*batches, *beside])
-        refit = self._refit(merge, donors, [*answering, *([] for _ in beside)], [*weights, *(0.0 for _ in beside)])
+        merge = self._runner(replace(self.base, tensors=running), batches)
+        refit = self._refit(merge, donors, answering, weights)
         refit.skip, refit.watch = self.excluded, progress
         solved = refit.run().solved()
-        losses = self._losses(judging, start, merge, len(batches)) if judging else None
-        if losses is not None and losses[1] > losses[0]:
-            solved = solved.only(())
-        self._note(refit, losses)
         written = start.replaced(solved)
+        losses = self._losses(start, written)
+        self._note(refit, losses)
+        if losses and losses[1] > losses[0]:
+            written = start
         if self.own_heads and not self.pooled:
-            self._solve_heads(written, sources, merge, donors)
+            self._solve_heads(written, merge, donors)
         return written
+
+    def _read_samples(self, number: int) -> list[Batch]:
+        """The samples of a teacher; some of a file's with labels are held out."""
+        teacher = self.teachers[number]
+        of_file = isinstance(teacher.key, str) and teacher.key != SYNTHETIC
+        beyond = max(HELD_OUT, teacher.samples // 3) if of_file else 0
+        options = {"seed": self.config.seed + number, "module": empty_model(teacher.original)}
+        samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, **options)
+        if beyond and samples.examples >= 2 * HELD_OUT:
+            size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
+            samples, remaining = split_batches(samples, size)
+            if remaining.task in JUDGED:
+                self.held_out.append((teacher.share, remaining))
+        return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
 
     def _batches(self, number: int) -> list[Batch]:
         """The samples that a teacher brings; those of its own are written now."""
-        teacher = self.teachers[number]
-        if teacher.batches is not None:
-            return teacher.batches
-        model, seed = teacher.original, self.config.seed + number
-        writer = in_memory(replace(model, untie=False), self.exact).to(self.device)
-        return read_samples(model, teacher.source, teacher.samples, seed=seed, module=writer).batches
+        if number in self._samples:
+            return self._samples[number]
+        teacher, seed = self.teachers[number], self.config.seed + number
+        writer = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
+        return read_samples(teacher.original, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
-    def _runner(self, model: View, source: Tensors, batches: list[Batch]) -> Runner:
-        """Runs tensors by the base's names as a model of another's config."""
-        view = replace(model, tensors=source, architecture=self.base.architecture, untie=self.base.untie)
-        return Runner(view, batches, self.states, self.exact, self.device)
+    def _runner(self, view: View, batches: list[Batch]) -> Runner:
+        """Runs a model in the coordinates of the merge."""
+        return Runner(replace(view, untie=self.base.untie), batches, self.states, self.exact, self.device)
 
     def _refit(
         self,
@@ -290,46 +272,44 @@ class ModelRefit:
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
 
-    def _losses(
-        self, judging: Sequence[tuple[float, Data]], start: Tensors, merge: Runner, first: int
-    ) -> tuple[float, float] | None:
-        """Losses of the start and the refitted merge on held-out samples.
+    def _losses(self, *merges: Tensors) -> list[float]:
+        """The loss of merges on held-out samples, which models of their own heads have not in common.
 
-        None if the merge's head has no such labels. Models of their own heads have no common loss.
-
-        Args:
-            judging: held-out samples with the shares of their models.
-            first: number of the first of their batches among the merge's.
+        None if there are no such samples, or if the base's head has no such labels.
         """
-        before = self._runner(self.base, start.map(self._rounded), [b for _, data in judging for b in data.batches])
-        before.run_through()
-        total, losses = sum(share for share, _ in judging), []
-        for answers in (LayerwiseAnswers(before, 0), LayerwiseAnswers(merge, first)):
+        held_out = [] if self.own_heads else self.held_out
+        total, losses = sum(share for share, _ in held_out), []
+        for merge in merges if held_out else ():
+            batches = [batch for _, data in held_out for batch in data.batches]
+            runner = self._runner(replace(self.base, tensors=merge.map(self._rounded)), batches)
+            runner.run_through()
+
+            def answer(runner: Runner = runner, numbers: Iterator[int] = count(), **_: Tensor) -> SimpleNamespace:  # noqa: B008
+                return SimpleNamespace(logits=runner.answer(next(numbers)).logits.cpu())
+
             try:
-                losses.append(sum(share * score(answers, data).loss for share, data in judging) / total)
+                losses.append(sum(share * score(answer, data).loss for share, data in held_out) / total)
             except DataError as error:
                 self.notes.append(f"The refit was not judged on held-out samples: {error}.")
-                return None
-        return losses[0], losses[1]
+                return []
+        return losses
 
-    def _solve_heads(self, body: Tensors, sources: Sequence[Tensors], merge: Runner, donors: Sequence[Runner]) -> None:
+    def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
         """
         first = 0
-        for teacher, source, donor in zip(self.teachers, sources, donors, strict=True):
-            count = len(donor.batches)
-            if teacher.view is not self.base and not all(map(self.exclude, self.head_names)):
-                headed, alone = (
-                    self._runner(teacher.original, tensors, donor.batches)
-                    for tensors in (body.replaced(source.only(sorted(self.head_names))), source)
-                )
+        for teacher, donor in zip(self.teachers, donors, strict=True):
+            view, count = teacher.view, len(donor.batches)
+            if view is not self.base and not all(map(self.exclude, self.head_names)):
+                tensors = body.replaced(view.tensors.only(name for name in view.tensors if name in self.head_names))
+                headed, alone = (self._runner(each, donor.batches) for each in (replace(view, tensors=tensors), view))
                 headed.follow(merge, first, is_head)
                 alone.follow(donor, 0, is_head)
                 refit = self._refit(headed, [alone], [[(0, i, 1.0)] for i in range(count)], [1.0] * count)
                 refit.skip = lambda name: name not in self.head_names or self.exclude(name)
-                self.heads[teacher.original.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
+                self.heads[view.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
             first += count
         if any(self.heads.values()):
             self.notes.append(
@@ -337,7 +317,7 @@ class ModelRefit:
                 "leaves out tensors with NAME in their names)."
             )
 
-    def _note(self, refit: Refit, losses: tuple[float, float] | None) -> None:
+    def _note(self, refit: Refit, losses: Sequence[float]) -> None:
         """Put the refit in words into the notes."""
         before, after = (
             (fmean(each) for each in zip(*refit.errors.values(), strict=True)) if refit.errors else (0.0, 0.0)
@@ -350,8 +330,8 @@ class ModelRefit:
             f"{self.config.ridge:g}, from the {start}; samples: {sources}). The error of their outputs fell "
             f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
         )
-        if losses is not None:
-            examples = sum(teacher.held_out.examples for teacher in self.teachers if teacher.held_out is not None)
+        if losses:
+            examples = sum(data.examples for _, data in self.held_out)
             written = f"; that is worse, so the {start} was written" * (losses[1] > losses[0])
             change = f"{losses[0]:.4f} before the refit and {losses[1]:.4f} after it"
             self.notes.append(f"On {examples} held-out samples the loss was {change}{written}.")
@@ -360,13 +340,3 @@ class ModelRefit:
             unsolved["tied to the embedding, 'untie: true' gives it its own tensor"] = [self.base.tied_head]
         for reason, names in unsolved.items():
             self.notes.append(f"Refit kept the {start} ({reason}): {', '.join(f'`{name}`' for name in names)}.")
-
-
-class LayerwiseAnswers:
-    """A model that has been run block by block, asked for its answers to its batches, from a number on."""
-
-    def __init__(self, runner: Runner, first: int) -> None:
-        self.runner, self.config, self._numbers = runner, runner.model.config, count(first)
-
-    def __call__(self, **_: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.runner.answer(next(self._numbers)).logits.cpu())

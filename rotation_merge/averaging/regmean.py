@@ -12,7 +12,7 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import Inputs, Source, StatisticsMethod, mean
+from rotation_merge.averaging.methods import Inputs, Source, StatisticsMethod, weighted_mean
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import NotNegative, Share
 from rotation_merge.errors import StatisticsError
@@ -64,8 +64,27 @@ class RegMean(StatisticsMethod):
         return {"gram": inputs[piece] if info.stacked else inputs}
 
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
-        grams = [shrunk(s.inputs["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]
-        return regmean([s.weight for s in sources], grams, [s.share for s in sources])
+        r"""``W = (sum_k a_k W_k G_k) (sum_k a_k G_k)^-1``, the Grams shrunk and with their ridge.
+
+        Raises:
+            StatisticsError: the sum of the Grams is singular.
+
+        Source: Jin, Ren, Preotiuc-Pietro and Cheng 2023, equation 1.
+        """
+        grams = [s.share * shrunk(s.inputs["gram"], parameters["shrink"], parameters["ridge"]) for s in sources]
+        if all(float(gram.trace()) == 0 for gram in grams):
+            return weighted_mean(sources)
+        # what the models agree on comes out bit for bit: solve for the differences from the first
+        first = sources[0].weight.double()
+        right, total = torch.zeros_like(first), torch.zeros_like(grams[0])
+        for gram, source in zip(grams, sources, strict=True):
+            total += gram
+            right += (source.weight.double() - first) @ gram
+        lower, failed = torch.linalg.cholesky_ex(total)
+        if int(failed) or not float(lower.diagonal().min() ** 2) > 1e-13 * float(total.diagonal().max()):
+            remedy = "set 'ridge' (0.001 is a good start), or measure on more samples"
+            raise StatisticsError("the Grams of a map are singular: too few samples, or none", remedy=remedy)
+        return first + torch.cholesky_solve(right.T, lower).T
 
 
 def shrunk(gram: Tensor, shrink: float, ridge: float) -> Tensor:
@@ -73,29 +92,3 @@ def shrunk(gram: Tensor, shrink: float, ridge: float) -> Tensor:
     diagonal = gram.diagonal()
     floor = ridge * diagonal.sum() / len(gram)
     return shrink * gram + torch.diag((1 - shrink) * diagonal + floor)
-
-
-def regmean(weights: Sequence[Tensor], grams: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    r"""``W = (sum_k a_k W_k G_k) (sum_k a_k G_k)^-1``.
-
-    Args:
-        weights: (outputs, inputs) each.
-        grams: (inputs, inputs) each, shrunk and with their ridge.
-        shares: a_k.
-
-    Raises:
-        StatisticsError: the sum of the Grams is singular.
-
-    Source: Jin, Ren, Preotiuc-Pietro and Cheng 2023, equation 1.
-    """
-    if sum(shares) == 0 or all(float(gram.trace()) == 0 for gram in grams):
-        return mean(weights, shares)
-    # what the models agree on comes out bit for bit: solve for the differences from the first
-    first = weights[0].double()
-    right: Tensor = sum(a * ((w.double() - first) @ g) for a, g, w in zip(shares, grams, weights, strict=True))  # type: ignore[assignment]
-    total: Tensor = sum(a * g for a, g in zip(shares, grams, strict=True))  # type: ignore[assignment]
-    lower, failed = torch.linalg.cholesky_ex(total)
-    if int(failed) or not float(lower.diagonal().min() ** 2) > 1e-13 * float(total.diagonal().max()):
-        remedy = "set 'ridge' (0.001 is a good start), or measure on more samples"
-        raise StatisticsError("the Grams of a map are singular: too few samples, or none", remedy=remedy)
-    return first + torch.cholesky_solve(right.T, lower).T

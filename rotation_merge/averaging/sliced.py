@@ -31,14 +31,16 @@ class SlicedMatrix:
     Attributes:
         rows: the rows of a slice, float64.
         parts: the slices; of several each has at least one row.
+        error: bound on the largest singular value that rounding gave the matrix.
     """
 
     rows: Callable[[Part], Tensor]
     parts: Sequence[Part] = (...,)
+    error: float = 0.0
 
     @classmethod
-    def of(cls, matrix: Tensor) -> SlicedMatrix:
-        return cls(lambda part: matrix[part])
+    def of(cls, matrix: Tensor, error: float = 0.0) -> SlicedMatrix:
+        return cls(lambda part: matrix[part], error=error)
 
     def whole(self) -> Tensor:
         if len(self.parts) == 1:
@@ -46,15 +48,17 @@ class SlicedMatrix:
         return torch.cat([self.rows(part) for part in self.parts])
 
     def __matmul__(self, right: Tensor) -> SlicedMatrix:
-        return replace(self, rows=lambda part: self.rows(part) @ right)
+        return SlicedMatrix(lambda part: self.rows(part) @ right, self.parts)
 
     def __mul__(self, columns: Tensor | float) -> SlicedMatrix:
         """Each column times a number."""
-        return replace(self, rows=lambda part: self.rows(part) * columns)
+        return SlicedMatrix(lambda part: self.rows(part) * columns, self.parts)
 
     def scaled(self, factor: float) -> SlicedMatrix:
         """The matrix times a number, in place if it is held."""
-        return self * factor if len(self.parts) > 1 else SlicedMatrix.of(self.whole().mul_(factor))
+        if len(self.parts) == 1:
+            return SlicedMatrix.of(self.whole().mul_(factor), factor * self.error)
+        return replace(self * factor, error=factor * self.error)
 
     @cached_property
     def norm(self) -> float:
@@ -101,4 +105,4 @@ class SlicedMatrix:
 
 def combined(matrices: Sequence[SlicedMatrix], function: Callable[[list[Tensor]], Tensor]) -> SlicedMatrix:
     """A function of the rows of matrices in the same slices, such as their sum."""
-    return replace(matrices[0], rows=lambda part: function([matrix.rows(part) for matrix in matrices]))
+    return SlicedMatrix(lambda part: function([matrix.rows(part) for matrix in matrices]), matrices[0].parts)

@@ -54,15 +54,10 @@ CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
 
 
 class TaskVectorMethod(OwnMethod):
-    """A method that merges the changes of each linear map, and adds the result to the base's map.
-
-    Attributes:
-        sees_rounding: whether its rule tells directions of a change from those that rounding made.
-    """
+    """A method that merges the changes of each linear map, and adds the result to the base's map."""
 
     needs_base = True
     tied = True
-    sees_rounding = False
 
     def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
         """The merged change of one map, before `lambda`; a rule is this function, or `in_slices`.
@@ -70,9 +65,8 @@ class TaskVectorMethod(OwnMethod):
         Args:
             changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
-            parameters: of the method; and where it sees rounding, `rounding`: of each change the largest singular
-                value that the rounding of its weights gives it, over its norm (without that entry changes are exact);
-                `size`: the smaller side of the map, where the changes are given in smaller orthonormal bases.
+            parameters: of the method; and `size`: the smaller side of the map, where the changes are given in smaller
+                orthonormal bases.
         """
         return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
 
@@ -100,10 +94,6 @@ class TaskVectorMethod(OwnMethod):
         if linear:
             self.note("ratios", ratio)
             self.note("lengths", parameters["lengths"])
-            if self.sees_rounding:
-                errors = [rounding_error(source.weight) for source in tuned_sources]
-                shares = [error / max(length, 1e-300) for error, length in zip(errors, lengths, strict=True)]
-                parameters = {**parameters, "rounding": shares}
             if info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
@@ -144,7 +134,8 @@ def change_of(base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> Sl
         def rows(part: Part) -> Tensor:
             return (tuned[part].double() - base[part].to(start)).contiguous()  # no copy of all in float64
 
-        return SlicedMatrix(rows, parts) if len(parts) > 1 else SlicedMatrix.of(rows(parts[0]))
+        error = rounding_error(tuned)
+        return SlicedMatrix(rows, parts, error) if len(parts) > 1 else SlicedMatrix.of(rows(parts[0]), error)
 
     exact = since(base.dtype)
     if torch.promote_types(base.dtype, tuned.dtype) == tuned.dtype:
@@ -158,8 +149,7 @@ def rounding_error(weight: Tensor) -> float:
 
     Errors of at most ``eps / 2`` of each entry, without correlation, have a norm of about a fifth of this.
     """
-    outputs, inputs = weight.shape[-2:]
-    share = outputs**-0.5 + inputs**-0.5
+    share = sum(size**-0.5 for size in weight.shape[-2:])
     norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))  # without a copy in float64
     return torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps * share * norm
 

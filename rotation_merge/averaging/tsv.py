@@ -25,7 +25,6 @@ class Tsv(TaskVectorMethod):
     Source: Gargiulo and others 2025 (Task Singular Vectors, arXiv 2412.00081), algorithm 1.
     """
 
-    sees_rounding = True
     spec = MergeMethodSpec(
         name="tsv",
         pretty_name="TSV-M",
@@ -37,17 +36,12 @@ class Tsv(TaskVectorMethod):
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        lengths = [change.norm for change in changes]
-        shares = parameters.get("rounding", [0.0] * len(changes))
-        counting = sum(length > 0.0 for length in lengths)
+        counting = [(change, weight) for change, weight in zip(changes, weights, strict=True) if change.norm > 0.0]
         lefts, values, rights = [], [], []
-        for change, length, weight, share in zip(changes, lengths, weights, shares, strict=True):
-            if length == 0.0:
-                continue
+        for change, weight in counting:
             left_vectors, s, v = change.svd()
-            least = max(ZERO * float(s[0]), share * length)
-            size = parameters.get("size", len(s))
-            rank = max(1, min(size // counting, int((s > least).sum())))
+            size, least = parameters.get("size", len(s)), max(ZERO * float(s[0]), change.error)
+            rank = max(1, min(size // len(counting), int((s > least).sum())))
             lefts.append(left_vectors(rank))
             values.append(weight * s[:rank])
             rights.append(v[:rank].clone())  # or all of it stays in memory
@@ -63,7 +57,6 @@ class Iso(TaskVectorMethod):
     Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithm 1.
     """
 
-    sees_rounding = True
     spec = MergeMethodSpec(
         name="iso",
         pretty_name="Iso-C",
@@ -77,7 +70,6 @@ class Iso(TaskVectorMethod):
     ) -> SlicedMatrix:
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
         left_vectors, s, v = combined(weighed, lambda rows: torch.stack(rows).sum(0)).svd()
-        shares = parameters.get("rounding", [0.0] * len(weighed))
-        least = sum(share * change.norm for share, change in zip(shares, weighed, strict=True))
+        least = sum(weight * change.error for weight, change in zip(weights, changes, strict=True))
         count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
         return (left_vectors(count) * s[:count].mean()) @ v[:count]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.polish import Polish, PolishConfig
+from rotation_merge.averaging.polish import OF_FACTORS, OF_WEIGHTS, Polish, PolishConfig
 from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
@@ -231,14 +231,14 @@ class _Sampling:
         options = f"{config} {transfer.bases.device} {transfer.dtype} {transfer.rank}"
         files = [config.alignment] if isinstance(config.alignment, str) else []
         with TemporaryFolder() as scratch, Store(self.place or f"{scratch}/out") as work:
-            hashed = data_hash([*samples, *base_texts])
-            work.begin(mark_of(self.views.values(), files, options=options, samples=hashed))
+            work.begin(mark_of(self.views.values(), files, options=options, samples=data_hash([*samples, *base_texts])))
             loaders = {name: partial(self.load, view) for name, view in self.views.items()}
             share, answered = answered_by_target(loaders, choice, samples, base_texts, work)
-            last = (len(held_out), max(1, round(HELD_OUT * len(base_texts))))[: len(answered)]
+            last = (len(held_out), max(1, round(HELD_OUT * len(base_texts))))
+            parts = [(part[:-size], part[-size:]) for part, size in zip(answered, last, strict=False)]
             training = PolishConfig(steps=config.steps, lora=transfer.rank, seed=config.seed)
-            state = work.file("state")
-            report = Polish(student, answered, training, False, last, AT_A_STEP, state, self.progress).run()
+            students, rate = [student] * len(parts), OF_FACTORS if transfer.rank else OF_WEIGHTS
+            report = Polish(students, parts, training, rate, AT_A_STEP, work.file("state"), self.progress).run()
         towards = f"towards the logits tuned + {share:g} (new - old)"
         self.lines.append(f"Distilled for {config.steps} steps from the refit {towards}: {report.verdict()}.")
         base, model = transfer.base, student.merge_and_unload() if transfer.rank else student

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from tiny_models import ALL, inputs
 from tiny_models import make as tiny
 from torch import Tensor
-from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
+from transformers import RwkvConfig, RwkvForCausalLM
 
 import rotation_merge as rm
 
@@ -218,33 +218,6 @@ def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
     assert farthest(state(out), expected) < 1e-4
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = make("llama", tmp_path / "model")
-    arguments = ("measure", path, "--data", "self", "--samples", "8", "--length", "12", "--batch-size", "2")
-    assert parsed(*arguments)["samples"] == 8
-    first, stock, calls = (path / NAME).read_bytes(), LlamaForCausalLM.forward, []
-
-    def interrupted(self: LlamaForCausalLM, input_ids: Tensor, **options: Any) -> Any:
-        calls.append(input_ids.shape == (2, 12))  # a batch that is measured
-        if sum(calls) == 20:  # in the second layer
-            calls.append(True)
-            raise KeyboardInterrupt
-        return stock(self, input_ids=input_ids, **options)
-
-    (path / NAME).unlink()
-    interrupted.__signature__ = signature(stock)  # type: ignore[attr-defined]
-    monkeypatch.setattr(LlamaForCausalLM, "forward", interrupted)
-    assert run(*arguments).exit_code != 0
-    assert not (path / NAME).exists()
-    assert (tmp_path / "model" / f"{NAME}.unfinished").is_dir()
-    assert run(*arguments).exit_code == 0
-    assert (path / NAME).read_bytes() == first
-    assert not (tmp_path / "model" / f"{NAME}.unfinished").exists()
-
-
 # --- what is refused: one line each, nothing half written -------------------------------------------------------------
 
 
@@ -318,17 +291,6 @@ def test_models_without_statistics_are_named(pair: tuple[Path, Path], tmp_path: 
     document = weighted("regmean", save(build("llama", 7), tmp_path / "third"), pair[0])
     document["models"][0]["parameters"]["weight"] = 0.0
     merged(document, tmp_path / "out")
-
-
-def test_data_and_disk(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    np.savez(tmp_path / "pixels.npz", pixel_values=np.zeros((2, 3, 8, 8), dtype=np.float32))
-    (tmp_path / "empty.jsonl").write_text("")
-    out = tmp_path / "out.safetensors"
-    cases = [("pixels.npz", "takes input_ids"), ("empty.jsonl", "no examples"), ("none.txt", "no such file")]
-    for data, words in cases:
-        assert words in error_of("measure", pair[0], "--data", tmp_path / data, "--out", out)
-        assert not out.exists()
-    assert error_of("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
 
 
 def test_a_model_that_answers_with_nan(tmp_path: Path) -> None:

@@ -101,8 +101,6 @@ def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path) 
 
 
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "plan": ({"plan": "firm"}, {}, "one of: soft, hard"),
-    "data": ({"data": "none.npz"}, {}, "no such file"),
     "slices": ({"data": "self", "weight": 0.5}, {}, "slices pair layers differently"),
     "a task vector": ({}, {"finetuned_from": "ANCHOR"}, "a task vector is already in the anchor's"),
     "own data": ({}, {"data": "self"}, "their own 'data'"),

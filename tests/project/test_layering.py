@@ -43,7 +43,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 5358),
     ("run",): (2400, 3667),
     ("matching",): (3400, 4962),
-    ("averaging",): (2000, 3350),
+    ("averaging",): (2000, 3238),
     ("carrying",): (1500, 2110),
     ("report",): (1400, 1513),
     ("mergekit_plugin",): (2500, 3548),
