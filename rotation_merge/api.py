@@ -162,7 +162,7 @@ def average(
     if kind.statistics and statistics is not None:
         measured = _opened_statistics(statistics, kind.statistics, views, opened)
     elif kind.statistics:
-        config = MeasureConfig.from_values({"kinds": (kind.statistics,), "samples": limit, "seed": seed})
+        config = MeasureConfig.of(None, {"kinds": (kind.statistics,), "samples": limit, "seed": seed})
         measured = [measure(*each, config) for each in zip(opened, sources, strict=True)]
     if kind.on_samples and not kind.whole_models and sources:
         sources = _pool(opened, method, sources, limit, seed)

@@ -215,21 +215,10 @@ class Config:
         }
 
     @classmethod
-    def from_values(cls: type[C], values: Mapping[str, Any]) -> C:
-        """Build from a mapping.
-
-        Raises:
-            RecipeError: a name is none of its fields; names the nearest.
-        """
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
-        return cls(**values)
-
-    @classmethod
     def of(cls: type[C], config: C | None, options: Mapping[str, Any] = MappingProxyType({})) -> C:
         """A config that a caller gave (None: the defaults), with some options replaced by name.
+
+        Options of a config that is a field of it are known, too.
 
         Raises:
             RecipeError: it is no such config, or an option does not exist or has no such value.
@@ -238,4 +227,12 @@ class Config:
             problem = f"the config is of type {type(config).__name__}"
             raise RecipeError(problem, remedy=f"it must be of type {cls.__name__}; or give its fields as options")
         start = cls() if config is None else config
-        return cls.from_values({**vars(start), **options}) if options else start
+        inner = {name: value for name, value in vars(start).items() if isinstance(value, Config)}
+        known = [*vars(start), *(name for value in inner.values() for name in vars(value))]
+        if (unknown := next((name for name in options if name not in known), None)) is not None:
+            raise RecipeError(f"there is no option '{unknown}'", remedy=nearest(unknown, known))
+        values = {name: value for name, value in options.items() if name in vars(start)}
+        for name, value in inner.items():
+            further = {option: options[option] for option in vars(value) if option in options}
+            values[name] = value.of(values.get(name, value), further)
+        return dataclasses.replace(start, **values) if options else start

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, fields, replace
+from dataclasses import field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import DONOR_ONLY, EACH, Config, Count, Length, option
-from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchOn
 
 Method = Literal["weights", "refit", "distil"]
@@ -80,21 +81,14 @@ class TransferConfig(Config):
     untie: bool = False
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> TransferConfig:
-        """A config from options by name, those of matching (`AlignConfig`) among them.
-
-        Raises:
-            RecipeError: there is no such option, or it may not have the value.
-        """
-        known, matching = [each.name for each in fields(cls)], [each.name for each in fields(AlignConfig)]
-        if unknown := next((name for name in values if name not in (*known, *matching)), ""):
-            raise RecipeError(f"there is no option '{unknown}'", remedy=nearest(unknown, [*known, *matching]))
-        config = cls(**{name: value for name, value in values.items() if name in known})
-        groups = {name: value for name, value in values.items() if name in matching}
-        if groups and config.alignment is not None:
-            problem = f"'{next(iter(groups))}' has no effect beside 'alignment', which gives the maps"
+    def of(cls, config: TransferConfig | None, options: Mapping[str, Any] = MappingProxyType({})) -> TransferConfig:
+        """As of any config; options of matching (`AlignConfig`) beside an alignment are refused."""
+        chosen = super().of(config, options)
+        idle = next((name for name in options if name in AlignConfig.options()), None)
+        if idle is not None and chosen.alignment is not None:
+            problem = f"'{idle}' has no effect beside 'alignment', which gives the maps"
             raise RecipeError(problem, remedy="leave it out")
-        return replace(config, match=AlignConfig.of(config.match, groups))
+        return chosen
 
     def check_use(self) -> None:
         """Refuse options that have no effect.

@@ -76,7 +76,7 @@ def test_a_change_is_a_value(tmp_path: Path) -> None:
     assert torch.equal(delta.applied()["model.norm.weight"], tuned[0]["model.norm.weight"])
     for name, change in (0.5 * delta).state_dict().items():
         torch.testing.assert_close(change, 0.5 * (tuned[0][name] - start[name]).double(), atol=1e-7, rtol=1e-5)
-    chosen = rm.TransferConfig.from_values({"scale": 0.5, "heads": "permutation"})
+    chosen = rm.TransferConfig.of(None, {"scale": 0.5, "heads": "permutation"})
     alignment = rm.align(second, first, chosen.match)
     moved, carried = (0.5 * delta).moved(alignment, second), rm.transfer(tuned, first, second, chosen)
     for name, tensor in moved.applied().state_dict().items():

@@ -109,7 +109,7 @@ def test_paths_lists_and_single_words_are_what_people_write() -> None:
         (rm.BarrierConfig, {"point": 3}, "did you mean 'points'"),
     ):
         with pytest.raises(rm.RotationMergeError, match=words):
-            config.from_values(values)
+            config.of(None, values)
     assert rm.TransferConfig(data=Path("texts.txt")).data == "texts.txt"
     assert rm.FitConfig(state="state.safetensors").state == Path("state.safetensors")
     assert rm.MeasureConfig(kinds="gram") == rm.MeasureConfig(kinds=["gram"]) == rm.MeasureConfig(kinds=("gram",))
