@@ -73,11 +73,12 @@ def command(
     from rotation_merge.matching.aligned_output import write_aligned
     from rotation_merge.matching.pair import open_pair
     from rotation_merge.model.writing import parse_size
+    from rotation_merge.run.proof import prove
     from rotation_merge.workers import listener
 
     _check_use(learn, out, alignment, match.match_on)
     place, size, devices = out or alignment, parse_size(shard_size), _devices(device, backend, match, learn)
-    pair, proofs = open_pair(anchor, donor, options, match.untie, devices[0], watched=place is not None), list[Any]()
+    pair, proof = open_pair(anchor, donor, options, match.untie, devices[0], watched=place is not None), None
     notes = [*(f"Warning: {warning}" for warning in pair.warnings), *pair.notes]
     working = _matched(pair, match, devices, backend, place)
     if learn:
@@ -87,25 +88,17 @@ def command(
     with working as result:  # what is unfinished stays until all is written
         notes += result.notes
         if out is not None:
-            check = partial(_proven, str(pair.donor.reference), options.shift_head, proofs) if verify else None
-            view = write_aligned(pair, result, out, dtype, size, listener(), check)
+            check = partial(prove, str(pair.donor.reference), probabilities=options.shift_head) if verify else None
+            view, proof = write_aligned(pair, result, out, dtype, size, listener(), check)
             notes += [*view.notes, f"Written to {out}."]
         if alignment is not None:
             result.write(alignment, half)
             notes.append(f"Transforms written to {alignment}.")
-    return _answer(pair, result, {"out": out, "alignment": alignment}, proofs, notes)
-
-
-def _proven(donor: str, shift_head: bool, proofs: list[Proof], folder: str) -> tuple[bool, str]:
-    """Whether a folder has the donor's outputs, and in words; the proof is added to others."""
-    from rotation_merge.run.proof import prove
-
-    proofs.append(prove(donor, folder, shift_head))
-    return not proofs[-1].failed, proofs[-1].words
+    return _answer(pair, result, {"out": out, "alignment": alignment}, proof, notes)
 
 
 def _answer(
-    pair: Pair, alignment: rm.Alignment, files: dict[str, str | None], proofs: Sequence[Proof], notes: Sequence[str]
+    pair: Pair, alignment: rm.Alignment, files: dict[str, str | None], proof: Proof | None, notes: Sequence[str]
 ) -> Answer:
     """What alignment did, space by space where nothing was written, and the files that were."""
     report, name, learned = alignment.known_report, str(pair.donor.reference), alignment.metadata.get("learned")
@@ -117,12 +110,10 @@ def _answer(
         apart = pair.options.residual == "none" and before >= RELATED
         lines += ["The residual stream was not aligned: '--residual largest' aligns it, too."] * apart
         lines.append(Table(spaces))
-    lines += [
-        *(sentence(proof.words) for proof in proofs),
-        *([] if learned is None else [sentence(learned["verdict"])]),
-    ]
-    facts |= {"proof": asdict(proofs[0]) if proofs else None, **report.to_dict()["summary"]}
-    return Answer(facts if learned is None else {**facts, "learned": learned}, [*lines, *notes])
+    verdicts = [proof and proof.words, learned and learned["verdict"]]
+    facts |= {"proof": proof and asdict(proof), **({} if learned is None else {"learned": learned})}
+    lines += [*(sentence(words) for words in verdicts if words), *notes]
+    return Answer({**facts, **report.to_dict()["summary"]}, lines)
 
 
 def _row(row: SpaceRow) -> dict[str, Any]:
@@ -206,11 +197,10 @@ def _learned(
     """The alignment by learning; an interrupted fit continues, its state goes with the block."""
     from rotation_merge.run.batches import check_labels
     from rotation_merge.run.data import described, read_samples
-    from rotation_merge.run.functions import configured_dtype, load, to_stored_dtype
+    from rotation_merge.run.functions import in_memory
 
-    anchor, donor = str(pair.anchor.reference), str(pair.donor.reference)
-    module = to_stored_dtype(load(anchor), configured_dtype(pair.anchor.config)).to(device)
-    samples = read_samples(anchor, data, seed=config.seed, module=module, **asdict(reading))
+    module = in_memory(pair.anchor, None).to(device)
+    samples = read_samples(pair.anchor, data, seed=config.seed, module=module, **asdict(reading))
     if config.objective != "distill":
         check_labels(samples.batches, module, samples.task, data)
 
@@ -218,5 +208,5 @@ def _learned(
         work.begin("learn")
         config = replace(config, state=work.file("state"))
         more: dict[str, Any] = {"untie": pair.untie, "module": module, "device": device}
-        (result,) = rm.fit(anchor, donor, samples.batches, pair.options, config, **more).alignments
+        (result,) = rm.fit(pair.anchor, pair.donor, samples.batches, pair.options, config, **more).alignments
         yield replace(result, metadata={**result.metadata, **described(samples), "seed": config.seed})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from rotation_merge.matching.match import Match, match_model, recorded
 from rotation_merge.matching.pair import Pair, check_pair, options_of
 from rotation_merge.matching.run import Run
 from rotation_merge.model.card import notes, origins, updated_card
-from rotation_merge.model.checkpoint import Check, write_checkpoint
+from rotation_merge.model.checkpoint import write_checkpoint
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.view import View
 from rotation_merge.model.writing import SHARD_SIZE
@@ -97,17 +98,16 @@ def write_aligned(
     dtype: str | None = None,
     shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
-    check: Check | None = None,
-) -> View:
+    check: Callable[[str], Any] | None = None,
+) -> tuple[View, Any]:
     """Write the aligned donor as a normal checkpoint: weights, config, tokenizer, card and report.
 
-    Nothing is left behind if writing fails.
+    Nothing is left behind if writing fails. Returns what was written, and what the check found.
     """
     view = aligned_view(pair, alignment, dtype_from_name(dtype))
     report = replace(alignment.known_report, notes=[*alignment.known_report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(view, report, text, out, shard_size, progress, check)
-    return view
+    return view, write_checkpoint(view, report, text, out, shard_size, progress, check)
 
 
 def card(pair: Pair, report: MergeReport, name: str) -> str:

@@ -16,9 +16,6 @@ from rotation_merge.model.writing import SHARD_SIZE, free_name, staged
 from rotation_merge.record import REPORT_FILE, MergeReport, versions
 from rotation_merge.workers import Progress
 
-Check = Callable[[str], tuple[bool, str]]
-"""Checks a written checkpoint: whether to keep it, and the finding in words."""
-
 
 def write_checkpoint(
     view: View,
@@ -27,14 +24,14 @@ def write_checkpoint(
     out: str,
     shard_size: int = SHARD_SIZE,
     progress: Progress | None = None,
-    check: Check | None = None,
-) -> None:
-    """A model as a normal checkpoint, whole or not at all.
+    check: Callable[[str], Any] | None = None,
+) -> Any:
+    """A model as a normal checkpoint, whole or not at all; returns what the check found.
 
     Args:
         text: the model card.
         shard_size: bytes of a weight file at most.
-        check: checks the written files before they take their place.
+        check: checks the written files before they take their place; what it finds has `failed` and `words`.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
@@ -42,13 +39,15 @@ def write_checkpoint(
     with staged(out) as staging:
         with unchanged([view]):
             view.write(staging, shard_size, progress)
-        passed, words = check(staging) if check is not None else (True, "")
-        write_notes(staging, report, f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
-        if not passed:
+        proof = None if check is None else check(staging)
+        words = "" if proof is None else f"\n{proof.words[:1].upper()}{proof.words[1:]}.\n"
+        write_notes(staging, report, text + words)
+        if proof is not None and proof.failed:
             rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
             shutil.move(staging, rejected)
-            problem = f"does not compute what {view.name} computes ({words})"
+            problem = f"does not compute what {view.name} computes ({proof.words})"
             raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
+    return proof
 
 
 def write_notes(folder: str, report: MergeReport, text: str) -> None:

@@ -191,17 +191,6 @@ def configured_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 @torch.no_grad()
-def to_stored_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a loaded model's parameters to a narrower type in place, where no value changes."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and dtype.itemsize < parameter.dtype.itemsize:
-            narrow = parameter.to(dtype)
-            if torch.equal(narrow.to(parameter.dtype), parameter):
-                parameter.data = narrow
-    return model
-
-
-@torch.no_grad()
 def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
     """Default outputs of a model: every floating tensor except caches.
 

@@ -49,7 +49,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("mergekit_plugin",): (2500, 3548),
     ("diagnose",): (2100, 1980),
     ("search", "share"): (1400, 1780),
-    ("api", "cli", "__init__"): (1400, 2623),
+    ("api", "cli", "__init__"): (1400, 2613),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
