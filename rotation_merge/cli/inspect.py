@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,30 +98,30 @@ def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
         read_recipe(target)
         facts = list(map(_donor_facts, donors_of(target)))
     else:
-        pair = open_pair(target, target, options, untie, shapes=False)
-        facts = [{"model": target, "origin": None, "alignment": None, "options": asdict(options), **_needs(pair)}]
+        facts = [_needs(open_pair(target, target, options, untie, shapes=False), target, options)]
     return Answer(facts, [line for each in facts for line in _lines(each)])
 
 
 def _donor_facts(donor: Donor) -> dict[str, Any]:
     """What aligning a donor of a recipe needs, checked as its merge does where its models are here."""
-    base, origin, file = donor.session.base, donor.value("finetuned_from"), donor.value("alignment")
-    if are_here(base.name, str(donor.model), *([] if origin is None else [origin])):
-        pair, options = donor.pair, donor.options
+    base, options, warnings = donor.session.base, donor.options, list[str]()
+    origin, file = donor.value("finetuned_from"), donor.value("alignment")
+    if are_here(base.name, str(donor.model), *filter(None, [origin])):
+        pair, warnings = donor.pair, donor.token_warnings
     else:
-        options = donor.options
         pair = check_pair(base, base, options if file is None else NOTHING, untie=base.untie)
-    facts = {"model": str(donor.model), "origin": origin, "alignment": file, "options": asdict(options)}
-    return {**facts, **_needs(pair, origin is not None)}
+    return _needs(replace(pair, notes=(*pair.notes, *warnings)), str(donor.model), options, origin, file)
 
 
-def _needs(pair: Pair, carried: bool = False) -> dict[str, Any]:
+def _needs(pair: Pair, model: str, options: AlignConfig, origin: Any = None, file: Any = None) -> dict[str, Any]:
     """What is matched of two models, what stays as it is and why, and what a merge needs; from headers."""
+    facts = {"model": model, "origin": origin, "alignment": file, "options": asdict(options)}
     anchor, size = pair.anchor, configured_dtype(pair.anchor.config).itemsize
     tied = anchor.tied[1] if anchor.tied is not None and not pair.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, pair.options, tied)
-    memory = peak_memory(pair.architecture, anchor.shapes, pair.options, size, carried=carried)
-    return {**spaces, "memory": memory, "disk": size * spaces["parameters"], "warnings": [*pair.warnings, *pair.notes]}
+    memory = peak_memory(pair.architecture, anchor.shapes, pair.options, size, carried=origin is not None)
+    disk, warnings = size * spaces["parameters"], [*pair.warnings, *pair.notes]
+    return {**facts, **spaces, "memory": memory, "disk": disk, "warnings": warnings}
 
 
 def _lines(facts: dict[str, Any]) -> list[str | Table]:

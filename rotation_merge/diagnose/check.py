@@ -16,18 +16,16 @@ from mergekit.options import MergeOptions
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
 from rotation_merge.diagnose.donors import donors_of, recipe_at
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.mergekit_plugin.donors import listed_donors
 from rotation_merge.mergekit_plugin.keys import OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.session import Models
+from rotation_merge.mergekit_plugin.session import Models, Session
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.remote import RemoteModel
 from rotation_merge.run.functions import configured_dtype
 from rotation_merge.workers import free_memory
-
-MOVED = {"finetuned_from", "alignment"}
-"""Parameters of donors whose nearness to the base is not in question."""
 
 KINDS = {"near": "a fine-tune of the same base", "far": "in other coordinates, or of another base"}
 
@@ -45,21 +43,19 @@ def advice(path: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         merges no changes.
     """
     try:
-        recipe = recipe_at(path)
+        session = Session(recipe_at(path), MergeOptions(), watched=False)
+        listed, recipe, presets = listed_donors(session), session.recipe, list[dict[str, Any]]()
     except (RotationMergeError, ValueError):
         return [], None
-    models, presets = Models(MergeOptions(), recipe.value("unsupported")), []
-    listed = [entry for entry in recipe.config.models or [] if entry.model != recipe.base]
-    donors = [entry for entry in listed if not (MOVED & set(entry.parameters or {}) or absent_parts(entry.model))]
+    donors = [d for d in listed if not (d.value("finetuned_from") or d.value("alignment") or absent_parts(d.model))]
     for donor in () if absent_parts(recipe.base) else donors:
         with suppress(RotationMergeError):  # such as of a model that another document of the recipe makes first
-            cosine = likeness(models[recipe.base], models[donor.model])
-            values = {*(recipe.config.parameters or {}), *(donor.parameters or {})}
+            cosine = likeness(session.base, session.models[donor.model])
+            values = {name for scope in donor.reader.parameter_sources(donor.model) for name in scope or ()}
             preset = recipe.value("preset") or ("own" if values & set(OPTIONS) else None)
             presets += [] if math.isnan(cosine) else [_suggestion(str(donor.model), cosine, preset)]
-    required = recipe.delegate.spec.contract.base is BasePolicy.REQUIRED
-    whole = len(presets) == len(listed) > 1 and required
-    return presets, _changes(recipe, models, [donor.model for donor in donors]) if whole else None
+    whole = len(presets) == len(listed) > 1 and recipe.delegate.spec.contract.base is BasePolicy.REQUIRED
+    return presets, _changes(recipe, session.models, [donor.model for donor in donors]) if whole else None
 
 
 def _changes(recipe: Recipe, models: Models, donors: Sequence[ModelReference]) -> dict[str, Any]:

@@ -106,4 +106,6 @@ class PairRecipe:
         whole = {"delegate": "linear", **{name: value for name, value in values.items() if name in shared}}
         models = [{"model": model, "parameters": parameters} for model, parameters in entries.items()]
         keys = {"merge_method": METHOD, "base_model": self.anchor, "models": models, "dtype": "float32"}
+        if self.origin is None and values.get("heads_of") != "each":
+            keys["tokenizer_source"] = "base"  # tokens at other ids are measured as they stand
         return Recipe.of(Document({**keys, "parameters": whole}))

@@ -8,6 +8,7 @@ from typing import Any
 
 from rotation_merge.diagnose.donors import PairRecipe
 from rotation_merge.errors import RecipeError
+from rotation_merge.matching.pair import OUTSIDE_RECIPES, check_shapes
 from rotation_merge.mergekit_plugin.compile import opened_views
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.model.checkpoint import mark_of
@@ -65,9 +66,8 @@ class Paths:
         models = dict.fromkeys(name for d in self.donors for name in (str(d.anchor), str(d.donor), d.origin) if name)
         values = [{**donor.values} for donor in self.donors]
         words = (word for of_donor in values for word in of_donor.values() if isinstance(word, str))
-        facts = {"donors": values, "sources": [*self.sources], "config": self.config}
-        opened = (open_model(name, any_base=True) for name in models)
-        return mark_of(opened, [self.recipe_path, *self.sources, *words], **facts)
+        files, opened = [self.recipe_path, *self.sources, *words], (open_model(name, any_base=True) for name in models)
+        return mark_of(opened, files, donors=values, sources=[*self.sources], config=self.config)
 
     def barriers(self) -> list[Barrier]:
         """The path to every donor on each of the data, plain and aligned.
@@ -136,5 +136,8 @@ class Paths:
         options: list[dict[str, Any]] = []
         for donor in self.donors:
             with opened_views(donor.recipe(SELF)) as views:
-                options.append(next((asdict(opened.options) for opened in views.donors.values()), {}))
+                models, excluded = views.session.models, views.recipe.excluded
+                if donor.origin is None:
+                    check_shapes(views.base, models[donor.donor], excluded, remedy=OUTSIDE_RECIPES)
+                options += [asdict(opened.options) for opened in views.donors.values()] or [{}]
         return options

@@ -110,9 +110,8 @@ class Sources:
             if model is not None:
                 opened[name] = (path, model)
         _, base = opened.get(str(value.get("base_model")), ((), None))
-        files = [(path, name) for path, name, kind in named_inputs(value) if kind != MODEL_INPUT]
-        named = [(path, name) for path, name in files if not name.startswith("demo:")]
-        complete = all([complete, *(self._check_file(path, name, base) for path, name in named)])
+        files = [read for read in named_inputs(value) if read[2] != MODEL_INPUT and not read[1].startswith("demo:")]
+        complete = all([complete, *(self._check_file(path, name, base) for path, name, _ in files)])
         if base is not None:
             self._compare(base, opened)
         return complete

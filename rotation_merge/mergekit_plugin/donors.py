@@ -17,7 +17,7 @@ from mergekit.config import ConfigReader
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model
@@ -176,6 +176,15 @@ class Donor:
             raise self.fault(problem, "leave out 'tokenizer' and 'tokenizer_source'")
         self.session.run.note(matched_on(base, donor, len(rows[0])))
         return rows
+
+    @property
+    def token_warnings(self) -> list[str]:
+        """A line if rows of its tokens stand at other ids than the anchor's, and nothing brings them together."""
+        try:
+            check_token_ids(self.session.base, self.session.models[self.matched])
+        except CheckpointError as error:
+            return [] if self.session.recipe.new_tokens else [str(error)]
+        return []
 
     @cached_property
     def from_file(self) -> Alignment | None:

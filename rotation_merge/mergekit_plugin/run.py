@@ -160,11 +160,9 @@ def _report(session: Session, source: str) -> MergeReport:
 
 def _write_heads(views: RecipeViews, folder: str, report: MergeReport) -> None:
     """Write the merged body under every donor's head."""
-    moved = []
-    for view in map(views.moved, views.donors):
-        heads = views.session.run.heads.get(view.name, {})
-        moved.append(replace(view, tensors=view.tensors.replaced(heads)))
-    write_heads(folder, moved, report, views.session.options.out_shard_size)
+    solved, moved = views.session.run.heads, list(map(views.moved, views.donors))
+    donors = [replace(view, tensors=view.tensors.replaced(solved.get(view.name, {}))) for view in moved]
+    write_heads(folder, donors, report, views.session.options.out_shard_size)
 
 
 def keep_alignments(views: RecipeViews, folder: str) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 from mergekit.common import ModelReference
@@ -40,27 +39,7 @@ from rotation_merge.symmetry import Transform
 from rotation_merge.workers import in_order, workers_for
 
 Transforms = Mapping[str, Transform]
-
-
-class BlockJob(NamedTuple):
-    """One donor's block that is to be matched to the anchor's.
-
-    Attributes:
-        label: its first tensor's name, which sorts jobs in the order in which the merge asks for them.
-        donor: its name in the report.
-        weights: number of weights in the block.
-        match: reads both blocks and matches them, on a device.
-    """
-
-    label: str
-    donor: str
-    weights: int
-    match: Callable[[torch.device | None], BlockMatch]
-
-    @property
-    def key(self) -> str:
-        """Its name in the ledger of interrupted work."""
-        return f"{self.label}:{self.donor}"
+MatchBlock = Callable[[torch.device | None], BlockMatch]
 
 
 def on_device(transforms: Transforms, device: torch.device | None) -> Transforms:
@@ -78,39 +57,54 @@ class BlockMatches:
     """
 
     def __init__(self, run: Run, device: Callable[[], torch.device | None], single: bool = False) -> None:
-        self.run, self.device, self.single = run, device, single
-        self.jobs: list[BlockJob] = []
+        self.run, self.device, self.single, self.largest = run, device, single, 1
+        self._jobs: dict[str, tuple[str, MatchBlock]] = {}
         self._ahead = self._matched_ahead()
         self._transforms: dict[str, Transforms] = {}
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
-    def of(self, job: BlockJob) -> Transforms:
-        """The transforms of a job's local spaces, waited for; the following jobs are started."""
-        device = self.device()
-        if job.key not in self._transforms:
-            with self._locks["" if device is None else job.key]:
-                while job.key not in self._transforms:
-                    matched, match = next(self._ahead) if device is None else (job, self._match(job, device))
-                    self.run.record(matched.donor, match.rows)
-                    self._transforms[matched.key] = match.transforms
-                if len(self._transforms) == len(self.jobs):
-                    self.end()
-        return on_device(self._transforms[job.key], device)
+    def add(self, label: str, donor: str, weights: int, match: MatchBlock) -> Callable[[], Transforms]:
+        """Add one donor's block that is to be matched to the anchor's.
 
-    def _match(self, job: BlockJob, device: torch.device | None = None) -> BlockMatch:
-        known: BlockMatch | None = self.run.ledger.get(job.key)
-        match = known or job.match(device)
+        Args:
+            label: its first tensor's name, which sorts blocks in the order in which the merge asks for them.
+            donor: its name in the report.
+            weights: number of weights in the block.
+            match: reads both blocks and matches them, on a device.
+
+        Returns:
+            What waits for the transforms of its local spaces, while the following blocks are begun.
+        """
+        key, self.largest = f"{label}:{donor}", max(self.largest, weights)  # also its name in the ledger
+        self._jobs[key] = donor, match
+        return partial(self._of, key)
+
+    def _of(self, key: str) -> Transforms:
+        device = self.device()
+        if key not in self._transforms:
+            with self._locks["" if device is None else key]:
+                while key not in self._transforms:
+                    matched, match = next(self._ahead) if device is None else (key, self._match(key, device))
+                    self.run.record(self._jobs[matched][0], match.rows)
+                    self._transforms[matched] = match.transforms
+                if len(self._transforms) == len(self._jobs):
+                    self.end()
+        return on_device(self._transforms[key], device)
+
+    def _match(self, key: str, device: torch.device | None = None) -> BlockMatch:
+        known: BlockMatch | None = self.run.ledger.get(key)
+        match = known or self._jobs[key][1](device)
         if known is None:
-            self.run.ledger.keep(job.key, lambda: match)
+            self.run.ledger.keep(key, lambda: match)
         return match
 
-    def _matched_ahead(self) -> Generator[tuple[BlockJob, BlockMatch], None, None]:
+    def _matched_ahead(self) -> Generator[tuple[str, BlockMatch], None, None]:
         """All matches, in the order in which the merge will ask for them."""
-        jobs, threads = sorted(self.jobs, key=lambda job: job.label), torch.get_num_threads()
-        count = 1 if self.single else workers_for(max(job.weights for job in jobs))
-        for job, match in zip(jobs, in_order([self._match] * count, jobs), strict=True):
+        keys, threads = sorted(self._jobs), torch.get_num_threads()
+        count = 1 if self.single else workers_for(self.largest)
+        for key, match in zip(keys, in_order([self._match] * count, keys), strict=True):
             torch.set_num_threads(max(1, threads - count))
-            yield job, match
+            yield key, match
 
     def end(self) -> None:
         """Drop all waiting work; running blocks end by themselves, and no process waits for them."""
@@ -242,12 +236,11 @@ class RecipeViews:
             spaces = [space.name for space in wanted_spaces(out.anchor, options)]
             straight = whole is not None and out.sources[model].index == out.anchor.index
             if spaces and not straight:
-                self.matches.jobs.append(job := self._job(out, anchor, matched, donor.name, options, streams))
-                find = partial(self.matches.of, job)
+                find = self._matched_block(out, anchor, matched, donor.name, options, streams)
                 finders |= {name: (find, known) for name, known in out.spaces.items() if known in spaces}
         return LazyTransforms(finders)
 
-    def _job(
+    def _matched_block(
         self,
         out: OutputBlock,
         anchor: Tensors,
@@ -255,8 +248,8 @@ class RecipeViews:
         name: str,
         options: AlignConfig,
         streams: Callable[[], Transforms],
-    ) -> BlockJob:
-        """The matching of one block, of tensors that are folded, under the transforms of the donor's streams."""
+    ) -> Callable[[], Transforms]:
+        """Gives the transforms of one block, of tensors that are folded, under those of the donor's streams."""
         local = {space.name for space in out.block.spaces.values()}
         compared = [info for info in out.block.tensors if any(space.name in local for space in info.spaces())]
         part = replace(out.block, tensors=tuple(compared))
@@ -268,7 +261,7 @@ class RecipeViews:
 
         tensors = [tensor for info in out.block.tensors for tensor in info.names]
         weights = sum(math.prod(anchor.shapes.get(tensor, (0,))) for tensor in tensors)
-        return BlockJob(min(tensors, default=""), name, weights, match)
+        return self.matches.add(min(tensors, default=""), name, weights, match)
 
     def _moved(self, model: ModelReference) -> Tensors:
         """A model's tensors in the anchor's coordinates, each rounded once."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,14 +227,14 @@ def test_every_device_matches_blocks_of_its_own_at_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(views, "on_device", lambda transforms, device: {**transforms, "asked": device})
     blocks = views.BlockMatches(Run(watched=False), lambda: here.device)
-    blocks.jobs = [views.BlockJob(key, "d", 1, match) for key in "ab"]
+    finders = [blocks.add(label, "d", 1, match) for label in "ab"]
 
-    def merge(device: str, job: views.BlockJob) -> Any:
+    def merge(device: str, find: Callable[[], Any]) -> Any:
         here.device = device
-        return [blocks.of(job) for _ in range(2)]  # found once
+        return [find() for _ in range(2)]  # found once
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(merge, ["cuda:0", "cuda:1"], blocks.jobs))
+        found = list(pool.map(merge, ["cuda:0", "cuda:1"], finders))
     assert found == [[{"matched": device, "asked": device}] * 2 for device in ("cuda:0", "cuda:1")]
 
 
@@ -271,11 +271,11 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
     torch.set_num_threads(3)
     try:
         blocks = views.BlockMatches(Run(watched=False), lambda: None)
-        blocks.jobs = jobs = [views.BlockJob(key, "d", 1, match) for key in "abc"]
-        for job in jobs[:1] if failing else jobs:
+        finders = [blocks.add(label, "d", 1, match) for label in "abc"]
+        for find in finders[:1] if failing else finders:
             with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
-                assert blocks.of(job) == {"threads": 1}  # type: ignore[comparison-overlap]
-                assert torch.get_num_threads() == (3 if job is jobs[-1] else 1)
+                assert find() == {"threads": 1}  # type: ignore[comparison-overlap]
+                assert torch.get_num_threads() == (3 if find is finders[-1] else 1)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -44,6 +44,8 @@ def test_inspect_says_what_maps_to_what_and_what_it_costs(trio: Trio, tmp_path: 
     (same,) = parsed("inspect", plain)
     assert facts["memory"] > same["memory"]
     assert facts["lines"] == same["lines"]
+    by_file = write_recipe(from_file(transport(anchor, (fine, old)), tmp_path / "maps"), tmp_path / "file.yml")
+    assert "Nothing is matched" in run("inspect", by_file).output
     for absent in ("fine", "old"):
         text = path.read_text().replace(f"/{absent}\n", "/gone\n")
         assert "gone: no such directory" in output_of("inspect", write_recipe(text, tmp_path / "gone.yml"), code=2)
@@ -68,18 +70,6 @@ def test_barrier_goes_along_the_task_vector(residual: str, trio: Trio, tmp_path:
     if residual == "rotation":
         assert aligned[2] == loss(fine.path, data)
     assert facts["donor"] == f"{fine.path} (carried over from {old.path})"
-
-
-@pytest.mark.slow
-def test_barrier_by_an_alignment_file(trio: Trio, tmp_path: Path) -> None:
-    anchor, old, fine, data = trio
-    file = tmp_path / "map.safetensors"
-    options = ("--heads", "permutation", "--residual", "rotation", "--alignment", file)
-    assert run("align", anchor.path, old.path, *options).exit_code == 0
-    path = write_recipe(from_file(transport(anchor, (fine, old)), file), tmp_path / "r.yml")
-    (facts,) = parsed("barrier", path, "--data", data, "--points", 3)
-    assert facts["curves"][1]["loss"][2] == loss(fine.path, data)
-    assert "Nothing is matched" in run("inspect", path).output
 
 
 FILTERS = {
