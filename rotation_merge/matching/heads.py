@@ -70,11 +70,10 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
     parts = [part for name in PAIRED if (part := HeadPart.of(space, sides, group, name)) is not None]
     rows, queries = group.orders
     pairing, notes = Pairing(rows, rows, queries), list[str]()
-    solutions = [part.solved(pairing) for part in parts]
+    solutions, spectral = [part.solved(pairing) for part in parts], group.order == "spectral"
     if group.order == "fixed" and queries.numel() > 1:
         notes = [FIXED]
-    elif group.reorders and queries.numel() > 1 and parts and not _at_home(parts, solutions):
-        spectral = group.order == "spectral"
+    elif group.reorders and queries.numel() > 1 and parts and (spectral or not _at_home(parts, solutions)):
         notes = [SPECTRAL] if spectral else [NOTE] if queries.shape[1] > 1 else []
         other = _spectral(group, parts) if spectral else _searched(group, parts)
         others = [part.solved(other) for part in parts]
@@ -225,10 +224,8 @@ class HeadPart:
         for pairs in (pairs for pairs in self.sides if pairs and pairs[0][0].shape[1] == self.shape[1]):
             a, b = (torch.cat([self._column_norms(pair[which]) for pair in pairs], 2) for which in (0, 1))
             inner, first, second = a @ b.mT, a.square().sum(2)[..., None], b.square().sum(2)[:, None]
-            apart = (
-                first - inner.square() / second.clamp_min(1e-30) if self.group.scaled else first + second - 2 * inner
-            )
-            total += (apart - ROUNDING * (first + second)).sum(0)
+            shared = inner.square() / second.clamp_min(1e-30) if self.group.scaled else 2 * inner - second
+            total += (first - shared - ROUNDING * (first + second)).sum(0)
         return total
 
     def _column_norms(self, x: Tensor) -> Tensor:

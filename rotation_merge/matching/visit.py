@@ -151,18 +151,18 @@ class Visits:
     def _pieces(self, block: Block) -> Iterator[Piece]:
         """A block with the tensors of both models, checked; of a plain one, long vocabularies in slices."""
         slices = self._slices(block) if self.is_plain(block) else {}
-        axes = vocabulary_axes(block.tensors)
         short = replace(block, tensors=tuple(info for info in block.tensors if info.key not in slices))
-        parts: list[tuple[Block, slice | None]] = [(short, None)]
-        parts += [(replace(block, tensors=(i,)), rows) for i in block.tensors for rows in slices.get(i.key, ())]
         with self._reading:
-            whole = [] if slices else [read_block(block, source) for source in self._sources]
+            whole = [read_block(short, source) for source in self._sources]
             stored = [stored_tensors(block, source) for source in self._stored] if slices else []
-        for part, rows in parts:
-            sources = stored if rows is None else [with_rows(source, axes, rows) for source in stored]
-            folded = (folded_tensors(self.architecture, source, self.folded) for source in sources)
-            anchor, donor = whole or (read_block(part, source) for source in folded)
-            yield part, *checked(part, anchor, donor)
+        yield short, *checked(short, *whole)
+        axes = vocabulary_axes(block.tensors)
+        for info in (info for info in block.tensors if info.key in slices):
+            part = replace(block, tensors=(info,))
+            for rows in slices[info.key]:
+                sliced = (with_rows(source, axes, rows) for source in stored)
+                folded = (folded_tensors(self.architecture, source, self.folded) for source in sliced)
+                yield part, *checked(part, *(read_block(part, source) for source in folded))
 
     def _slices(self, block: Block) -> dict[str, list[slice]]:
         """The slices of long vocabularies, by the keys of their tensors."""

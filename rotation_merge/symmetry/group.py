@@ -61,19 +61,6 @@ class Stats:
         nothing = (torch.zeros_like(products[:, 0]),) * 3
         return cls((products, torch.zeros_like(products), gains), nothing, nothing)
 
-    def balanced(self, groups: Tensor) -> Tensor:
-        """The scales that give the donor the anchor's ratio of primal to dual norm, 1 where a side is zero.
-
-        Args:
-            groups: numbers, (d,), of the coordinates that share a scale.
-
-        Returns:
-            (N, number of groups).
-        """
-        sums = [summed(x, groups) for x in (*self.donor[:2], *self.anchor[:2])]
-        ratio = (sums[1] * sums[2]) / (sums[0] * sums[3])
-        return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio)) ** 0.25
-
     def part(self, dims: slice) -> Stats:
         """The statistics of some of the coordinates."""
         donor, anchor = (tuple(norms[:, dims] for norms in of_model) for of_model in (self.donor, self.anchor))
@@ -234,15 +221,21 @@ class Rotations:
         return torch.zeros(size, dtype=torch.long)
 
     def solve(self, stats: Stats) -> Linear:
-        """The best map; where `scaled`, map and scale in turn from the balanced scale, until nothing moves.
+        """The best map; where `scaled`, map and scale in turn until nothing moves.
+
+        They begin at the scale that gives the donor the anchor's ratio of primal to dual norm.
 
         Source: ICML 2025 paper, section 4.2; jointly: its appendix D.
         """
         primal, dual = map(self._inside, stats.products[:2])
         blocks, count = self.blocks(stats.donor[0].shape[-1]), primal.shape[1]
-        norms = [summed(x, blocks)[:, :count, None, None] for x in stats.donor]
-        balanced = self.scaled and not self.sequential
-        scale = stats.balanced(blocks)[:, :count, None, None] if balanced else torch.ones_like(norms[0])
+        norms, anchor = (
+            [summed(x, blocks)[:, :count, None, None] for x in of[:2]] for of in (stats.donor, stats.anchor)
+        )
+        scale = torch.ones_like(norms[0])
+        if self.scaled and not self.sequential:
+            ratio = (norms[1] * anchor[0]) / (norms[0] * anchor[1])
+            scale = torch.where(ratio.isfinite() & (ratio > 0), ratio, scale) ** 0.25
         for _ in range(stats.turns if self.scaled else 1):
             turn = self._best(scale * primal + dual / scale, stats.rounding)
             if not self.scaled:

@@ -69,10 +69,12 @@ def test_partly_moved_fine_tune_is_recovered(tmp_path: Path) -> None:
 
 
 def test_donor_equal_to_the_anchor_is_left_alone(tmp_path: Path) -> None:
-    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    for group in ("permutation", "rotation"):
-        found = rm.align(anchor.path, anchor.path, heads="permutation", residual=group)
-        assert all(transform.is_identity() for transform in found.transforms.values())
+    for family, name in (("vit", "classifier"), ("llama", "llama")):
+        anchor = checkpoint(family, name, tmp_path / family)
+        for group in ("none", "permutation", "rotation"):
+            found = rm.align(anchor.path, anchor.path, heads="permutation", residual=group)
+            assert all(transform.is_identity() for transform in found.transforms.values())
+            assert all(row.distance_before == row.distance_after == 0 for row in found.rows)
 
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("vit", "classifier")])

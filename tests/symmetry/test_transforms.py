@@ -19,7 +19,7 @@ from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_axis
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.symmetry import ROLES, Monomial, Stats, Transform
+from rotation_merge.symmetry import ROLES, Transform
 from rotation_merge.symmetry.admitted import (
     QUERIES,
     STREAM_GROUPS,
@@ -259,32 +259,6 @@ def test_files_may_hold_what_any_recipe_gives(options: GroupOptions) -> None:
         for transform in (group.identity(), group.random(gen(1))):
             assert group.admits(transform)
             assert EMPTY.widest_group(space, transform).admits(transform)
-
-
-# --- residual streams
-
-
-@pytest.mark.parametrize("kind", STREAM_GROUPS)
-@pytest.mark.parametrize("ones", [False, True])
-def test_streams(kind: str, ones: bool) -> None:
-    """The best element is no worse than any other, follows the gains, is found again, and fixes ones where it must."""
-    group = stream_group(kind, 6, ones).groups["map"][0]
-    products, gains, nothing = normal(1, 6, 6, seed=1), normal(1, 6, 6, seed=2), torch.zeros(1, 6, 6).double()
-    best = group.solve(Stats.of_products(products, gains))
-
-    def overlap(element: Any) -> float:
-        ordered = element.order().matrices() if isinstance(element, Monomial) else torch.eye(6)[None]
-        return float((element.matrices() * products).sum() + (ordered * gains).sum())
-
-    assert all(overlap(group.random(1, 6, gen(seed))) <= overlap(best) + 1e-9 for seed in range(30))
-    x, planted = normal(1, 6, 9, seed=4), group.random(1, 6, gen(7))
-    vector = torch.ones(1, 6, 1, dtype=torch.float64)
-    if kind == "rotation":
-        assert all(torch.allclose(element.act(vector, 0, 1), vector) == ones for element in (best, planted))
-        x = x - x.mean(1, keepdim=True) * ones
-    solved = group.solve(Stats.of_products(x @ planted.inverse().act(x, 0, 1).mT, nothing))
-    close(solved.act(x, 0, 1), planted.act(x, 0, 1))
-    assert group.solve(Stats.of_products(x @ x.mT, nothing)).is_identity()
 
 
 def test_a_latent_has_all_rotations_as_its_norm_is_an_rmsnorm() -> None:
