@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rotation_merge import AlignConfig
 from rotation_merge.architecture.model import Space
-from rotation_merge.matching.heads import match_heads
+from rotation_merge.matching.heads import HeadPart, match_heads
 from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import admitted
@@ -95,6 +95,16 @@ def test_no_order_is_better(facts: dict[str, Any], options: dict[str, Any], shap
     exact = shape[1] == 1 and options.get("scaling", True) is False
     assert reached <= others[0] * (1 + 1e-9)
     assert reached <= min(others) * (1 + (1e-9 if exact else 0.05))
+
+
+@kinds
+def test_near_heads_are_told_without_products_of_other_pairs(
+    facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeadPart, "tables", property(lambda part: pytest.fail("not at home")))
+    space = attention(4, 2, 16, **{name: 4 * x if name == "rotary" else x for name, x in facts.items()})
+    anchor = tensors(space, 60, 0, spread=0.3, dtype=torch.bfloat16)
+    assert match(space, anchor, noisy(anchor, 0.02, 2)).head_order().tolist() == list(range(8))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("free", [True, False])
