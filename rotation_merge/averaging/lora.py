@@ -32,7 +32,7 @@ from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, plain_adapter, with_factors
+from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, adapter_of, plain_adapter
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
 
@@ -158,7 +158,8 @@ def merge_adapters(
         for module, name in sorted(modules.items()):
             parts = [a.low_rank(a.changes[name]) if name in a.changes else None for a in read]
             maps[module], maps_by_module[module] = _merged(parts, shares, rule, entrywise, chosen)
-    return MergedAdapter(with_factors(read[0], maps, base_weights), tuple(a.path for a in read), maps_by_module)
+    merged = adapter_of(maps, read[0].config, base_weights, read[0].form)
+    return MergedAdapter(merged, tuple(a.path for a in read), maps_by_module)
 
 
 Rule = Callable[[Sequence[Tensor], Sequence[float], LowRank], Tensor]
@@ -255,8 +256,7 @@ def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     size = most + SPARE
     if size * 4 > min(matrix.shape):
-        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-        return u, s, v
+        return tuple(torch.linalg.svd(matrix, full_matrices=False))
     u, s, right = torch.svd_lowrank(matrix, q=size, niter=6)
     return u, s, right.mT
 

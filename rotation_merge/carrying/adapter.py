@@ -72,8 +72,9 @@ def _in_form_of(parts: Sequence[AdapterPart], delta: Delta) -> Delta:
             blocks.append(Block(spot.place, spot.module, spot.index, spot.place, (info,)))
         elif blocks[place].tensor(info.key) is None:
             blocks[place] = replace(blocks[place], tensors=(*blocks[place].tensors, info))
-    form = replace(architecture, blocks=tuple(blocks))
-    old, tuned, new = (restructured(x, architecture, form) for x in (delta.old, delta.tuned, delta.base.tensors))
+    form, added = replace(architecture, blocks=tuple(blocks)), {n for p in parts if p.added for n in p.info.names}
+    in_form = (restructured(x, architecture, form) for x in (delta.old, delta.tuned, delta.base.tensors))
+    old, tuned, new = (tensors.only(name for name in tensors if name not in added) for tensors in in_form)
     return replace(delta, old=old, tuned=tuned, base=replace(delta.base, architecture=form, tensors=new))
 
 

@@ -141,32 +141,22 @@ class RecoveredLift:
     others: Mapping[str, LossPair] = field(default_factory=dict)
     writes: bool = True
 
-    def _share(self, gain: float, of: float) -> float | None:
-        return gain / of if of > 0 else None
+    def shares(self) -> dict[str, float | None]:
+        """Shares of losses, by name; None where what they are of is no gain.
 
-    @property
-    def recovered(self) -> float | None:
-        """Recovered lift: (new base - carried) / (gain of fine-tuning on the old base), of losses; None: no gain."""
-        return self._share(self.new[0] - self.carried[0], self.old - self.tuned)
-
-    @property
-    def known(self) -> float | None:
-        """Share of the gain at home that the new base has without the change; None: there is no gain."""
-        return self._share(self.old - self.new[0], self.old - self.tuned)
-
-    @property
-    def of_the_way(self) -> float | None:
-        """(new base - carried) / (new base - fine-tune at home), of losses; None: the fine-tune is no better."""
-        return self._share(self.new[0] - self.carried[0], self.new[0] - self.tuned)
+        What arrives is (new base - carried), over the gain of fine-tuning on the old base, or over (new base -
+        fine-tune at home); what the new base knows without the change is a share of the former.
+        """
+        home, way, arrived = self.old - self.tuned, self.new[0] - self.tuned, self.new[0] - self.carried[0]
+        return {
+            "recovered": arrived / home if home > 0 else None,
+            "known to the new base": (self.old - self.new[0]) / home if home > 0 else None,
+            "of the way to the fine-tune": arrived / way if way > 0 else None,
+        }
 
     def facts(self) -> dict[str, Any]:
         """Everything, for a report."""
-        derived = {
-            "recovered": self.recovered,
-            "known to the new base": self.known,
-            "of the way to the fine-tune": self.of_the_way,
-        }
-        return {**asdict(self), **derived}
+        return {**asdict(self), **self.shares()}
 
     def words(self) -> list[str]:
         """Lines on the losses; the last one has the decision and the recovered lift."""
@@ -183,7 +173,7 @@ class RecoveredLift:
         return [*lines, self._verdict()]
 
     def _verdict(self) -> str:
-        recovered, known, way = self.recovered, self.known, self.of_the_way
+        recovered, known, way = self.shares().values()
         if recovered is None or known is None:
             advice = "give samples of its task ('data')"
             return f"Recovered lift: unknown, on these samples the fine-tune is no better than its base; {advice}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -50,9 +50,6 @@ CROSS_ENTROPY = ("next token", "masked token", "class")
 HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""
 
-Judgement = Mapping[str, LossPair]
-"""Losses by method, see `HeldOutSamples.losses`."""
-
 
 @dataclass(frozen=True)
 class ChangeCandidate:
@@ -62,12 +59,14 @@ class ChangeCandidate:
         method: a `Method`, `PLAIN`, `MERGED` or `NONE`.
         delta: of the new base, as it is written: of an adapter cut to its rank.
         scale: that was chosen for it, or given.
+        loss: sum of its losses on the samples that chose the scale.
         share: of the whole change's squared norm, which the rank keeps.
     """
 
     method: str
     delta: Delta
     scale: float = 0.0
+    loss: float = 0.0
     share: float = 1.0
 
 
@@ -87,9 +86,9 @@ def sampled_change(
     load = partial(module, device=transfer.bases.device)
     assert transfer.tuned is not None
     parts = read_parts(transfer.tuned, transfer.base, transfer.config, transfer.samples, load)
-    sampling = _Sampling(transfer, parts, place, progress or (lambda *_: None))
+    sampling = _Sampling(transfer, parts, load, place, progress or (lambda *_: None))
     lines = [f"{' and '.join(transfer.bases.names)} share their coordinates ({transfer.bases.nearness.words})."]
-    best, lift = sampling.judged([sampling.scaled(candidate) for candidate in sampling.candidates()])
+    best, lift = sampling.judged(sampling.candidates())
     return best, lift, [*(lines if transfer.bases.nearness.shared else []), *sampling.lines, *lift.words()]
 
 
@@ -105,15 +104,15 @@ class _Sampling:
     """One transfer with its samples.
 
     Attributes:
-        known: losses by samples, method and scale; without a change there is one model.
+        load: makes the module of a model.
         lines: on how the change was solved.
     """
 
     transfer: Transfer
     parts: TransferSamples
+    load: Callable[[View], Any]
     place: str | None
     progress: Progress
-    known: dict[tuple[int, str, float], LossPair] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
     @cached_property
@@ -122,16 +121,9 @@ class _Sampling:
         assert tuned is not None
         return {"new": self.transfer.base, "old": self.transfer.bases.old_as_new, "tuned": tuned}
 
-    def load(self, view: View) -> Any:
-        return module(view, self.transfer.bases.device)
-
     def losses(self, samples: HeldOutSamples, candidate: ChangeCandidate) -> LossPair:
         """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
-        key = id(samples), candidate.method if candidate.scale else NONE, candidate.scale
-        if key not in self.known:
-            changed = self.transfer.applied(candidate.delta.scaled(candidate.scale))
-            self.known[key] = samples.losses(self.load(changed))
-        return self.known[key]
+        return samples.losses(self.load(self.transfer.applied(candidate.delta.scaled(candidate.scale))))
 
     def candidates(self) -> list[ChangeCandidate]:
         """The method's change, plain addition, and of near bases the merge by `wudi`, as they would be written."""
@@ -167,22 +159,27 @@ class _Sampling:
             change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
         return new.to(change) + change
 
-    def scaled(self, candidate: ChangeCandidate) -> ChangeCandidate:
-        """A change at the given scale, or at the best one on held-out samples."""
-        scale, sums = self.transfer.config.factor, dict[float, float]()
-        for factor in SCALES if scale is None else ():
-            self.progress(f"scales of {candidate.method}", len(sums), len(SCALES))
-            sums[factor] = sum(self.losses(self.parts.choice, replace(candidate, scale=factor)))
-        return replace(candidate, scale=min(sums, key=lambda factor: sums[factor]) if scale is None else scale)
+    def scaled(self, candidate: ChangeCandidate, unchanged: ChangeCandidate) -> ChangeCandidate:
+        """A change at the best scale on held-out samples; 0 if the new base alone is better."""
+        tried = list[ChangeCandidate]()
+        for scale in SCALES:
+            self.progress(f"scales of {candidate.method}", len(tried), len(SCALES))
+            scaled = replace(candidate, scale=scale)
+            loss = sum(self.losses(self.parts.choice, scaled)) if scale else unchanged.loss
+            tried.append(replace(scaled, loss=loss))
+        return min(tried, key=lambda each: each.loss)
 
-    def judged(self, tried: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
+    def judged(self, candidates: Sequence[ChangeCandidate]) -> tuple[ChangeCandidate, RecoveredLift]:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
-        candidates, judge = [*tried, ChangeCandidate(NONE, tried[0].delta)], self.parts.judge
-        losses = {each.method: self.losses(judge, each) for each in candidates}
-        best = candidates[0]
-        if self.transfer.config.factor is None:
-            usable = [each for each in candidates if each.scale != 0 or each.method == NONE]
-            best = best_of(usable, {each.method: self.losses(self.parts.choice, each) for each in usable}, losses)
+        none, judge, factor = ChangeCandidate(NONE, candidates[0].delta), self.parts.judge, self.transfer.config.factor
+        if factor is None:
+            none = replace(none, loss=sum(self.losses(self.parts.choice, none)))
+            tried = [self.scaled(each, none) for each in candidates]
+        else:
+            tried = [replace(each, scale=factor) for each in candidates]
+        losses = {NONE: self.losses(judge, none)}
+        losses |= {each.method: self.losses(judge, each) if each.scale else losses[NONE] for each in tried}
+        best = tried[0] if factor is not None else best_of([*(each for each in tried if each.scale), none], losses)
         old, tuned = (score(self.load(self.views[name]), judge.tuned).loss for name in ("old", "tuned"))
         others = {method: pair for method, pair in losses.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
@@ -246,13 +243,13 @@ class _Sampling:
         return self._between(base.tensors.replaced(named.only(base.tensors)))
 
 
-def best_of(usable: Sequence[ChangeCandidate], choices: Judgement, judged: Judgement) -> ChangeCandidate:
-    """The change with the lowest sum of losses where samples chose, but none that others beat where samples judge.
+def best_of(usable: Sequence[ChangeCandidate], judged: Mapping[str, LossPair]) -> ChangeCandidate:
+    """The change with the lowest loss where samples chose, but none that others beat where samples judge.
 
     Args:
         usable: the method's change first, if its scale is not zero; then those that a choice never falls below.
-        choices, judged: losses by method on the samples of the choice, and on those held out of it.
+        judged: losses by method on the samples held out of the choice.
     """
-    best = min(usable, key=lambda each: sum(choices[each.method]))
+    best = min(usable, key=lambda each: each.loss)
     safe = [each for each in usable if each.method in (PLAIN, MERGED, NONE)]
     return min([best, *safe], key=lambda each: sum(judged[each.method]))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.contents import TOKENIZER, read_json
+from rotation_merge.model.contents import TOKENIZER
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import tokenizer_in, tokens_of, vocabulary_size
 from rotation_merge.model.writing import small_files
@@ -76,9 +74,10 @@ def _check(base: View, name: str, tokens: Tokens, size: int | None, remedy: str)
 
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Entries of a config and of generation_config.json that name tokens."""
+"""Entries of a config that name tokens."""
 
 GENERATION = "generation_config.json"
+"""File that names them, too."""
 
 
 def chat_folder(old: View, tuned: View | str) -> str:
@@ -101,26 +100,14 @@ def with_chat(base: View, chat: str, old: View, tuned: View) -> View:
     Args:
         chat: the folder of the tokenizer.
     """
-    ids, generation = _changed_ids(old.config, tuned.config), _changed_ids(_generation(old), _generation(tuned))
+    before, after = old.config, tuned.config
+    ids = {key: after[key] for key in SPECIAL if after.get(key) is not None and after[key] != before.get(key)}
     files = {} if base.files is None else small_files(base.folder)
     files = {name: content for name, content in files.items() if not TOKENIZER.fullmatch(name)} | tokenizer_files(chat)
-    if generation:
-        entries = {**json.loads(files.get(GENERATION, b"{}")), **generation}
-        files[GENERATION] = f"{json.dumps(entries, indent=2)}\n".encode()
     return replace(base, config={**base.config, **ids}, changed={**base.changed, **ids}, beside=files)
 
 
 def tokenizer_files(folder: str) -> dict[str, bytes]:
-    """The files of the tokenizer in a folder, by name."""
-    names = filter(TOKENIZER.fullmatch, sorted(os.listdir(folder)))
+    """The files of the tokenizer in a folder, and that of the tokens with which text begins and ends, by name."""
+    names = (name for name in sorted(os.listdir(folder)) if TOKENIZER.fullmatch(name) or name == GENERATION)
     return {name: Path(folder, name).read_bytes() for name in names}
-
-
-def _changed_ids(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of a config that name other tokens than before."""
-    return {key: after[key] for key in SPECIAL if after.get(key) is not None and after[key] != before.get(key)}
-
-
-def _generation(view: View) -> dict[str, Any]:
-    path = "" if view.files is None else os.path.join(view.folder, GENERATION)
-    return read_json(path) if os.path.exists(path) else {}

@@ -331,50 +331,36 @@ def plain_adapter(path: str) -> Adapter:
     return adapter
 
 
-def with_factors(like: Adapter, maps: Mapping[str, LowRank], base_weights: Mapping[str, Tensor]) -> Adapter:
-    """An adapter in the form of another one, with other factors.
+def adapter_of(
+    maps: Mapping[str, LowRank],
+    config: Mapping[str, Any],
+    beside: Mapping[str, Tensor],
+    form: str = PEFT,
+    rank: int | None = None,
+) -> Adapter:
+    """An adapter of factors alone, at the scale 1.
 
     Args:
         maps: by module.
-        base_weights: weights of the base that peft stores beside factors, by its names.
+        config: of peft, whatever its ranks and scales.
+        beside: further tensors, such as weights of the base that peft stores beside factors, by peft's names.
+        rank: that the config names for all maps but those of another; None: the largest.
     """
-    most = max(factors.rank for factors in maps.values())
-    if like.form == PEFT:
-        return Adapter(factor_config(like.config, maps, most), {**base_weights, **factor_tensors(maps)})
-    if like.form == DIFFUSERS:  # whose loader assumes a single rank
+    most = rank or max(factors.rank for factors in maps.values())
+    if form == DIFFUSERS:  # whose loader assumes a single rank
         maps = {module: factors.of_rank(most) for module, factors in maps.items()}
-    tensors = factor_tensors(maps, like.form)
-    if like.form == KOHYA:
-        alphas = {f"{module}.alpha": float(factors.rank) for module, factors in maps.items()}
-        tensors |= {name: torch.tensor(alpha) for name, alpha in alphas.items()}  # bfloat16 has no 257
-    return Adapter({}, tensors, form=like.form)
-
-
-def factor_tensors(maps: Mapping[str, LowRank], form: str = PEFT) -> dict[str, Tensor]:
-    """Factors by the names of a form; every change is B A, its scale 1."""
     names, tensors = ("lora_down", "lora_up") if form == KOHYA else ("lora_A", "lora_B"), dict[str, Tensor]()
     for module, factors in maps.items():
         stem = f"{PREFIX if form == PEFT else ''}{module}"
         for name, factor in zip(names, (factors.a, factors.scale * factors.b), strict=True):
             leaf = name.replace("lora_", "lora_embedding_") if factors.embedding else f"{name}.weight"
             tensors[f"{stem}.{leaf}"] = factor
-    return tensors
-
-
-def factor_config(config: Mapping[str, Any], maps: Mapping[str, LowRank], most: int) -> dict[str, Any]:
-    """peft's config of factors whose largest rank is `most`, each of the scale 1."""
+        if form == KOHYA:
+            tensors[f"{module}.alpha"] = torch.tensor(float(factors.rank))  # bfloat16 has no 257
+    if form != PEFT:
+        return Adapter({}, tensors, form=form)
     ranks = {re.escape(module): factors.rank for module, factors in maps.items() if factors.rank != most}
-    return {
-        **config,
-        "r": most,
-        "lora_alpha": most,
-        "rank_pattern": ranks,
-        "alpha_pattern": dict(ranks),
-        "use_rslora": False,
-        "target_modules": sorted(maps),
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "exclude_modules": None,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
+    everywhere = dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules"))
+    started = {"init_lora_weights": True, "inference_mode": True, "target_modules": sorted(maps)}
+    scales = {"r": most, "lora_alpha": most, "use_rslora": False, "rank_pattern": ranks, "alpha_pattern": dict(ranks)}
+    return Adapter({**config, **scales, **everywhere, **started}, {**beside, **tensors})

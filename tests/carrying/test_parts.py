@@ -189,10 +189,9 @@ def test_the_recovered_lift_in_words_and_numbers(name: str) -> None:
     lift, words = VERDICTS[name]
     assert words in lift.words()[-1]
     assert ("of the way" in lift.words()[-1]) == (name in ("near", "three quarters of the way"))
-    assert lift.facts()["recovered"] == lift.recovered
     if name == "near":
-        numbers = (lift.recovered, lift.facts()["known to the new base"], lift.facts()["of the way to the fine-tune"])
-        assert numbers == pytest.approx((0.7, 0.25, 0.7 / 0.75))
+        names = ("recovered", "known to the new base", "of the way to the fine-tune")
+        assert [lift.facts()[each] for each in names] == pytest.approx([0.7, 0.25, 0.7 / 0.75])
     assert len(replace(lift, writes=False).words()) < len(lift.words())
 
 
@@ -236,9 +235,8 @@ def test_never_below_plain_addition_nor_the_new_base(
     choice: dict[str, float], judged: dict[str, float], best: str
 ) -> None:
     """On samples held out of every choice; what the new base loses counts as much as what is gained."""
-    candidates = [ChangeCandidate(name, None) for name in choice]  # type: ignore[arg-type]
-    both = ({name: (loss / 4, 3 * loss / 4) for name, loss in losses.items()} for losses in (choice, judged))
-    assert best_of(candidates, *both).method == best
+    candidates = [ChangeCandidate(name, None, loss=loss) for name, loss in choice.items()]  # type: ignore[arg-type]
+    assert best_of(candidates, {name: (loss / 4, 3 * loss / 4) for name, loss in judged.items()}).method == best
 
 
 class TokenTable(torch.nn.Module):
