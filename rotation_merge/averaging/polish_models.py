@@ -34,7 +34,7 @@ from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import unpadded
 from rotation_merge.run.data import Samples, for_each, read_samples
-from rotation_merge.run.functions import architecture_of, copy_parameters, in_memory
+from rotation_merge.run.functions import architecture_of, in_memory
 from rotation_merge.workers import Progress
 
 TOGETHER = 16
@@ -77,7 +77,8 @@ def polished(
     _check_models(merged, teachers)
     with seeded(config.seed):
         answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
-        modules = {view.name: _in_memory(view).to(device).requires_grad_(True) for view in (merged, *students)}
+        views = {view.name: view for view in (merged, *students)}
+        modules = {name: in_memory(view, trained=True).to(device).requires_grad_(True) for name, view in views.items()}
         if config.lora:
             modules[merged.name] = with_lora(modules[merged.name], config.lora, config.seed)
         learning = [modules[view.name] for view in students]
@@ -151,20 +152,9 @@ def _answers(
         seed, name = config.seed + number, source if isinstance(source, str | os.PathLike) else "in memory"
         part = f"answers {number} {teacher.name} {name} {config.samples} {config.length} {seed}"
         if (answers := work.get(part, mapped=True)) is None:
-            module = _in_memory(teacher, student).to(device)
+            module = in_memory(with_classes_of(teacher, student)).to(device)
             data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
             answers = write_answers(module, unpadded(data.batches, data.source), work, part, teacher.name)
             del module
         answered.append(answers)
     return answered
-
-
-def _in_memory(view: View, like: View | None = None) -> Any:
-    """A model in memory, in float32 and evaluation mode, its parameters its own.
-
-    Args:
-        like: in whose order its classes are to stand, where both name the same ones.
-    """
-    module = in_memory(view if like is None else with_classes_of(view, like))
-    copy_parameters(module)  # what a file is mapped to, or the user gave, does not learn
-    return module

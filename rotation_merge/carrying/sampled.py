@@ -39,7 +39,7 @@ from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, data_hash, unpadded
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.functions import architecture_of, copy_parameters, in_memory
+from rotation_merge.run.functions import architecture_of, in_memory
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.workers import Progress
@@ -94,9 +94,7 @@ def sampled_change(
 
 def module(view: View, device: str) -> Any:
     """A model in memory, on a device, with parameters of its own."""
-    model = in_memory(view).to(device)
-    copy_parameters(model)
-    return model
+    return in_memory(view, trained=True).to(device)
 
 
 @dataclass(frozen=True)

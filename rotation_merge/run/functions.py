@@ -57,12 +57,6 @@ def predicts_next(model: nn.Module) -> bool:
     return sees or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def copy_parameters(model: Any) -> None:
-    """Give a module parameters of its own, so that training does not change the tensors that it was made from."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
 def load(path: str, dtype: torch.dtype = torch.float32, like: str | View | None = None) -> Any:
     """The model at a path in memory, in evaluation mode; every weight must be there.
 
@@ -89,18 +83,17 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | View | None 
     return in_memory(view, dtype)
 
 
-def in_memory(view: View, dtype: torch.dtype | None = torch.float32) -> Any:
+def in_memory(view: View, dtype: torch.dtype | None = torch.float32, trained: bool = False) -> Any:
     """A model in memory, in evaluation mode: of a module a copy, of sentence-transformers with its modules.
-
-    Tensors of files may stay mapped to them.
 
     Args:
         dtype: of the module; None: the widest of the model's tensors.
+        trained: its parameters are its own; else those of files may stay mapped to them.
 
     Raises:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
     """
-    stored, mapped = as_stored(view), view.files is not None and view.files.adapter is None
+    stored, mapped = as_stored(view), not trained and view.files is not None and view.files.adapter is None
     if view.module is not None:
         return stored.to_module() if dtype is None else stored.to_module().to(dtype)
     state = {name: tensor.to("cpu", stored_dtype(tensor, dtype), copy=not mapped) for name, tensor in stored.blocks()}

@@ -41,20 +41,6 @@ class Loading:
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, Sequence[int], Sequence[int]], ...] = ()
 
-    @property
-    def tied(self) -> frozenset[str]:
-        """Names of tensors that are others' once the model is loaded."""
-        return frozenset(getattr(self.model, "all_tied_weights_keys", None) or {})
-
-    @property
-    def embedding(self) -> str | None:
-        """Name of the input embedding; None where there is none."""
-        try:
-            weight = self.model.get_input_embeddings().weight
-        except (AttributeError, NotImplementedError):
-            return None
-        return next((name for name, parameter in self.model.named_parameters() if parameter is weight), None)
-
 
 @dataclass(frozen=True)
 class _Headers:
@@ -108,29 +94,12 @@ def _loading(headers: _Headers) -> Loading | Defect | None:
         return Defect("unknown architecture", problem, CONFIG, "set 'architectures' to the model's class")
     try:
         with _quiet():
-            return _exact(model_class, headers) or _compared(model_class, headers)
+            return _compared(model_class, headers)
     except Exception as error:
         if "automatic conversion" in str(error):  # of tensors that transformers brings together
             problem = f"{model_class.__name__} cannot combine the tensors that are stored separately"
             return Defect("wrong shape", problem, CONFIG, "correct the config's sizes, or merge again")
         return Defect("config that makes no model", short(error), CONFIG, "correct it")
-
-
-def _exact(model_class: Any, headers: _Headers) -> Loading | None:
-    """Loading of a checkpoint with exactly the model's names and shapes, tied ones left out or not; None for others.
-
-    Most checkpoints are, and making a model takes a quarter of the time of loading into one.
-    """
-    import torch
-
-    try:
-        with torch.device("meta"):
-            loading = Loading(model_class(copy.deepcopy(headers.settings)))
-    except Exception:  # `_compared` says what stands in the way
-        return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in loading.model.state_dict().items()}
-    stored = {name: shape for name, _, shape in headers.tensors}
-    return loading if shapes.keys() - loading.tied <= stored.keys() and stored.items() <= shapes.items() else None
 
 
 def _compared(model_class: Any, headers: _Headers) -> Loading:
@@ -176,8 +145,12 @@ def embedding_rows(contents: Contents) -> int | None:
 
 
 def _stored_embedding(contents: Contents, loading: Loading) -> str | None:
-    """The stored name of the input embedding, allowing for other prefixes."""
-    steps = (loading.embedding or "").split(".")
+    """The stored name of the input embedding, allowing for other prefixes; None where there is none."""
+    try:
+        weight = loading.model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return None
+    steps = next((name for name, x in loading.model.named_parameters() if x is weight), "").split(".")
     for start in range(max(1, len(steps) - 1)):
         end = ".".join(steps[start:])
         names = [name for name in contents.files if f".{name}".endswith(f".{end}")]
@@ -258,7 +231,8 @@ def _is_whole(contents: Contents) -> bool:
 
 def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
     """A head that is stored although the config ties it to the embeddings."""
-    head = next((name for name in loading.tied if name in contents.files), None)
+    tied = getattr(loading.model, "all_tied_weights_keys", None) or {}
+    head = next((name for name in sorted(tied) if name in contents.files), None)
     embedding = _stored_embedding(contents, loading)
     if head is not None and embedding not in (None, head):
         problem = f"'{head}' is stored, and config.json ties it to '{embedding}': its weights count twice"
