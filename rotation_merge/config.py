@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
@@ -38,6 +38,7 @@ Length = Annotated[int, Ge(2)]
 Share = Annotated[float, Ge(0), Le(1)]
 Rate = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
+Numbers = Annotated[tuple[float, ...], MinLen(1), Kind("a tuple of numbers")]
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPES = get_args(Dtype)

@@ -154,6 +154,9 @@ def fit(
     several = isinstance(donors, list | tuple) and (isinstance(donors[0], View) or not is_state) if donors else True
     models = [anchor, *(donors if several else [donors])]
     pairs = _pairs(models, AlignConfig.of(match or WIDEST), untie)
+    if options.coefficients is not None and len(options.coefficients) != len(pairs) + 1:
+        problem = f"{len(options.coefficients)} 'coefficients' for {len(pairs) + 1} models"
+        raise RecipeError(problem, remedy="give one share for each model, the anchor first")
     module = module or pairs[0].anchor.module or in_memory(pairs[0].anchor, None)
     samples = _samples(batches, pairs, module)
     with seeded(options.seed):
@@ -291,6 +294,8 @@ class _Fit:
 
     def draw(self) -> Tensor:
         """Draw the coefficients of one step, mostly near the middle."""
+        if self.options.coefficients is not None:
+            return torch.tensor(self.options.coefficients, device=self.device)
         if self.count == 2:
             first, second = torch.rand(2, generator=self.generator).tolist()
             share = 0.5 + 0.9 * (first - 0.5) * second

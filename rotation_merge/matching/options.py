@@ -19,6 +19,7 @@ from rotation_merge.config import (
     Count,
     Kind,
     NotNegative,
+    Numbers,
     Rate,
     option,
 )
@@ -130,6 +131,11 @@ class FitConfig(Config):
     steps: Count = option(600, "optimiser steps")
     minutes: NotNegative = option(0.0, "stop after this many minutes; `0`: no limit")
     learning_rate: Rate = option(0.02, "peak learning rate of Adam, with cosine decay to 0")
+    coefficients: Numbers | None = option(
+        None,
+        "fixed shares of the models, anchor first. Not given: drawn at random around the middle",
+        command=False,
+    )
     start: Literal["auto", "matched", "identity"] = option(
         "auto",
         "start of the search. `auto`: the better of the other two on held-out samples",

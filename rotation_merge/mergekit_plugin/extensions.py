@@ -18,6 +18,9 @@ from rotation_merge.mergekit_plugin.console import one_line
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
 from rotation_merge.mergekit_plugin.host import check_host
 
+CHECK = "ROTATION_MERGE_CHECK"
+"""Environment variable that, set to 1, has merges by mergekit's own methods looked at when they are written."""
+
 
 class Methods(dict[str, Any]):
     """mergekit's methods by name, ours among them only when they are asked for by name.
@@ -104,6 +107,10 @@ def extend_merge(module: Any) -> None:
                     stock(config, out_path, options, config_source or merge_config.to_yaml())
         else:
             stock(merge_config, out_path, options, config_source)
+        if os.environ.get(CHECK) == "1":
+            from rotation_merge.mergekit_plugin.run import say_defects
+
+            say_defects(merge_config, out_path, options)
 
     module.run_merge, module.MultiGPUExecutor = run_merge, collecting_executor
     module.get_architecture_info = get_architecture_info

@@ -36,7 +36,7 @@ from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
-from rotation_merge.model.folder import close_files
+from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
@@ -258,6 +258,14 @@ def complete(session: Session, folder: str) -> list[Defect]:
     for defect in defects:
         session.run.note(f"Check of the output: {defect.line}.")
     return defects
+
+
+def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
+    """Look at the output of another method of mergekit's; nothing is changed."""
+    models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
+    parents = list(filter(None, (folder_of(model.model, options.transformers_cache) for model in models)))
+    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, parents)]
+    say(lines or [f"rotation_merge: {folder} is complete"])
 
 
 def say(lines: Iterable[str]) -> None:

@@ -219,6 +219,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda v: fit(v[0], tiny_llama(0), batches(64, False)), "only models of one architecture"),
     (lambda v: fit(*v, batches(32, False)), "two batches"),
     (lambda v: fit(*v, batches(64, False), LOCAL, FitConfig(steps=1)), "nothing to learn"),
+    (lambda v: fit(*v, batches(64, False), options=FitConfig(coefficients=(1.0,))), "1 'coefficients' for 2 models"),
     *(
         (lambda v, path=path: fit(*v, batches(64, False), options=FitConfig(start="identity", state=path)), words)
         for path, words in ((Path(__file__), "is in the way"), (Path(__file__).parent, "did not write"))
@@ -270,6 +271,13 @@ def test_mixes_are_convex_combinations() -> None:
     assert mixed["x"].shape == (3, 2)
     assert bool(((share > 0) & (share < 1)).all())
     torch.testing.assert_close(mixed["y"], (1 - share) * 5 + share * 2)
+
+
+def test_shares_may_be_fixed() -> None:
+    data = [{"input_ids": torch.arange(12).reshape(2, 6)}] * 2
+    models, options = [tiny(0), tiny(1)], FitConfig(steps=1, coefficients=(0.75, 0.25))
+    fitting = _Fit(_pairs(models, AlignConfig()), models[0], data, options, lambda *_: None)
+    assert fitting.draw().tolist() == [0.75, 0.25]
 
 
 def test_a_path_and_the_score_along_it(monkeypatch: pytest.MonkeyPatch) -> None:

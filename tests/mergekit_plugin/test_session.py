@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -253,3 +254,16 @@ def test_what_a_parent_has_wrong_is_said(parents: Pair, tmp_path: Path) -> None:
     notes = checked(parents, tmp_path / "out")
     assert "special id beyond the vocabulary" in notes
     assert "as in a parent" in notes
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_other_methods_are_checked_where_the_environment_asks(
+    asked: bool, parents: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", str(int(asked)))
+    for parent in parents:  # without base_model, mergekit takes the config of either
+        edit(parent, bos_token_id=151999)
+    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in parents]
+    with caplog.at_level(logging.INFO):
+        merge_recipe(yaml.safe_dump({"merge_method": "linear", "models": models}), str(tmp_path / "out"))
+    assert ("special id beyond the vocabulary" in caplog.text) == asked
