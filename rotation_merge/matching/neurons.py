@@ -32,8 +32,6 @@ from rotation_merge.symmetry.group import Monomials
 ROLES = ("in", "gate", "out")
 ENTRIES = 1 << 19
 """Entries of a sketch's products that are looked at together."""
-ROWS = 1 << 22
-"""Entries of the similarity that are formed at a time."""
 SMALLEST = 64
 """Below this many neurons all similarities are cheaper than a proof from some coordinates."""
 WIDTHS = (16, 64, 256)
@@ -110,24 +108,19 @@ class Neurons:
         In and out side of each neuron are brought to one norm, in the anchor and in the donor.
         """
         double = all(torch.float64 in (a.dtype, b.dtype) for a, b in self.pairs)
-        n, power = self.size, -self.group.degree
-        result = torch.empty(n, n, dtype=torch.float64 if double else torch.float32, device=self.squares.device)
+        dtype, power = torch.float64 if double else torch.float32, -self.group.degree
         ins, outs = self.squares[0, :2], self.squares[2, :2]
         balance = torch.where((ins > 0) & (outs > 0), outs / ins, 1.0)
-        balance = balance.pow(0.5 / (1 + self.group.degree) if self.group.scaled else 0.0)
-        first, second = (scale.to(result)[:, None] for scale in balance)
-        ones, (rows_in, gates, columns_out) = torch.ones_like(first), self.sides
-        weighted: list[tuple[Pairs, Tensor, Tensor]]
-        weighted = [(rows_in, first, second), (columns_out, first**power, second**power), (gates, ones, ones)]
-        donor = [[b.to(result, copy=True).mul_(t) for _, b in pairs] for pairs, _, t in weighted]
-        for rows in torch.arange(n).split(max(1, ROWS // n)):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            total = result[part].zero_()
-            for number, (pairs, scale, _) in enumerate(weighted):
-                if number == 2 and self.group.signed:
-                    total.abs_()
-                for (a, _), b in zip(pairs, donor[number], strict=True):
-                    total.addmm_(a[part].to(result) * scale[part], b.T)
+        balance = balance.pow(0.5 / (1 + self.group.degree) if self.group.scaled else 0.0).to(dtype)[..., None]
+        rows_in, gates, columns_out = self.sides
+        weighted = (rows_in, balance), (columns_out, balance**power), (gates, torch.ones_like(balance))
+        result = torch.zeros(self.size, self.size, dtype=dtype, device=balance.device)
+        for pairs, scales in weighted:
+            if pairs is gates and self.group.signed:
+                result.abs_()
+            for pair in pairs:
+                a, b = (x.to(result) * scale for x, scale in zip(pair, scales, strict=True))
+                result.addmm_(a, b.T)
         return result
 
 
