@@ -15,7 +15,6 @@ import torch
 from cli_support import CHECKPOINTS, digits, hasten, output_of, parsed, run
 from plugin_support import from_file, lora, merged, recipe_for
 from safetensors.torch import load_file, save_file
-from test_measuring import tiny
 from torch import Tensor, nn
 from transformers import (
     AutoModelForImageClassification,
@@ -250,7 +249,7 @@ def test_a_fit_that_finds_nothing_stops_early_and_says_so(seeds: tuple[int, int]
 def test_a_fit_looks_after_its_last_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotation_merge.matching.fit.PATIENCE", 12)
     data = [{"input_ids": torch.arange(12).reshape(2, 6)}] * 2
-    report = fit(tiny(0), tiny(1), data, options=FitConfig(steps=25, start="identity")).report
+    report = fit(tiny_llama(0), tiny_llama(1), data, options=FitConfig(steps=25, start="identity")).report
     assert [step for step, *_ in report.history] == [*range(0, 25, 2), 25]
 
 
@@ -286,7 +285,7 @@ def test_a_path_and_the_score_along_it(monkeypatch: pytest.MonkeyPatch) -> None:
     The path of three models goes from the anchor over their mean to the donors. Held-out batches are never drawn.
     """
     data = [{"input_ids": torch.randint(1, 12, (2, 6), generator=torch.Generator().manual_seed(n))} for n in range(8)]
-    models = [tiny(0), tiny(1)]
+    models = [tiny_llama(0), tiny_llama(1)]
     fitting = _Fit(_pairs(models, AlignConfig()), models[0], data, FitConfig(steps=1), lambda *_: None)
     assert sorted(fitting.held_out + fitting.training) == list(range(8))
     assert (len(fitting.held_out), {fitting._pick() for _ in range(200)}) == (1, set(fitting.training))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, ViTForImageClassification
 
 import rotation_merge as rm
 from rotation_merge.model.open import open_model
+from rotation_merge.run.curves import Curve
 from rotation_merge.run.demo import CHECKPOINTS
 
 SAMPLES = [{"input_ids": torch.randint(40, (6, 10), generator=torch.Generator().manual_seed(n))} for n in range(8)]
@@ -38,6 +39,13 @@ def test_evaluate_is_the_loss(models, tmp_path: Path) -> None:
     models[0].save_pretrained(tmp_path / "model")
     assert rm.evaluate(str(tmp_path / "model"), SAMPLES) == pytest.approx(figures)
     assert rm.evaluate(rm.align(*models).apply(models[1]), SAMPLES)["loss"] == pytest.approx(loss(models[1]), rel=1e-4)
+
+
+def test_padding_is_no_token_to_predict(models) -> None:
+    ids = SAMPLES[0]["input_ids"]
+    row = torch.zeros_like(ids)
+    padded = [{"input_ids": torch.cat([ids, row], 1), "labels": torch.cat([ids, row - 100], 1)}]
+    assert rm.evaluate(models[0], padded) == pytest.approx(rm.evaluate(models[0], SAMPLES[:1]))
 
 
 def test_models_in_a_list_have_the_classes_of_the_first(tmp_path: Path) -> None:
@@ -83,6 +91,23 @@ def test_a_path_begins_and_ends_at_its_models(models) -> None:
     assert curve.loss[0] == pytest.approx(loss(models[0]), rel=1e-5)
     assert curve.loss[-1] == pytest.approx(loss(models[1]), rel=1e-5)
     assert curve.loss[1] == pytest.approx(rm.evaluate(rm.average(models), SAMPLES)["loss"], rel=1e-5)
+    assert curve.t == pytest.approx([0, 0.5, 1])
+
+
+@pytest.mark.parametrize(
+    ("places", "losses", "barrier"),
+    [
+        ([0.0, 0.5, 1.0], [1.0, 2.5, 3.0], 0.5),  # above the line, below the higher end
+        ([0.0, 0.5, 1.0], [3.0, 2.5, 1.0], 0.5),
+        ([0.0, 0.5, 1.0], [1.0, 1.5, 3.0], 0.0),  # below the line: the ends are on it
+        ([0.0, 0.5, 1.0], [2.0, 2.0, 2.0], 0.0),
+        ([0.0, 0.25, 1.0], [0.0, 2.0, 4.0], 1.0),
+    ],
+)
+def test_the_barrier_stands_on_the_line_between_the_ends(
+    places: list[float], losses: list[float], barrier: float
+) -> None:
+    assert Curve("path", places, losses, []).barrier() == pytest.approx(barrier)
 
 
 def test_refit_keeps_what_models_agree_on(models) -> None:
