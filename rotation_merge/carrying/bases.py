@@ -23,8 +23,8 @@ from rotation_merge.carrying.tokens import (
     with_chat,
 )
 from rotation_merge.errors import DataError, RecipeError
-from rotation_merge.matching.aligned_output import pair_report, read_alignment
-from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.aligned_output import pair_report
+from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match import Match
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, options_of
@@ -142,19 +142,19 @@ class Bases(Pair):
             RotationMergeError: the file cannot be read, or was made for other weights; or they cannot be matched.
         """
         run, (new, old), known = Run(), self.names, config.alignment
+        file = known if isinstance(known, str) else None
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
-            alignment = read_alignment(self, known, self.old_as_new)
-            run.aligned(old, alignment, known)
-            return alignment, pair_report(self, run, base=new)
+            known = load_for(known, self.anchor, self.donor, self.architecture)
         options = config.match if known is None else options_of(known.transforms, known.folded)
-        options = check_pair(self.anchor_view, self.old_as_new, options, untie=self.untie).options
-        if self.shared is not None:
+        options = check_pair(self.anchor, self.old_as_new, options).options
+        if self.shared is not None and file is None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
         match = self._matcher(config, samples)
         alignment = known or match(self.architecture, *self.matched, options, progress, ledger=ledger)
-        run.aligned(old, alignment)
-        return alignment, pair_report(self, run, yaml.safe_dump(asdict(options), sort_keys=False), new)
+        run.aligned(old, alignment, file)
+        recipe = "" if file else yaml.safe_dump(asdict(options), sort_keys=False)
+        return alignment, pair_report(self, run, recipe, new)
 
     def _matcher(self, config: TransferConfig, samples: Samples) -> Match:
         """The function that aligns the bases as the config says."""

@@ -98,7 +98,7 @@ def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
         read_recipe(target)
         facts = list(map(_donor_facts, donors_of(target)))
     else:
-        facts = [_needs(open_pair(target, target, options, untie, shapes=False), target, options)]
+        facts = [_needs(open_pair(target, target, options, untie), target, options)]
     return Answer(facts, [line for each in facts for line in _lines(each)])
 
 
@@ -109,7 +109,7 @@ def _donor_facts(donor: Donor) -> dict[str, Any]:
     if are_here(base.name, str(donor.model), *filter(None, [origin])):
         pair, warnings = donor.pair, donor.token_warnings
     else:
-        pair = check_pair(base, base, options if file is None else NOTHING, untie=base.untie)
+        pair = check_pair(base, base, options if file is None else NOTHING)
     return _needs(replace(pair, notes=(*pair.notes, *warnings)), str(donor.model), options, origin, file)
 
 
@@ -117,7 +117,7 @@ def _needs(pair: Pair, model: str, options: AlignConfig, origin: Any = None, fil
     """What is matched of two models, what stays as it is and why, and what a merge needs; from headers."""
     facts = {"model": model, "origin": origin, "alignment": file, "options": asdict(options)}
     anchor, size = pair.anchor, configured_dtype(pair.anchor.config).itemsize
-    tied = anchor.tied[1] if anchor.tied is not None and not pair.untie else None
+    tied = anchor.tied[1] if anchor.tied is not None and not anchor.untie else None
     spaces = matched_spaces(pair.architecture, anchor.shapes, pair.options, tied)
     memory = peak_memory(pair.architecture, anchor.shapes, pair.options, size, carried=origin is not None)
     disk, warnings = size * spaces["parameters"], [*pair.warnings, *pair.notes]

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 import yaml
 from mergekit.common import dtype_from_name
 
-from rotation_merge.matching.alignment import Alignment, load_for
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import Match, match_model, recorded
-from rotation_merge.matching.pair import Pair, check_pair, options_of
+from rotation_merge.matching.pair import Pair
 from rotation_merge.matching.run import Run
 from rotation_merge.model.card import notes, origins, updated_card
 from rotation_merge.model.checkpoint import write_checkpoint
@@ -71,26 +70,6 @@ def pair_report(pair: Pair, run: Run, recipe: str = "", base: str | None = None)
     return run.report(pair.anchor.reference, "none", recipe, **facts)
 
 
-def read_alignment(pair: Pair, path: str, donor: View | None = None) -> Alignment:
-    """Read the alignment of a pair from a file.
-
-    Args:
-        donor: in the form in which its spaces meet the anchor's; None: as it is.
-
-    Raises:
-        AlignmentError: it cannot be read, or was made for other weights.
-    """
-    alignment = load_for(path, pair.anchor, pair.donor, pair.architecture)
-    options = options_of(alignment.transforms, alignment.folded)
-    check_pair(pair.anchor_view, donor or pair.donor.as_filed, options, untie=pair.untie)
-    return alignment
-
-
-def aligned_view(pair: Pair, alignment: Alignment, dtype: torch.dtype | None = None) -> View:
-    """The donor in the anchor's coordinates, under its own names, on the pair's device; see `Alignment.apply`."""
-    return alignment.apply(pair.placed(pair.donor.as_filed), dtype, strict=False)
-
-
 def write_aligned(
     pair: Pair,
     alignment: Alignment,
@@ -104,7 +83,7 @@ def write_aligned(
 
     Nothing is left behind if writing fails. Returns what was written, and what the check found.
     """
-    view = aligned_view(pair, alignment, dtype_from_name(dtype))
+    view = alignment.apply(pair.placed(pair.donor.as_filed), dtype_from_name(dtype), strict=False)
     report = replace(alignment.known_report, notes=[*alignment.known_report.notes, *view.notes])
     text = card(pair, report, os.path.basename(out))
     return view, write_checkpoint(view, report, text, out, shard_size, progress, check)

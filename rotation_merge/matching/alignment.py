@@ -110,7 +110,7 @@ class Alignment:
         if type(seed) is not int:
             raise AlignmentError(f"the seed {seed!r} is no whole number", remedy="give a whole number")
         opened = open_model(model, "model", untie=untie)
-        pair = check_pair(opened, opened, AlignConfig.of(config, options), untie=untie)
+        pair = check_pair(opened, opened, AlignConfig.of(config, options))
         transforms = random_gauge(opened.architecture, pair.options, torch.Generator().manual_seed(seed))
         return cls(transforms, pair.folded, notes=pair.notes, basis=pair.basis())
 

@@ -24,6 +24,7 @@ from rotation_merge.matching.alignment import Transforms
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.apply import at_least_float32, with_tied
 from rotation_merge.model.fold import folded_tensors
+from rotation_merge.model.forms import paired
 from rotation_merge.model.tensors import Names, Tensors, TensorSource, as_tensors
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.group import Group, learnable, moved
@@ -220,9 +221,6 @@ class LearnedTransforms(nn.Module):
 def renamed(transforms: Mapping[str, Transform], named: Architecture, target: Architecture) -> Transforms:
     """Transforms under the space names of another form of the model: a checkpoint's instead of a module's."""
     names = {name: name for name in named.streams}
-    blocks = {(b.module, b.place, b.index): b for b in named.blocks}
-    for block in target.blocks:
-        same = blocks.get((block.module, block.place, block.index))
-        if same is not None:
-            names.update({s.name: block.spaces[k].name for k, s in same.spaces.items() if k in block.spaces})
+    for same, block in paired(named, target):
+        names.update({space.name: block.spaces[key].name for key, space in same.spaces.items() if key in block.spaces})
     return {names[name]: transform for name, transform in transforms.items()}

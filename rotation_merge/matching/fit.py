@@ -157,7 +157,7 @@ def fit(
     if options.coefficients is not None and len(options.coefficients) != len(pairs) + 1:
         problem = f"{len(options.coefficients)} 'coefficients' for {len(pairs) + 1} models"
         raise RecipeError(problem, remedy="give one share for each model, the anchor first")
-    module = module or pairs[0].anchor.module or in_memory(pairs[0].anchor, None)
+    module = module or pairs[0].anchor.module or in_memory(open_model(pairs[0].anchor), None)
     samples = _samples(batches, pairs, module)
     with seeded(options.seed):
         return _Fit(pairs, module, samples, options, progress or listener(), device).run()

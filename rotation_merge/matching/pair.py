@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from mergekit.common import ModelReference
 from torch import Tensor
 
-from rotation_merge.architecture import resolve
 from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.model import Architecture, Block
 from rotation_merge.architecture.registry import find, shipped
@@ -59,14 +58,13 @@ class Pair:
     """Two models of one architecture that may be matched, read lazily.
 
     Attributes:
-        architecture: the anchor's, with heads of their own where they are untied.
+        anchor: with heads of their own where they are to be untied.
         options: with the groups of streams that both models admit.
         streams: the residual group of each stream that is moved.
         folded: the streams among them whose norm gains are folded into their readers first.
         warnings: what makes a merge of the two questionable, one line each.
         notes: for the report beside them, such as on tensors that stay as they are because nothing is known of them.
         rows: what puts the donor's classes into the anchor's order; whoever reads the donor has to apply it.
-        untie: whether heads that share an embedding's tensor are given one of their own.
         device: where their tensors are put as they are read.
         watched: whether every tensor that is read counts for their fingerprints, which a report or a file will hold.
         shared: rows of the shared tokens for matching streams, the anchor's first; None if all tokens are the same, or
@@ -75,17 +73,20 @@ class Pair:
 
     anchor: View
     donor: View
-    architecture: Architecture
     options: AlignConfig
     streams: Mapping[str, str]
     folded: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rows: LabelRows = field(default_factory=dict)
-    untie: bool = False
     device: str = "cpu"
     watched: bool = True
     shared: tuple[Tensor, ...] | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        """The anchor's, by whose names and spaces both are known."""
+        return self.anchor.architecture
 
     @property
     def sources(self) -> tuple[Tensors, Tensors]:
@@ -102,11 +103,6 @@ class Pair:
         return model if self.device == "cpu" else replace(model, tensors=model.tensors.on(self.device))
 
     @property
-    def anchor_view(self) -> View:
-        """The anchor as it is compared: with heads of its own where they are untied, on the device."""
-        return replace(self.placed(self.anchor), architecture=self.architecture, untie=self.untie)
-
-    @property
     def matched(self) -> tuple[Tensors, Tensors]:
         """The tensors of both models to compare: rows of shared tokens in embeddings and heads."""
         if self.shared is None:
@@ -117,7 +113,7 @@ class Pair:
     def basis(self) -> Basis:
         """The facts on both models that an alignment stores."""
         anchor, donor = Identity.of(self.anchor), Identity.of(self.donor)
-        return Basis(self.anchor.config, self.anchor.shapes, self.untie, anchor, donor, self.rows)
+        return Basis(self.anchor.config, self.anchor.shapes, self.anchor.untie, anchor, donor, self.rows)
 
 
 def check_pair(
@@ -125,7 +121,6 @@ def check_pair(
     donor: View,
     options: AlignConfig,
     *,
-    untie: bool = False,
     layers: Layers | None = None,
     excluded: Excluded = _none,
     averaged: bool = False,
@@ -133,7 +128,7 @@ def check_pair(
     """Check that the donor can be moved to the anchor under these options with unchanged outputs.
 
     Args:
-        untie: heads that share an embedding's tensor are given one of their own.
+        anchor: heads that share an embedding's tensor are given one of their own if it is untied.
         layers: which layers meet, where a recipe's slices say so; None: each meets the one at its own place.
         excluded: says of a tensor that it is copied from the anchor.
         averaged: refuse models whose forward passes differ for equal weights, too: the class of their average would not
@@ -146,16 +141,16 @@ def check_pair(
     warnings = tuple(_config_warnings(anchor, donor, averaged))
     rows = label_rows(anchor, donor, excluded)
     options.check_layers(anchor.architecture)
-    streams = _streams(anchor, donor, options.residual, untie)
+    streams = _streams(anchor, donor, options.residual)
     if streams or layers is None:
         check_depth(anchor, donor)
-    blocks = paired_blocks(anchor.architecture, donor.architecture, None if streams else layers)
-    for anchor_block, donor_block in blocks:
+    blocks = _meeting(donor.architecture, anchor.architecture, None if streams else layers)
+    for donor_block, anchor_block in blocks:
         _check_alike(anchor, donor, _facts(anchor_block), _facts(donor_block), place=f"{donor_block.name}, ")
     folded = anchor.architecture.folds(streams)
     for member in (anchor, donor):
-        _check_head(member, folded, options.shift_head, untie)
-    pair = Pair(anchor, donor, anchor.architecture, options, streams, folded, warnings, rows=rows, untie=untie)
+        _check_head(member, folded, options.shift_head, anchor.untie)
+    pair = Pair(anchor, donor, options, streams, folded, warnings, rows=rows)
     _check_missing(pair, blocks, excluded)
     notes = [*anchor.remarks, *donor.remarks, *rows_note(anchor.name, donor.name, rows)]
     notes += _unaligned(pair, excluded)
@@ -214,26 +209,25 @@ def _check_alike(
             raise CheckpointError(problem, where=donor.name, remedy=remedy)
 
 
-def paired_blocks(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
-    """The pairs of anchor and donor blocks that meet."""
+def _meeting(donor: Architecture, anchor: Architecture, layers: Layers | None = None) -> list[tuple[Block, Block]]:
+    """The pairs of donor and anchor blocks that meet: at the same place, or as layers are paired."""
 
-    def key(block: Block, index: int | None) -> tuple[object, ...]:
+    def spot(block: Block, index: int | None) -> tuple[object, ...]:
         return block.module, block.place, index, block.name if block.index is None else ""
 
-    donor_blocks = {key(block, block.index): block for block in donor.blocks}
-    pairs = []
+    donor_blocks, pairs = {spot(block, block.index): block for block in donor.blocks}, []
     for block in anchor.blocks:
         met = [block.index]
         if block.index is not None and layers is not None:
             met = [index for anchor_index, index in layers.get(block.module, ()) if anchor_index == block.index]
-        pairs += [(block, donor_blocks[key(block, index)]) for index in met if key(block, index) in donor_blocks]
+        pairs += [(donor_blocks[key], block) for key in (spot(block, i) for i in met) if key in donor_blocks]
     return pairs
 
 
 # --- streams and heads
 
 
-def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str, str]:
+def _streams(anchor: View, donor: View, residual: str) -> dict[str, str]:
     """The residual group of each moving stream; both models admit it.
 
     `largest` excludes rotations if a head is tied to an embedding, because folding cannot serve both.
@@ -244,7 +238,7 @@ def _streams(anchor: View, donor: View, residual: str, untie: bool) -> dict[str,
     for name, group in groups.items():
         if choices.get(name) == "largest":
             admitted, by_donor = (member.architecture.stream_groups[name] for member in members)
-            tied = not untie and any(member.tied and member.tied[1] == name for member in members)
+            tied = not anchor.untie and any(member.tied and member.tied[1] == name for member in members)
             groups[name] = [g for g in admitted if g in by_donor and not (tied and g == "rotation")][-1]
         elif donor_groups.get(name) != group:
             raise RecipeError(f"'residual: {residual}': there is no stream '{name}'", where=donor.name)
@@ -281,7 +275,7 @@ def _check_missing(pair: Pair, blocks: Iterable[tuple[Block, Block]], excluded: 
     """Refuse tensors that one model lacks, where a space of theirs moves or folding needs them."""
     anchor, donor, fold = pair.anchor, pair.donor, Fold(pair.architecture, pair.folded)
     copies = {anchor.tied[0]} if anchor.tied and donor.tied and anchor.tied[0] == donor.tied[0] else set()
-    for anchor_block, donor_block in blocks:
+    for donor_block, anchor_block in blocks:
         matched = wanted_spaces(anchor_block, pair.options.at(pair.architecture, anchor_block))
         keys = [key for key, space in anchor_block.spaces.items() if space in matched]
         sides = (donor, donor_block), (anchor, anchor_block)
@@ -347,7 +341,7 @@ def shape_faults(
         resized: whether vocabularies may differ in size, because they are brought together, or not merged.
         remedy: of each; empty: what a recipe can do.
     """
-    for anchor_block, donor_block in paired_blocks(anchor.architecture, donor.architecture, None):
+    for donor_block, anchor_block in _meeting(donor.architecture, anchor.architecture):
         for info in donor_block.tensors:
             same = anchor_block.tensor(info.key)
             shape, anchor_shape = donor.shapes.get(info.name), anchor.shapes.get(same.name) if same else None
@@ -399,22 +393,18 @@ def open_pair(
     untie: bool = False,
     device: str = "cpu",
     words: bool = True,
-    unsupported: str = "error",
     excluded: Excluded = _none,
     any_base: bool = False,
     watched: bool = True,
-    shapes: bool = True,
     averaged: bool = False,
 ) -> Pair:
     """Open two models and check that they fit together under these options; both must be there before any is read.
 
     Args:
         words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
-        unsupported: as in a recipe: `error` refuses unknown tensors, `merge` keeps them.
         excluded: says of a tensor that it need not fit.
         any_base: take adapters of other bases: the caller has checked them, or was told to.
         watched: take fingerprints while tensors are read; they are read again where they are needed later.
-        shapes: whether tensors must be of equal shapes; False: a recipe may still bring vocabularies together.
         averaged: as of `check_pair`.
 
     Raises:
@@ -423,23 +413,21 @@ def open_pair(
     models = [as_reference(model) for model in (anchor, donor)]
     for reference in (model for model in models if isinstance(model, ModelReference)):
         check_present(reference)
-    first, second = (open_model(model, unsupported=unsupported, any_base=any_base) for model in models)
+    first, second = (open_model(model, any_base=any_base) for model in models)
     second = _in_class_of(first, second)
-    architecture = resolve(dict(first.config), list(first), first.name, untie=True) if untie else first.architecture
-    compared = replace(first, architecture=architecture)
-    pair = check_pair(compared, second, options, untie=untie, excluded=excluded, averaged=averaged)
+    first = open_model(first, untie=True) if untie else first
+    pair = check_pair(first, second, options, excluded=excluded, averaged=averaged)
     warnings, notes = list(pair.warnings), list(pair.notes)
     if words and (moved := other_ids(first, second)):
         warnings.append(f"{second.reference}: {moved}; a merge needs '{TOGETHER}'.")
-    if shapes:
-        check_shapes(compared, second, excluded, not words, OUTSIDE_RECIPES)
+    check_shapes(first, second, excluded, not words, OUTSIDE_RECIPES)
     if first.files is None and second.files is None:
         check_names(first, second)
     shared = None if pair.options.residual == "none" else shared_rows([first, second])
     if shared is not None:
         notes.append(matched_on(first, second, len(shared[0])))
     pair = replace(pair, warnings=tuple(warnings), notes=tuple(notes), shared=shared, device=device, watched=watched)
-    return replace(pair, anchor=first, donor=in_class_order(second, pair.rows))
+    return replace(pair, donor=in_class_order(second, pair.rows))
 
 
 def are_here(*names: str) -> bool:

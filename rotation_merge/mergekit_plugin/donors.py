@@ -157,8 +157,7 @@ class Donor:
         """The pair under these options, with the classes of it, and of `model`, in the order of the anchor."""
         base, models, recipe = self.session.base, self.session.models, self.session.recipe
         donor, excluded = models[self.matched].as_filed, recipe.excluded
-        facts = {"untie": recipe.value("untie"), "averaged": self.origin is None}
-        pair = check_pair(base, donor, options, layers=layers, excluded=excluded, **facts)
+        pair = check_pair(base, donor, options, layers=layers, excluded=excluded, averaged=self.origin is None)
         rows = label_rows(base, models[model].as_filed, excluded)
         models[self.matched] = in_class_order(donor, pair.rows)
         models[model] = in_class_order(models[model].as_filed, rows)

@@ -55,7 +55,7 @@ def _check_fit(case: Case, name: str) -> None:
     if known is not None:
         known.pair  # noqa: B018  (it is checked)
     if are_here(case.parents[0], name):
-        open_pair(case.parents[0], name, NOTHING, excluded=excluded, shapes=False)
+        open_pair(case.parents[0], name, NOTHING, excluded=excluded, words=False)
 
 
 def _vocabulary(anchor: View, donor: View) -> Iterator[Cause]:
