@@ -145,7 +145,7 @@ class Bases(Pair):
         file = known if isinstance(known, str) else None
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
-            known = load_for(known, self.anchor, self.donor, self.architecture)
+            known = load_for(known, self.anchor, self.donor)
         options = config.match if known is None else options_of(known.transforms, known.folded)
         options = check_pair(self.anchor, self.old_as_new, options).options
         if self.shared is not None and file is None:

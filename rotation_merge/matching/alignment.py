@@ -377,19 +377,16 @@ def load_file(path: Path | str, architecture: Architecture | None = None) -> Ali
     return Alignment(transforms, head.folded, *head.figures, basis=basis, metadata=head.made)
 
 
-def load_for(
-    path: str, anchor: View, donor: View, architecture: Architecture | None = None, cache: str | None = None
-) -> Alignment:
+def load_for(path: str, anchor: View, donor: View, cache: str | None = None) -> Alignment:
     """Read the alignment of two models.
 
     Args:
-        architecture: in which they meet; None: the anchor's.
         cache: where files of the hub are kept, if not in the usual place.
 
     Raises:
         AlignmentError: it cannot be read (see `load_file`), or was made for other weights; names the model.
     """
-    alignment = load_file(local_file(path, cache), architecture or anchor.architecture)
+    alignment = load_file(local_file(path, cache), anchor.architecture)
     basis = alignment.known_basis
     for identity, model in ((basis.anchor, anchor), (basis.donor, donor)):
         if identity.fingerprint != model.fingerprint:

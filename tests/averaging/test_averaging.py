@@ -93,7 +93,7 @@ def first_of(family: str, folder: Path) -> Checkpoint:
 @pytest.mark.parametrize(("family", "name"), [*CASES, ("nemotron_h", "latent experts")], ids=str)
 def test_twins_give_the_anchor(family: str, name: str, tmp_path: Path) -> None:
     """Measured into files, carried, and averaged by whole merges: families whose files have other names than what runs,
-    and one of each kind of the others, of which test_statistics_moved.py has the law in memory.
+    and one of each kind of the others, of which test_moved_values.py has the law in memory.
 
     Nemotron-H's latent experts write into coordinates that nothing moves: stacked where they run, apart in files.
     """

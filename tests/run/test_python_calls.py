@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from plugin_support import build, lora
-from rotation_merge.run.curves import Curve
 from transformers import PreTrainedModel, ViTForImageClassification
 
 import rotation_merge as rm
 from rotation_merge.model.open import open_model
 from rotation_merge.run.demo import CHECKPOINTS
+from rotation_merge.run.evaluate import Curve
 
 SAMPLES = [{"input_ids": torch.randint(40, (6, 10), generator=torch.Generator().manual_seed(n))} for n in range(8)]
 
