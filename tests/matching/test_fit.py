@@ -274,7 +274,7 @@ def test_mixes_are_convex_combinations() -> None:
 
 def test_shares_may_be_fixed() -> None:
     data = [{"input_ids": torch.arange(12).reshape(2, 6)}] * 2
-    models, options = [tiny(0), tiny(1)], FitConfig(steps=1, coefficients=(0.75, 0.25))
+    models, options = [tiny_llama(0), tiny_llama(1)], FitConfig(steps=1, coefficients=(0.75, 0.25))
     fitting = _Fit(_pairs(models, AlignConfig()), models[0], data, options, lambda *_: None)
     assert fitting.draw().tolist() == [0.75, 0.25]
 
