@@ -81,7 +81,9 @@ class Bases(Pair):
     @property
     def old_as_new(self) -> View:
         """The old base in the form of the new one's files, in which their spaces meet."""
-        return replace(self.donor.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=self.untie)
+        return replace(
+            self.donor.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=self.anchor.untie
+        )
 
     @cached_property
     def nearness(self) -> Nearness:
