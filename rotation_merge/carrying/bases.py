@@ -81,9 +81,8 @@ class Bases(Pair):
     @property
     def old_as_new(self) -> View:
         """The old base in the form of the new one's files, in which their spaces meet."""
-        return replace(
-            self.donor.as_filed, tensors=self.sources[1], architecture=self.architecture, untie=self.anchor.untie
-        )
+        new, old = self.anchor, self.sources[1]
+        return replace(self.donor.as_filed, tensors=old, architecture=new.architecture, untie=new.untie)
 
     @cached_property
     def nearness(self) -> Nearness:
@@ -152,11 +151,10 @@ class Bases(Pair):
         options = check_pair(self.anchor, self.old_as_new, options).options
         if self.shared is not None and file is None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
-        match = self._matcher(config, samples)
+        match, recipe = self._matcher(config, samples), yaml.safe_dump(asdict(options), sort_keys=False)
         alignment = known or match(self.architecture, *self.matched, options, progress, ledger=ledger)
         run.aligned(old, alignment, file)
-        recipe = "" if file else yaml.safe_dump(asdict(options), sort_keys=False)
-        return alignment, pair_report(self, run, recipe, new)
+        return alignment, pair_report(self, run, "" if file else recipe, new)
 
     def _matcher(self, config: TransferConfig, samples: Samples) -> Match:
         """The function that aligns the bases as the config says."""
