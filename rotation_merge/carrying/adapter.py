@@ -1,7 +1,8 @@
-"""Carries an adapter from its base to another one; it keeps its form, whatever that of the new base's files."""
+"""Carries an adapter from its base to another one; it keeps its form, but for fused maps that are apart there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.architecture.registry import every_name
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.run import change_note
-from rotation_merge.model.adapter_parts import AdapterPart, adapter_parts
+from rotation_merge.model.adapter_parts import AdapterPart, adapter_parts, pieces
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.forms import restructured
@@ -57,16 +59,17 @@ def carry_adapter(
     if biases:
         facts |= {"lora_bias": True, "init_lora_weights": True}
         notes.append(f"{biases} modules got a bias (peft's lora_bias), because norms shift their inputs.")
-    return Adapter(facts, tensors), notes
+    return moving.apart(Adapter(facts, tensors)), notes
 
 
 def _in_form_of(parts: Sequence[AdapterPart], delta: Delta) -> Delta:
     """The change between bases that also have the tensors of an adapter as it names them, and those that it adds."""
-    architecture = delta.base.architecture
-    blocks = list(architecture.blocks)
-    for spot, info in ((part.spot, part.info) for part in parts):
-        if spot is None:
-            continue
+    architecture, names = delta.base.architecture, every_name(delta.base.config)
+    blocks, spots = list(architecture.blocks), [(part.spot, part.info) for part in parts if part.spot is not None]
+    for part in (part for part in parts if part.form is not None and any(cut.target for cut in pieces(part))):
+        if bias := names.get(part.info.names[0].removesuffix("weight") + "bias"):  # which a norm may shift
+            spots.append((bias, bias.info))
+    for spot, info in spots:
         place = next((i for i, block in enumerate(blocks) if spot.in_block(block)), None)
         if place is None:
             blocks.append(Block(spot.place, spot.module, spot.index, spot.place, (info,)))
@@ -76,6 +79,17 @@ def _in_form_of(parts: Sequence[AdapterPart], delta: Delta) -> Delta:
     in_form = (restructured(x, architecture, form) for x in (delta.old, delta.tuned, delta.base.tensors))
     old, tuned, new = (tensors.only(name for name in tensors if name not in added) for tensors in in_form)
     return replace(delta, old=old, tuned=tuned, base=replace(delta.base, architecture=form, tensors=new))
+
+
+def _cut(adapter: Adapter, piece: AdapterPart) -> dict[str, Tensor]:
+    """The factors of a piece of a module, and its bias, by the module's names."""
+    change, tensors = piece.change, adapter.tensors
+    low = piece.cut_out(LowRank(tensors[change.a], tensors[change.b]))
+    cut = {change.a: low.a.clone(), change.b: low.b.clone()}  # files hold no tensor twice
+    if change.bias in tensors:
+        of_outputs = LowRank(tensors[change.a], tensors[change.bias][:, None])
+        cut[change.bias] = piece.cut_out(of_outputs).b[:, 0].clone()
+    return cut
 
 
 @dataclass
@@ -117,7 +131,6 @@ class _MovingAdapter:
             "peft swaps inputs and outputs of this base's experts": bool(change.a) and part.flipped != transposed(info),
             "the new base lacks it": not names.isdisjoint(self.delta.old) and names.isdisjoint(new),
             "it is no whole tensor of the new base": bool(change.value) and (info.stacked or form is not None),
-            "its parts stand apart in the new base": form is not None and len(form.cuts) > 1 and not stacks(info),
         }
         if reason := next((reason for reason, is_so in reasons.items() if is_so), ""):
             raise self._refused(change.name, reason)
@@ -188,6 +201,28 @@ class _MovingAdapter:
         for part in (part for part in self.parts if part.change.value):
             tensors[part.change.value] = self._whole(part)
         return tensors, count
+
+    def apart(self, carried: Adapter) -> Adapter:
+        """The carried adapter with modules of their own for maps that it has in one and the new base apart.
+
+        Each gets a copy of the factor that they share. Experts stay: peft and transformers take them in either form.
+        """
+        low = [part for parts in self.low.values() for part in parts]
+        if not any(part.form is not None and len(part.form.cuts) > 1 and not stacks(part.info) for part in low):
+            return carried
+        tensors = {part.change.value: carried.tensors[part.change.value] for part in self.parts if part.change.value}
+        modules, ranks, alphas = list[str](), dict[str, int](), dict[str, float]()
+        for part in low:
+            change, rank = part.change, carried.tensors[part.change.a].shape[0]
+            stays = part.added or stacks(part.info) > 0
+            for piece in [part] if stays else pieces(part):
+                named = stays or piece.target is not None
+                modules.append(module := change.module if named else piece.info.name.removesuffix(".weight"))
+                tensors |= {key.replace(change.module, module, 1): x for key, x in _cut(carried, piece).items()}
+                ranks[re.escape(module)] = rank
+                alphas[re.escape(module)] = part.scale * (rank**0.5 if carried.config.get("use_rslora") else rank)
+        patterns = {"target_modules": modules, "rank_pattern": ranks, "alpha_pattern": alphas}
+        return Adapter({**carried.config, **patterns}, tensors)
 
     def _bias(self, info: TensorInfo) -> Tensor | None:
         """The change of the bias beside a changed map, unless that is stored whole; None: it stays as it is.

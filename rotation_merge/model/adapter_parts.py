@@ -69,6 +69,10 @@ class AdapterPart:
         if self.experts:  # as peft's ParamWrapper has them
             a, b = low.a.unflatten(0, (self.experts, -1)), low.b.unflatten(1, (-1, self.experts))
             low = replace(low, a=a, b=b.permute(2, 0, 1))
+        return self.cut_out(low)
+
+    def cut_out(self, low: LowRank) -> LowRank:
+        """The factors of the part's entries, of those of the whole parameter."""
         if self.source is None:
             return low
         dim, start, length = self.source
@@ -180,7 +184,7 @@ def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:
     return len(info.axes) == len(form.cuts) == 1 and cut.length == cut.info.axes[0].size
 
 
-def _pieces(part: AdapterPart) -> Iterator[AdapterPart]:
+def pieces(part: AdapterPart) -> Iterator[AdapterPart]:
     """The changes of the tensors that a base stores a part's parameter in."""
     if part.form is None:
         yield part
@@ -250,7 +254,7 @@ def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
     parts: dict[str, list[tuple[int, AdapterPart]]] = {}
-    for part in itertools.chain.from_iterable(map(_pieces, adapter_parts(adapter, base, model))):
+    for part in itertools.chain.from_iterable(map(pieces, adapter_parts(adapter, base, model))):
         info = part.info
         if base.tied_head is not None and info.vocabulary_axis is not None and len(info.axes) == 2:
             problem = f"the adapter changes '{info.name}' and not the head '{base.tied_head}', which is tied to it"
