@@ -125,7 +125,7 @@ def fit(
     progress: Progress | None = None,
     untie: bool | None = None,
     module: nn.Module | None = None,
-    device: str | None = None,
+    devices: Sequence[str] = (),
 ) -> FitResult:
     """Learn the transforms that lower the loss of models between an anchor and its donors.
 
@@ -140,8 +140,8 @@ def fit(
         progress: told about every step.
         untie: give tied heads a tensor of their own; None: where the residual group needs it.
         module: the anchor in memory, where it is there anyway.
-        device: where the models' weights are put, and those between are computed; None: each where it is, and the
-            anchor's.
+        devices: where the models' weights are put, one of them for each model in turn; those between are computed on
+            the first. Empty: each where it is, and the anchor's.
 
     Returns:
         Alignments that are never worse on the held-out batches than where the fit started.
@@ -160,7 +160,7 @@ def fit(
     module = module or pairs[0].anchor.module or in_memory(open_model(pairs[0].anchor), None)
     samples = _samples(batches, pairs, module)
     with seeded(options.seed):
-        return _Fit(pairs, module, samples, options, progress or listener(), device).run()
+        return _Fit(pairs, module, samples, options, progress or listener(), devices).run()
 
 
 def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None = None) -> list[Pair]:
@@ -209,16 +209,16 @@ class _Fit:
         batches: list[Batch],
         options: FitConfig,
         progress: Progress,
-        device: str | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         self.pairs, self.options, self.progress = pairs, options, progress
         self.count, self.match = len(pairs) + 1, pairs[-1].options
-        module = (module if device is None else module.to(device)).eval()
+        module = (module.to(devices[0]) if devices else module).eval()
         self.device, self.architecture = device_of(module), architecture_of(module, untie=True)
         size = 4 * sum(parameter.numel() for parameter in module.parameters())
         self.parents = list[Tensors]()
-        for view in (pairs[0].anchor, *(pair.donor for pair in pairs)):
-            tensors = view.tensors if device is None else view.tensors.on(device)
+        for number, view in enumerate((pairs[0].anchor, *(pair.donor for pair in pairs))):
+            tensors = view.tensors.on(devices[number % len(devices)]) if devices else view.tensors
             self.parents.append(restructured(tensors, view.architecture, self.architecture).cached(math.inf))
             _check_names(self.architecture, pairs[0].anchor, view, set(self.parents[0]) ^ set(self.parents[-1]))
         keeps = size <= LARGEST_KEPT and not options.checkpointing

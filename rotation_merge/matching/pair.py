@@ -42,6 +42,14 @@ EQUAL = "only equal shapes can be merged; name it under 'exclude' to copy it fro
 OUTSIDE_RECIPES = "merge them with 'tokenizer', 'heads_of: each' or 'exclude' in a recipe; measure them with 'evaluate'"
 LIKE_IT = "align models with the same biases and heads, or name the tensor under 'exclude' of a recipe"
 
+BIAS_FLAGS = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias"), ("attention",)),
+    "mlp_bias": ("ffn",),
+    "use_bias": ("attention", "ffn", "mixer"),
+    "bias": ("attention", "ffn"),
+}
+"""Config entries that give linear maps a bias, and the kinds of spaces that those maps have an axis of."""
+
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
 
@@ -152,7 +160,7 @@ def check_pair(
         _check_head(member, folded, options.shift_head, anchor.untie)
     pair = Pair(anchor, donor, options, streams, folded, warnings, rows=rows)
     _check_missing(pair, blocks, excluded)
-    notes = [*anchor.remarks, *donor.remarks, *rows_note(anchor.name, donor.name, rows)]
+    notes = [*_remarks(anchor), *_remarks(donor), *rows_note(anchor.name, donor.name, rows)]
     notes += _unaligned(pair, excluded)
     if options.residual != "none":
         options = options.with_residual(as_option(streams, anchor.architecture.streams))
@@ -329,6 +337,30 @@ def _unaligned(pair: Pair, excluded: Excluded) -> list[str]:
                 raise CheckpointError(problem, where=member.name, remedy=remedy)
     words = f"Not aligned, because the architecture does not list them: {len(unknown)} tensors ({listed(unknown)})."
     return [words] if unknown else []
+
+
+def _remarks(view: View) -> list[str]:
+    """Notes on a model for the report: those of opening it, and biases that its config has and its files lack."""
+    spec, notes = find(view.config), list(view.remarks)
+    for module, definition in {} if spec is None else spec.modules.items():
+        settings = (view.config.get(definition.config) or {}) if definition.config else view.config
+        blocks = [block for block in view.architecture.blocks if block.module == module and block.index is not None]
+        for flag in (flag for flag in BIAS_FLAGS if settings.get(flag) is True):
+            if lacking := next((block.name for block in blocks if not _biased(block, flag, view)), None):
+                entry = f"{definition.config}.{flag}" if definition.config else flag
+                words = f"'{entry}' is true, but no such bias is stored for {lacking}"
+                notes.append(
+                    f"`{view.name}`: {words}; transformers makes new ones (or set it to false in config.json)."
+                )
+    return notes
+
+
+def _biased(block: Block, flag: str, view: View) -> bool:
+    """Whether biases are stored beside all linear maps of a block that a config entry gives one."""
+    maps = (info for info in block.tensors if info.name.endswith(".weight") and len(info.axes) == 2)
+    names = [info.name for info in maps if any(space.kind in BIAS_FLAGS[flag] for space in info.spaces())]
+    biases = [name for name in view.shapes if name.endswith(".bias")]
+    return all(any(bias.startswith(f"{name.rsplit('.', 2)[0]}.") for bias in biases) for name in names)
 
 
 def shape_faults(

@@ -149,7 +149,7 @@ def _learned(parents: Parents, models: tuple[str, ...], seconds: float) -> dict[
         batches = [batch for data in parents.training for batch in data.batches]
         options = FitConfig(steps=STEPS, minutes=seconds / 60, seed=config.seed)
         untie = parents.anchor.tied_head is not None
-        result = fit(models[0], list(files), batches, options=options, untie=untie, device=config.device)
+        result = fit(models[0], list(files), batches, options=options, untie=untie, devices=[config.device])
         for file, alignment in zip(files.values(), result.alignments, strict=True):
             alignment.write(file)
     return files

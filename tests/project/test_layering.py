@@ -42,7 +42,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("record",): (250, 235),
     ("model",): (4000, 5347),
     ("run",): (2400, 3649),
-    ("matching",): (3400, 4925),
+    ("matching",): (3400, 4957),
     ("averaging",): (2000, 3228),
     ("carrying",): (1500, 2093),
     ("report",): (1400, 1487),
