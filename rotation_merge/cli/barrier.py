@@ -11,11 +11,19 @@ from typing import Annotated, Literal
 import click
 
 from rotation_merge.cli.command import cli_command
-from rotation_merge.cli.paths import ALIGNMENT, MODELS_OR_RECIPE, SAMPLES, Writes, checked_outputs, is_document
+from rotation_merge.cli.paths import (
+    ALIGNMENT,
+    MODELS_OR_RECIPE,
+    NAMED_ALIGNMENTS,
+    SAMPLES,
+    Writes,
+    checked_outputs,
+    is_document,
+)
 from rotation_merge.cli.show import Answer, Table, sentence
 from rotation_merge.diagnose.donors import PairRecipe, donors_of
-from rotation_merge.diagnose.paths import Paths
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.diagnose.paths import ALIGNED, Paths, curves_of
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.model.open import parse_reference
@@ -31,6 +39,7 @@ SAVED = Writes("file", "dir", within=FILE, work=(MATCHING_UNFINISHED,), wrote=is
 @cli_command(
     "rotation-merge barrier recipe.yml --data held-out.txt",
     "rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png",
+    "rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png",
 )
 def command(
     models: Annotated[tuple[str, ...], MODELS_OR_RECIPE, "RECIPE | ANCHOR DONOR"],
@@ -39,6 +48,13 @@ def command(
     config: BarrierConfig,
     plot: Annotated[str | None, NEW_PLOT, "also draw a PNG, SVG or PDF (needs matplotlib)"] = None,
     alignment: Annotated[str | None, ALIGNMENT, "transforms to apply instead of matching; for two models"] = None,
+    compare: Annotated[
+        str | None,
+        NAMED_ALIGNMENTS,
+        "curves to draw beside the plain one, with commas between: neurons, rotation, paper, permutation, local, "
+        "residual; activations, both (residual, chosen on samples); aligned (as the options or the recipe say); "
+        "NAME=FILE for transforms in a file",
+    ] = None,
     heads_of: Annotated[
         Literal["each"] | None,
         "each: every model keeps its own head, of any size. Give --data once for each model, in their order. A recipe "
@@ -52,13 +68,18 @@ def command(
 
     Give an anchor and a donor, or a recipe, of which every donor has a path from the anchor. The barrier is the largest
     excess of the loss over the straight line between the ends, in nats. For a donor with 'finetuned_from' the path is
-    the anchor plus 0 to 1 times the task vector. With --save or --plot an interrupted run continues. Give --data once
-    for each task. Matching on activations uses text that the models write, or, if they write none, the first --data.
+    the anchor plus 0 to 1 times the task vector. --compare draws several alignments in one picture. With --save or
+    --plot an interrupted run continues. Give --data once for each task. Matching on activations uses text that the
+    models write, or, if they write none, the first --data.
     """
     if plot is not None:
         check_plot(plot)
+    curves = curves_of(compare)
+    if ALIGNED not in curves and (options != AlignConfig() or alignment or match.match_on != WEIGHTS):
+        remedy = "name it in --compare, too, or leave them out"
+        raise RecipeError("matching options need the curve 'aligned'", where="--compare", remedy=remedy)
     donors = _donors(models, options, match, alignment, heads_of is not None)
-    paths = Paths(models[0], donors, data, config)
+    paths = Paths(models[0], donors, data, config, curves)
     with kept_beside(os.path.join(save, FILE) if save else plot, paths.mark) as ledger:
         paths = replace(paths, ledger=ledger)
         pictures = _pictures(plot, len(paths.measured)) if plot else []

@@ -25,10 +25,12 @@ class Reads(click.ParamType):
     Attributes:
         name: placeholder in the help.
         recipe: whether it may be a recipe, with all that it reads.
+        named: whether the value is NAME or NAME=FILE, with commas between.
     """
 
     name: str
     recipe: bool = False
+    named: bool = False
 
     def inputs(self, values: Sequence[str]) -> list[str]:
         """The names of what a parameter's values read."""
@@ -37,6 +39,8 @@ class Reads(click.ParamType):
 
             with suppress(RecipeError):
                 return [values[0], *inputs_in(read_recipe(values[0]))]
+        if self.named:
+            values = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
         return [value for value in values if value and not (self.name == "data" and WORD.fullmatch(value))]
 
 
@@ -127,7 +131,7 @@ def _is_statistics(path: str) -> bool:
 
 
 MODEL, ALIGNMENT, SAMPLES = Reads("model"), Reads("file"), Reads("data")
-MODELS_OR_RECIPE = Reads("model", recipe=True)
+MODELS_OR_RECIPE, NAMED_ALIGNMENTS = Reads("model", recipe=True), Reads("names", named=True)
 BOTH = (UNFINISHED, MATCHING_UNFINISHED)
 NEW_FOLDER, NEW_ADAPTER, NEW_MODEL = Writes(FOLDER, "dir"), Writes(ADAPTER, "out"), Writes(FOLDER, "out", work=BOTH)
 NEW_ALIGNMENT = Writes(FILE, "file", work=BOTH)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.options import NOTHING, WEIGHTS
+from rotation_merge.matching.options import WEIGHTS
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
@@ -81,20 +81,20 @@ class PairRecipe:
         origin = self.values.get("finetuned_from")
         return None if origin in (False, "none") else origin
 
-    def recipe(self, data: str, aligned: bool = True) -> Recipe:
+    def recipe(self, data: str, instead: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe that merges the two.
 
         Args:
             data: to match on, where samples are needed and none are named.
-            aligned: as the parameters say; otherwise nothing is moved.
+            instead: what is said of matching in the place of the parameters; None: as they say.
 
         Raises:
             RecipeError: it is at fault.
         """
         values, shared, of_donor = dict(self.values), set(SHARED), {*names(DONOR_ONLY), "match_on"}
-        if not aligned:
+        if instead is not None:
             values = {name: value for name, value in values.items() if name not in (*MATCHING, "alignment")}
-            values |= asdict(NOTHING)
+            values |= instead
         if self.origin is not None:
             shared.add("exclude")
         if values.get("match_on", WEIGHTS) != WEIGHTS:

@@ -12,6 +12,8 @@ from rotation_merge.record import DISTANCES, MergeReport, relative_distance
 from rotation_merge.run.evaluate import Barrier
 
 COLOURS = ("#8a8f98", "#2f6fde", "#d9822b", "#3a9d5d", "#c9504a", "#8a5fc7", "#1f9aa5", "#b5872b")
+MOST_CURVES = len(COLOURS)
+"""Curves in one picture."""
 
 
 def check_plot(path: str) -> None:
@@ -47,7 +49,7 @@ def _axes(width: float, height: float, labels: tuple[str, str], layout: Any = No
 
 
 def save_barrier(barrier: Barrier, path: str) -> None:
-    """Write a barrier's curves to a PNG, SVG or PDF file, completely or not at all."""
+    """Write a barrier's curves, up to `MOST_CURVES`, to a PNG, SVG or PDF file, completely or not at all."""
     place = f"from {_short(barrier.anchor)} (0) to {_short(barrier.donor)} (1)"
     figure, axes = _axes(5.5, 3.6, (place, "loss (nats)"), "constrained")
     for curve, colour in zip(barrier.curves, COLOURS, strict=False):

@@ -131,7 +131,7 @@ def test_no_option_replaces_an_input(
     assert isinstance(read.type, Reads)
     path = make(tmp_path / place, read.type.name)
     (tmp_path / "link").symlink_to(path)
-    words = {output.name: str(tmp_path / value), read.name: str(path)}
+    words = {output.name: str(tmp_path / value), read.name: f"a={path}" if read.type.named else str(path)}
     arguments: list[str] = []
     for parameter in parameters(name):
         if (word := words.get(parameter.name) or word_for(parameter, tmp_path)) is not None:

@@ -15,6 +15,7 @@ Models = dict[str, Path]
 
 WHOLE = {"heads": "permutation", "residual": "signed_permutation"}
 TURNED = ("anchor", "turned")
+BESIDE = ("--compare", "aligned,residual")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,11 @@ def test_options_and_files_align_alike(models: Models, tmp_path: Path) -> None:
     assert all(curves["plain"] == alike(local["plain"]) for curves in (whole, by_file))
     assert by_file["aligned"] == pytest.approx(whole["aligned"], abs=1e-3)
     assert rise(whole["aligned"]) < 1e-3 < rise(local["aligned"])
+    (named,) = barriers(models, *TURNED, options=("--compare", f"local,residual,made={file},activations,both"))
+    assert list(named) == ["plain", "local", "residual", "made", "activations", "both"]
+    assert [named[n] for n in ("plain", "local")] == [alike(local[n]) for n in ("plain", "aligned")]
+    assert [named[n] for n in ("residual", "made")] == [alike(curves["aligned"]) for curves in (whole, by_file)]
+    assert max(rise(named["activations"]), rise(named["both"])) < 1e-3
     call = ("barrier", models["turned"], models["anchor"], "--data", models["data"], "--alignment", file)
     assert "other weights" in output_of(*call, code=2)
     recipe = from_file(recipe_for("linear", models["anchor"], models["turned"]), file)
@@ -82,10 +88,12 @@ def test_maps_chosen_on_samples(match_on: str, models: Models, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_recipe_with_two_donors_and_a_carried_one(models: Models, tmp_path: Path) -> None:
     document = recipe_for("linear", *(models[n] for n in (*TURNED, "near")), heads="permutation")
-    turned, near = barriers(models, write_recipe(document, tmp_path / "r.yml"))
+    turned, near = barriers(models, write_recipe(document, tmp_path / "r.yml"), options=BESIDE)
+    assert max(rise(turned["residual"]), rise(near["residual"])) < 1e-3
     assert rise(near["aligned"]) < 1e-3 < min(rise(turned["plain"]), rise(turned["aligned"]))
     document["models"][-1]["parameters"]["finetuned_from"] = str(models["turned"])
-    _, carried = barriers(models, write_recipe(document, tmp_path / "c.yml"))
+    _, carried = barriers(models, write_recipe(document, tmp_path / "c.yml"), options=BESIDE)
+    assert carried["aligned"] != carried["residual"]
     assert carried["aligned"] != carried["plain"]
     assert carried["plain"][0] == pytest.approx(carried["aligned"][0], abs=1e-4)
 
@@ -96,6 +104,12 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: Models, tmp_path: Pa
         ("--alignment x", "two"),
         ("--heads permutation", "measure more of them two by two"),
         ("--plot p.xyz", "end the name in .png"),
+        ("--plot p.png --compare locals", "did you mean 'local'?"),
+        ("--plot p.png --compare learned=", "names no file"),
+        ("--plot p.png --compare local,local", "'local' is named twice"),
+        (f"--plot p.png --compare {','.join(f'm{i}=x' for i in range(8))}", "holds 8 curves"),
+        ("--plot p.png --compare made=./gone", "gone"),
+        ("--plot p.png --compare local --residual rotation", "need the curve 'aligned'"),
     ],
 )
 def test_bad_input_is_one_line(models: Models, options: str, words: str) -> None:
