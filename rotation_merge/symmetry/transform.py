@@ -140,23 +140,35 @@ class Transform:
             return None
         return (self.orders[0][:, None] * self.orders[1].shape[1] + self.orders[1]).flatten()
 
-    def distances(self) -> dict[str, float]:
-        """How far the transform is from the identity, by part: `heads`, `qk rotation`, `vo scales`, `permutation`."""
+    def _order_distances(self) -> dict[str, float]:
+        """How far it is from the identity in the parts that are no elements."""
         heads = self.head_order()
         result = {"heads": moved_share(heads)} if heads is not None else {}
         if len(self.orders) == 1:
             result["experts"] = moved_share(self.orders[0])
         if self.shift is not None:
             result["shift"] = float(self.shift.norm()) / max(len(self.shift), 1) ** 0.5
+        return result
+
+    def distances(self) -> dict[str, float]:
+        """How far the transform is from the identity, by part."""
+        result = self._order_distances()
         for name, element in self.elements.items():
-            front = f"{name} " if self.kind == "attention" else ""
-            result |= {f"{front}{part}": value for part, value in element.distances().items()}
+            parts = element.distances()
+            if name == "neurons":
+                result |= {"neurons": parts["permutation"], "scale": parts["signs"] + parts["scales"]}
+            else:
+                result["stream" if name == "map" else name] = sum(parts.values())
         return result
 
     @property
     def words(self) -> str:
-        """What the transform consists of, for reports: `heads, qk rotation, vo scales`."""
-        return ", ".join(part for part, moved in self.distances().items() if moved > SEEN) or "identity"
+        """What the transform consists of, for reports: `heads, qk: rotation, vo: rotation and scales`."""
+        words = [part for part, moved in self._order_distances().items() if moved > SEEN]
+        for name, element in self.elements.items():
+            kinds = " and ".join(kind for kind, moved in element.distances().items() if moved > SEEN)
+            words += [kinds if name in ("map", "neurons") else f"{name}: {kinds}"] if kinds else []
+        return ", ".join(words) or "identity"
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the transform, by name: `order0`, `order1`, `shift`, `qk.matrix`."""

@@ -37,7 +37,7 @@ ORDER = (
 ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1043),
     ("linalg",): (350, 340),
-    ("symmetry",): (1200, 1352),
+    ("symmetry",): (1200, 1364),
     ("architecture",): (1800, 1800),
     ("record",): (250, 235),
     ("model",): (4000, 5347),
