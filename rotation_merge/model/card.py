@@ -59,7 +59,9 @@ With {makers}:
 ```
 
 {statistics}On the same machine with the same versions and samples the bytes are the same. With other CPU kernels most \
-weights differ by up to 6e-06; {compare} tells you whether both models compute the same."""
+weights differ by up to 6e-06; {compare} tells you whether both models compute the same.
+
+{without_plugin}"""
 """The demo's two Llamas, merged with the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights
 differ, by up to 5.8e-6."""
 
@@ -246,19 +248,29 @@ def _origin(name: str, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _again(report: MergeReport, name: str, first: Sequence[str]) -> str:
-    """Making a merge again; a `name` with a slash is one of the hub."""
-    folder = os.path.basename(name)
+    """Making a merge again, with and without the plugin; a `name` with a slash is one of the hub."""
+    folder, delegate = os.path.basename(name), code(report.delegate)
     commands = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
     compare = shlex.join(["rotation-merge", "verify", folder, "again"])
     if name.count("/") == 1:
         commands = [f"hf download {name} --local-dir {folder}", f"cd {folder}", *first]
         commands, compare = [*commands, "mergekit-yaml recipe.yml ../again"], "rotation-merge verify . ../again"
     makers = [f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")]
+    rotated = any(row.kind == "stream" and row.group == "rotation" for row in report.rows)
+    without_plugin = "It runs without the plugin. To make it again you need the plugin: "
+    if report.own_method or (report.donors() and rotated):
+        without_plugin += f"{delegate} is a method of it." if report.own_method else "it folds the norm gains."
+    elif report.donors():
+        without_plugin = "To merge without the plugin, write each donor in the anchor's coordinates with "
+        without_plugin += f"`rotation-merge align`; mergekit alone then merges them by {delegate}."
+    else:
+        without_plugin = f"mergekit alone makes it, too, by {delegate}."
     return MAKE_AGAIN.format(
         makers=", ".join(makers),
         commands="\n".join(commands),
         statistics=STATISTICS if first else "",
         compare=code(compare),
+        without_plugin=without_plugin,
     )
 
 

@@ -40,7 +40,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("symmetry",): (1200, 1364),
     ("architecture",): (1800, 1800),
     ("record",): (250, 235),
-    ("model",): (4000, 5347),
+    ("model",): (4000, 5359),
     ("run",): (2400, 3649),
     ("matching",): (3400, 4957),
     ("averaging",): (2000, 3228),
