@@ -80,8 +80,9 @@ def absent_models(text: str) -> list[str]:
 
 
 def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Places that name models, and the names; the base first."""
-    places = [(path, name) for path, name, kind in named_inputs(value) if kind == MODEL_INPUT]
+    """Places that name models, and the names; the base first. A recipe's own parameters name none."""
+    models = ((path, name) for path, name, kind in named_inputs(value) if kind == MODEL_INPUT)
+    places = [(path, name) for path, name in models if path[0] != "parameters"]
     return sorted(places, key=lambda place: place[0] != ("base_model",))
 
 

@@ -47,7 +47,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2093),
     ("report",): (1400, 1489),
     ("mergekit_plugin",): (2500, 3562),
-    ("diagnose",): (2100, 2040),
+    ("diagnose",): (2100, 2041),
     ("search", "share"): (1400, 1780),
     ("api", "cli", "__init__"): (1400, 2638),
 }
