@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -286,16 +288,20 @@ class StoredValue:
     """A value with its tensors off the accelerator; its file goes with it."""
 
     def __init__(self, value: Any, owned: bool, path: Path | None) -> None:
-        value = _pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=not owned).contiguous(), value)
-        self._value, self._path = value if path is None else None, path
+        leaves, self._form = _pytree.tree_flatten(value)
+        tensors = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        stored = {key: x.detach().to("cpu", copy=not owned).contiguous() for key, x in tensors.items()}
+        self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._tensors, self._path = stored if path is None else {}, path
         if path is not None:
             weakref.finalize(self, path.unlink, missing_ok=True)
-            torch.save(value, path)
+            save_file(stored, path)
 
     def get(self, device: torch.device | str = "cpu") -> Any:
         """The value, with its tensors on a device."""
-        value = self._value if self._path is None else torch.load(self._path, weights_only=False)
-        return _pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
+        tensors = self._tensors if self._path is None else load_file(self._path)
+        leaves = [tensors[str(i)].to(device) if str(i) in tensors else x for i, x in enumerate(self._leaves)]
+        return _pytree.tree_unflatten(leaves, self._form)
 
 
 class StateStore:
@@ -325,10 +331,10 @@ class StateStore:
         """
         if self._scratch is None:
             return StoredValue(value, owned, None)
-        path = Path(self._scratch.path, f"{next(self._numbers)}.pt")
+        path = Path(self._scratch.path, f"{next(self._numbers)}.safetensors")
         try:
             return StoredValue(value, owned, path)
-        except (RuntimeError, OSError) as error:
+        except (SafetensorError, OSError) as error:
             problem, where = f"hidden states cannot be written ({short(error)})", str(path.parent.parent)
             raise SpaceError(problem, where=where, remedy=self._remedy) from error
 

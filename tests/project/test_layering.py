@@ -41,7 +41,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 235),
     ("model",): (4000, 5359),
-    ("run",): (2400, 3649),
+    ("run",): (2400, 3655),
     ("matching",): (3400, 4957),
     ("averaging",): (2000, 3228),
     ("carrying",): (1500, 2093),
