@@ -92,7 +92,7 @@ def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Col
         trained: names of tensors that are given factors of the whole rank in any case.
     """
     low, vectors = dict[str, LowRank](), dict[str, Tensor]()
-    total, kept, taken = 0.0, dict[str, float](), set[str]()
+    total, kept, filled = 0.0, dict[str, float](), set[str]()
     for block in delta.base.architecture.blocks:
         for info in sorted(block.tensors, key=lambda info: is_bias(info.key)):
             if read_tensor(info, delta.base.tensors) is None:
@@ -104,9 +104,9 @@ def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Col
             changes = isinstance(change, LowRank) or squares > 0 or name in trained
             if isinstance(change, Tensor):
                 change = of_low_rank(whole, info, rank, name not in trained) if changes and whole.ndim > 1 else whole
-            if not changes or not _fits(place, change, taken):
+            if not changes or not _fits(place, change, filled):
                 continue
-            taken.add(place)
+            filled.add(place)
             kept[name] = squares - float((whole - dense(change, info)).square().sum())
             if isinstance(change, LowRank):
                 low[name] = change
@@ -118,11 +118,11 @@ def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Col
     return NewAdapter(delta.base, places, low, vectors, rank, share)
 
 
-def _fits(place: str, change: Change, taken: Collection[str]) -> bool:
-    """Whether an adapter has a place for a change: for that of a bias beside those of weights (`taken`)."""
+def _fits(place: str, change: Change, filled: Collection[str]) -> bool:
+    """Whether an adapter has a place for a change: for that of a bias beside those of weights (`filled`)."""
     if isinstance(change, LowRank):
         return place.endswith(".weight")
-    return change.ndim == 1 and (weight_key(place) in taken if is_bias(place) else bool(place))
+    return change.ndim == 1 and (weight_key(place) in filled if is_bias(place) else bool(place))
 
 
 def adapter_places(base: View) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.contents import TOKENIZER
+from rotation_merge.model.contents import GENERATION, TOKENIZER
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import tokenizer_in, tokens_of, vocabulary_size
 from rotation_merge.model.writing import small_files
@@ -75,9 +75,6 @@ def _check(base: View, name: str, tokens: Tokens, size: int | None, remedy: str)
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries of a config that name tokens."""
-
-GENERATION = "generation_config.json"
-"""File that names them, too."""
 
 
 def chat_folder(old: View, tuned: View | str) -> str:

@@ -22,7 +22,7 @@ from rotation_merge.cli.paths import (
 )
 from rotation_merge.cli.show import Answer, Table, sentence
 from rotation_merge.diagnose.donors import PairRecipe, donors_of
-from rotation_merge.diagnose.paths import ALIGNED, Paths, curves_of
+from rotation_merge.diagnose.paths import ALIGNED, COMPARE, Paths, curves_of
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
@@ -77,7 +77,7 @@ def command(
     curves = curves_of(compare)
     if ALIGNED not in curves and (options != AlignConfig() or alignment or match.match_on != WEIGHTS):
         remedy = "name it in --compare, too, or leave them out"
-        raise RecipeError("matching options need the curve 'aligned'", where="--compare", remedy=remedy)
+        raise RecipeError("matching options need the curve 'aligned'", where=COMPARE, remedy=remedy)
     donors = _donors(models, options, match, alignment, heads_of is not None)
     paths = Paths(models[0], donors, data, config, curves)
     with kept_beside(os.path.join(save, FILE) if save else plot, paths.mark) as ledger:

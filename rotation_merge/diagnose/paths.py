@@ -28,6 +28,7 @@ from rotation_merge.workers import listener
 Curves = Mapping[str, Mapping[str, Any] | None]
 """By name of a curve, what is said of matching in the place of a recipe's or a command's own; None: those."""
 
+COMPARE = "--compare"
 PLAIN, ALIGNED = "plain", "aligned"
 """The curve between the models as they are, and that between them as the recipe or the options align them."""
 
@@ -60,21 +61,20 @@ def curves_of(text: str | None) -> Curves:
     Raises:
         RecipeError: a name is not known, or is named twice; too many.
     """
-    words, where = [word.strip() for word in (text or ALIGNED).split(",")], "--compare"
     curves = {PLAIN: NAMED[PLAIN]}
-    for word in (word for word in words if word != PLAIN):
+    for word in (word.strip() for word in (text or ALIGNED).split(",") if word.strip() != PLAIN):
         name, equals, file = (part.strip() for part in word.partition("="))
         if name in curves:
-            raise RecipeError(f"'{name}' is named twice", where=where, remedy="give each curve a different name")
+            raise RecipeError(f"'{name}' is named twice", where=COMPARE, remedy="give each curve a different name")
         if equals and not (name and file):
-            raise RecipeError(f"'{word}' names no file", where=where, remedy="write learned=FILE")
+            raise RecipeError(f"'{word}' names no file", where=COMPARE, remedy="write learned=FILE")
         if not equals and name not in NAMED:
             remedy = f"{nearest(name, NAMED)}; a file: name=FILE"
-            raise RecipeError(f"there is no matching '{name}'", where=where, remedy=remedy)
+            raise RecipeError(f"there is no matching '{name}'", where=COMPARE, remedy=remedy)
         curves[name] = {"alignment": file} if equals else NAMED[name]
     if len(curves) > MOST_CURVES:
         remedy = f"a picture holds {MOST_CURVES} curves, the plain one among them"
-        raise RecipeError(f"{len(curves)} matchings", where=where, remedy=remedy)
+        raise RecipeError(f"{len(curves)} matchings", where=COMPARE, remedy=remedy)
     return curves
 
 

@@ -75,11 +75,11 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
         notes = [FIXED]
     elif group.reorders and queries.numel() > 1 and parts and (spectral or not _at_home(parts, solutions)):
         notes = [SPECTRAL] if spectral else [NOTE] if queries.shape[1] > 1 else []
-        other = _spectral(group, parts) if spectral else _searched(group, parts)
-        others = [part.solved(other) for part in parts]
+        candidate = _spectral(group, parts) if spectral else _searched(group, parts)
+        candidate_solutions = [part.solved(candidate) for part in parts]
         norm = sum(float(part.squares[0].sum()) for part in parts)
-        if spectral or _left(others) < _left(solutions) - GAINED * norm:
-            pairing, solutions = other, others
+        if spectral or _left(candidate_solutions) < _left(solutions) - GAINED * norm:
+            pairing, solutions = candidate, candidate_solutions
     if (shared := HeadPart.of(space, sides, group, "gains", shared=True)) is not None:
         parts, solutions = [*parts, shared], [*solutions, shared.solved(shared.unmoved)]
     elements = dict(group.identity().elements)

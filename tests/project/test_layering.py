@@ -44,7 +44,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("run",): (2400, 3655),
     ("matching",): (3400, 4957),
     ("averaging",): (2000, 3228),
-    ("carrying",): (1500, 2093),
+    ("carrying",): (1500, 2090),
     ("report",): (1400, 1489),
     ("mergekit_plugin",): (2500, 3562),
     ("diagnose",): (2100, 2041),
