@@ -76,7 +76,7 @@ class OtFusion(OwnMethod):
 
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
-        method.strengths, method._lock = dict[str, float](), threading.Lock()  # one thread at a time finds plans
+        method.strengths, method._lock = dict[str, float](), threading.Lock()  # one thread at a time runs models
         method._blocks = {block.name: block for block, _, _ in models.places.values()}
         method._stream_plans, method._activations = cache(method._stream_plans), cache(method._activations)  # type: ignore[method-assign]
         threads = max(1, torch.cuda.device_count())  # mergekit has one a device; each merges one block at a time
@@ -105,8 +105,8 @@ class OtFusion(OwnMethod):
         streams = parameters["stream"] == "transport"
         with self._lock:
             plans = self._stream_plans(model) if streams else {}
-            if any(space in block.spaces.values() for space in info.spaces()):
-                plans = {**plans, **self._block_plans(model, block.name, streams, device)}
+        if any(space in block.spaces.values() for space in info.spaces()):
+            plans = {**plans, **self._block_plans(model, block.name, streams, device)}
         return {"plans": plans, "piece": piece if info.stacked else None}
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
@@ -132,13 +132,13 @@ class OtFusion(OwnMethod):
 
     def _block_plans(self, model: Hashable, name: str, streams: bool, device: torch.device) -> Plans:
         """The plans of a block's own spaces."""
-        block = self._blocks[name]
+        block, both = self._blocks[name], (self.models.base, model)
         if self.models.samples is not None:
-            activations = self._activations(self.models.base), self._activations(model)
+            with self._lock:
+                activations = self._activations(both[0]), self._activations(both[1])
             points = activation_points((block,), block.spaces.values(), activations)
         else:
-            pair = self.models.views[self.models.base], self.models.views[model]
-            anchor, donor = (read_block(block, view.tensors.on(device)) for view in pair)
+            anchor, donor = (read_block(block, self.models.views[each].tensors.on(device)) for each in both)
             points = weight_points(block, anchor, donor, self._stream_plans(model) if streams else {})
         return plans_of(block.spaces.values(), points, self.strengths[name])
 
