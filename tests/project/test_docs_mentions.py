@@ -13,18 +13,17 @@ from pathlib import Path
 import click
 import pytest
 from cli_support import COMMANDS, app
-from test_docs_commands import FENCE, PAGES, ROOT, blocks, is_recipe, lines
+from test_docs_commands import FENCE, PAGES, ROOT, blocks, is_recipe, lines, ours
 
 import rotation_merge
 
-MORE = [
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "benchmarks").glob("*.md")),
-]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+ALL = [*PAGES, CONTRIBUTING, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").glob("*.yml"))
-ALL = [*PAGES, *MORE]
+EXTRAS = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+OTHER = ("pip", "pytest", "python", "git", "cd", "hf", "make")
+"""Programs of lines in ```bash blocks that are not run."""
 KNOWN = {
     "bash": "run by test_docs_commands",
     "yaml": "run by test_docs_commands",
@@ -39,10 +38,6 @@ NOT_OURS = ("tests/architectures/quokka.json", "tests/common.py")
 """Files named that are not here: made up for an example; of mergekit."""
 
 
-def options_of(command: click.Command) -> set[str]:
-    return {word for parameter in command.params for word in parameter.opts} | {"--help", "-h", "--version", "-vv"}
-
-
 def assert_known(line: str) -> None:
     """A command line of ours, words in capitals standing for anything: the command and its options exist."""
     words = shlex.split(line, comments=True)[1:]
@@ -51,37 +46,29 @@ def assert_known(line: str) -> None:
     assert words[0] in COMMANDS, f"no command: {line}"
     command = app.get_command(click.Context(app), words[0])
     assert command is not None
-    unknown = [w for w in words if w.startswith("--") and w.partition("=")[0] not in options_of(command)]
-    assert not unknown, f"{line}: {unknown}"
-
-
-def spans(text: str) -> list[str]:
-    """Inline code outside blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    options = {word for parameter in command.params for word in parameter.opts} | {"--help", "--version"}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, line
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
 def test_commands_in_the_text(page: Path) -> None:
-    project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = re.findall(r"^(\w+) = \[", project, re.MULTILINE)
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for span in spans(page.read_text(encoding="utf-8")):
+    """Inline code outside blocks."""
+    outside = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`([^`\n]+)`", outside):
+        words = span.split()
         if span.startswith("rotation-merge "):
             assert_known(span)
-        elif found := re.fullmatch(r"rotation-merge\[(\w+)\]|pip install -e '\.\[(\w+)\]'", span):
-            assert (found[1] or found[2]) in extras, span
+        elif extra := re.fullmatch(r"(?:rotation-merge|pip install -e '\.)\[(\w+)\]'?", span):
+            assert re.search(rf"^{extra[1]} = \[", EXTRAS, re.MULTILINE), span
         elif span.startswith("make "):
-            assert span.split()[1] in targets, span
+            assert words[1] in TARGETS, span
         elif span.startswith("python -m "):
-            assert find_spec(span.split()[2]) is not None, span
-        elif span.startswith("python ") and span.split()[1].endswith(".py"):
-            path = ROOT / span.split()[1]
-            frames = (
-                path.parent / name for name in ("apparatus.py", "shapes.py")
-            )  # parse what scripts beside them take
-            script = "".join(p.read_text(encoding="utf-8") for p in (path, *frames) if p.exists())
-            for option in re.findall(r"--[a-z-]+", span):
-                assert f'"{option}"' in script, span
+            assert find_spec(words[2]) is not None, span
+        elif span.startswith("python ") and words[1].endswith(".py"):
+            path = ROOT / words[1]
+            parsers = (path, *(path.with_name(name) for name in ("apparatus.py", "shapes.py")))
+            script = "".join(parser.read_text(encoding="utf-8") for parser in parsers if parser.exists())
+            assert all(f'"{option}"' in script for option in re.findall(r"--[a-z-]+", span)), span
         elif re.match(r"(docs|tests|benchmarks|recipes|rotation_merge)/\S+\.\w+$", span):
             assert (ROOT / span).exists() or span in NOT_OURS, span
 
@@ -98,32 +85,23 @@ def test_commands_in_the_remarks_of_recipes(recipe: Path) -> None:
             assert (ROOT / path).exists(), line
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_every_block_is_of_a_kind_that_is_seen_to(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    outside = FENCE.sub("", text)
+@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING], ids=lambda page: page.name)
+def test_every_block_is_seen_to(page: Path) -> None:
+    """It is of a kind that is run; of its commands, which are known, files and targets are there."""
+    outside = FENCE.sub("", page.read_text(encoding="utf-8"))
     assert "```" not in outside, "a block without language, or an indented one, is run by no test"
     assert "~~~" not in outside
     for block in blocks(page):
         assert block.language in KNOWN, f"blocks in {block.language} are run by no test"
-        if block.language == "yaml":
-            assert is_recipe(block), block.text
+        assert block.language != "yaml" or is_recipe(block), block.text
         if block.language == "text" and page.name != "cli.md":
-            assert not [
-                line for line in block.text.splitlines() if re.match(r"[$>]? ?(rotation-merge|mergekit-)", line)
-            ]
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_files_and_targets_in_blocks(page: Path) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for block in blocks(page):
+            assert not re.search(r"^[$>]? ?(rotation-merge|mergekit-)", block.text, re.MULTILINE)
         for line in lines(block) if block.language == "bash" else ():
-            words = line.split()
-            if words[0] == "make":
-                assert words[1] in targets, line
-            if words[0] in ("pytest", "python"):
-                assert all((ROOT / word).exists() for word in words[1:] if word.endswith(".py")), line
+            program, *words = line.split()
+            assert ours(line) or program in OTHER, line
+            assert program != "make" or words[0] in TARGETS, line
+            if program in ("pytest", "python"):
+                assert all((ROOT / word).exists() for word in words if word.endswith(".py")), line
 
 
 def test_what_ci_runs_is_there() -> None:
