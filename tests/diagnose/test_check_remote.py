@@ -72,7 +72,7 @@ def test_faults_are_found_before_the_download(published: dict[str, Path], home: 
         whole(*each) for each in (("llama", tmp_path / "w"), ("qwen3", tmp_path / "o"), ("llama", tmp_path / "l"))
     )
     edit(wrong, vocab_size=97)
-    FAULTS["a tensor left out"].plant(lacking, lacking)
+    FAULTS["a tensor left out"].plant(lacking)
     for name, place in {"org/wrong": wrong, "org/other": other, "org/lacking": lacking}.items():
         home.publish(name, place)
     nowhere = "its headers cannot be fetched"

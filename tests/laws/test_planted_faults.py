@@ -10,9 +10,6 @@ import pytest
 from faults_support import FAMILIES, FAULTS, causes, whole
 from subjects import scratch
 
-UNSEEN = ("vit", "qwen2_5_vl")
-"""Families whose sizes are too small for faults of numbers to be told from chance."""
-
 
 @cache
 def sound(family: str) -> Path:
@@ -20,36 +17,25 @@ def sound(family: str) -> Path:
 
 
 def copies(family: str, folder: Path) -> tuple[Path, Path]:
-    places = folder / "merge", folder / "parent"
-    for place in places:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(sound(family), place)
-    return places
+    """A whole folder to be spoilt, and one that is not."""
+    shutil.rmtree(folder / "merge", ignore_errors=True)
+    return shutil.copytree(sound(family), folder / "merge"), sound(family)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_named(name: str, tmp_path: Path) -> None:
     """In two of the families that can have it, other ones for the next fault."""
     fault, start = FAULTS[name], list(FAULTS).index(name)
-    families = (FAMILIES[(start + 7 * step) % len(FAMILIES)] for step in range(len(FAMILIES)))
     planted = 0
-    for family in families:
+    for step in range(len(FAMILIES)):
+        family = FAMILIES[(start + 7 * step) % len(FAMILIES)]
         merge, parent = copies(family, tmp_path)
-        if (fault.weights and family in UNSEEN) or fault.plant(merge, parent) is False:
-            continue
-        planted += 1
-        assert causes(merge, parent) & set(fault.kinds), family
-        if planted == 2:
-            break
+        if planted < 2 and fault.plant(merge, family):
+            planted += 1
+            assert causes(merge, parent) & set(fault.kinds), family
     assert planted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_folders_raise_no_alarm(family: str, tmp_path: Path) -> None:
     assert causes(*copies(family, tmp_path)) == set()
-
-
-def test_no_kind_is_missing() -> None:
-    """Kinds that doctor has always named."""
-    assert len(FAULTS) >= 60
-    assert len({kind for fault in FAULTS.values() for kind in fault.kinds}) >= 30

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults_support import FAMILIES, FAULTS
-from test_planted_faults import UNSEEN, copies
+from faults_support import FAMILIES, FAULTS, UNSEEN
+from test_planted_faults import copies
 from tiny_models import ALL, Case, make
 
 from rotation_merge.diagnose.doctor import open_case
@@ -45,7 +45,7 @@ def test_planted_faults_are_found(family: str, weights: bool, tmp_path: Path) ->
     planted = 0
     for name, fault in FAULTS.items():
         merge, parent = copies(family, tmp_path)
-        if fault.weights == weights and fault.plant(merge, parent):
+        if fault.weights == weights and fault.plant(merge):
             planted += 1
             assert kinds(merge, parent, weights) & set(fault.kinds), name
     assert planted >= (1 if weights else 25)
@@ -62,7 +62,7 @@ def test_small_files_are_mended_and_tensors_are_not(name: str, tmp_path: Path) -
     """Nothing is left to find, and what was done is said; or the folder stays, and the remedy is another merge."""
     for family in ("llama", "gemma"):
         merge, parent = copies(family, tmp_path)
-        if FAULTS[name].plant(merge, parent):
+        if FAULTS[name].plant(merge):
             before = {path.name: path.read_bytes() for path in merge.iterdir()}
             assert bool(mend(str(merge), [str(parent)])) == (name in MENDED)
             assert (before != {path.name: path.read_bytes() for path in merge.iterdir()}) == (name in MENDED)
