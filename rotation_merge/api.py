@@ -18,8 +18,7 @@ from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.lora import merge_adapters as merge_adapters
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.parameters import numbers_for
-from rotation_merge.averaging.polish import PolishConfig, PolishReport
-from rotation_merge.averaging.polish_models import polished
+from rotation_merge.averaging.polish import PolishConfig, PolishReport, polished
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta as Delta

@@ -11,7 +11,7 @@ Donors give one kind of targets (`teacher_answers`), a carried change another (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architecture.model import Architecture, Block
-from rotation_merge.averaging.ridge import RidgeSums
-from rotation_merge.averaging.softmax import softmax_change
+from rotation_merge.averaging.ridge import RidgeSums, softmax_change
+from rotation_merge.errors import DataError
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import Tensors, by_name
 from rotation_merge.run.maps import LinearMap, maps_of, same_map
@@ -43,23 +43,24 @@ Answers = Callable[[Sequence[BlockHooks], frozenset[str]], Iterable[Answer]]
 takes the blocks, one a model, and the keys and places that are needed."""
 
 
-def teacher_answers(batch_teachers: Sequence[Sequence[tuple[int, int, float]]]) -> Answers:
-    """The donors' outputs as targets: one donor's for each batch, or a weighted mean.
+def teacher_answers(shares: Sequence[float] | None = None) -> Answers:
+    """The donors' outputs as targets, each donor's on its own batches one after the other.
 
     Args:
-        batch_teachers: for each batch of the merge, the donors that answer: (donor, its batch, its share; shares sum
-            to one).
+        shares: of each donor, where all have the same batches, and the weighted mean of their outputs is the target;
+            they sum to one.
     """
 
-    def answers(donors: Sequence[BlockHooks], keys: frozenset[str]) -> Iterable[Answer]:
-        for teachers in batch_teachers:
+    def answers(donors: Sequence[BlockHooks], keys: frozenset[str]) -> Iterator[Answer]:
+        if shares is None:
+            for donor in donors:
+                yield from (donor.pass_on(batch, keys) for batch in range(len(donor.runner.batches)))
+            return
+        for batch in range(len(donors[0].runner.batches)):
             total: Answer = {}
-            for donor, batch, share in teachers:
-                for key, value in donors[donor].pass_on(batch, keys).items():
-                    if key in total:
-                        total[key].add_(value, alpha=share)
-                    else:
-                        total[key] = value if share == 1.0 else share * value
+            for donor, share in zip(donors, shares, strict=True):
+                for key, value in donor.pass_on(batch, keys).items():
+                    total[key] = total[key].add_(value, alpha=share) if key in total else share * value
             yield total
 
     return answers
@@ -91,7 +92,7 @@ class Refit:
         watch: called for every block with a label, the count done and the total.
         shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
-            the least-squares change on (`averaging.softmax`); None: its logits are solved like other outputs.
+            the least-squares change on (`softmax_change`); None: its logits are solved like other outputs.
         errors: relative errors of the solved maps' outputs before and after, by checkpoint name.
         unsolved: by reason, names of linear maps that stay.
     """
@@ -202,9 +203,11 @@ class Refit:
         sums.flush()
         for key in sums.cross:
             name, biased = names[key][0], getattr(hooks.modules[key], "bias", None) is not None
-            best = change = sums.change(key, self.ridge, biased, name)
-            if is_head:
-                change = self._head_change(hooks, key, best, head_inputs, answers)
+            best = sums.change(key, self.ridge, biased)
+            if best is None:
+                problem = f"{sums.rows:.0f} positions of the samples do not determine '{name}' ({sums.width} inputs)"
+                raise DataError(problem, remedy="give more samples, or a ridge above 0 ('ridge: 0.01')")
+            change = self._head_change(hooks, key, best, head_inputs, answers) if is_head else best
             if self.shape is not None:
                 change = self.shape(change, sums.gram)
             self.errors[name] = sums.errors(key, change, self.ridge if change is best else None)

@@ -6,8 +6,9 @@ One pass over all models: each solved tensor is left in a store, so that no mode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from statistics import fmean
 from tempfile import gettempdir
@@ -154,12 +155,12 @@ class ModelRefit:
     def __post_init__(self) -> None:
         self.pooled = _is_pool(self.base, self.teachers, self.config)
         self._samples = dict[int, list[Batch]]()
+        self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())
+        self.exact = torch.promote_types(self.dtype or dtypes[0], torch.float32)
         for number, teacher in enumerate(self.teachers):
             known = self.pooled and teacher.key in [earlier.key for earlier in self.teachers[:number]]
             if teacher.key != SELF:
                 self._samples[number] = [] if known else self._read_samples(number)
-        self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())
-        self.exact = torch.promote_types(self.dtype or dtypes[0], torch.float32)
 
     def run(self, progress: Progress = lambda *_: None) -> Tensors:
         """The refitted merge, with the base's names; its tensors are read from where the refit leaves them.
@@ -209,23 +210,24 @@ class ModelRefit:
     def _solved(self, progress: Progress) -> Tensors:
         """The start with the solved tensors, or without where held-out samples say that they are worse."""
         start, maps = self._start(), {n for m in linear_maps(self.base.architecture).values() for n in m.info.names}
-        parts = [with_small_first_batch(self._batches(number)) for number in range(len(self.teachers))]
+        numbers, known = range(len(self.teachers)), self._samples
+        parts = [with_small_first_batch(known[n] if n in known else self._read_samples(n)) for n in numbers]
         batches = [batch for part in parts for batch in part]
         views = [teacher.view for teacher in self.teachers]
         donors = [self._runner(v, batches if self.pooled else part) for v, part in zip(views, parts, strict=True)]
-        shares = [teacher.share for teacher in self.teachers]
-        answering = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
-        if self.pooled:
-            answering = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
-        weights = [1.0 if self.pooled else shares[each[0][0]] * len(shares) for each in answering]
+        shares = [teacher.share * len(parts) for teacher, part in zip(self.teachers, parts, strict=True) for _ in part]
         # all but linear maps run as they are stored; solved maps are rounded afterwards
         running = start.map(lambda name, tensor: tensor if name in maps else self._rounded(name, tensor))
         merge = self._runner(replace(self.base, tensors=running), batches)
-        refit = self._refit(merge, donors, answering, weights)
+        refit = self._refit(merge, donors, None if self.pooled else shares)
         refit.skip, refit.watch = self.excluded, progress
         solved = refit.run().solved()
         written = start.replaced(solved)
-        losses = self._losses(start, written)
+        losses = list[float]()
+        try:
+            losses += [self._loss(merge) for merge in (start, written) if self.held_out]
+        except DataError as error:
+            self.notes.append(f"The refit was not judged on held-out samples: {error}.")
         self._note(refit, losses)
         if losses and losses[1] > losses[0]:
             written = start
@@ -234,65 +236,53 @@ class ModelRefit:
         return written
 
     def _read_samples(self, number: int) -> list[Batch]:
-        """The samples of a teacher; some of a file's with labels are held out."""
-        teacher = self.teachers[number]
+        """The samples that a teacher brings, or writes; some of a file's with labels are held out."""
+        teacher, seed = self.teachers[number], self.config.seed + number
+        read = partial(read_samples, teacher.original, teacher.source, seed=seed)
+        if teacher.key == SELF:
+            writer = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
+            return read(teacher.samples, module=writer).batches
         of_file = isinstance(teacher.key, str) and teacher.key != SYNTHETIC
         beyond = max(HELD_OUT, teacher.samples // 3) if of_file else 0
-        options = {"seed": self.config.seed + number, "module": empty_model(teacher.original)}
-        samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, **options)
+        samples = read(teacher.samples + beyond, module=empty_model(teacher.original))
         if beyond and samples.examples >= 2 * HELD_OUT:
             size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
             samples, remaining = split_batches(samples, size)
-            if remaining.task in JUDGED:
+            if remaining.task in JUDGED and not self.own_heads:  # no loss is common to several heads
                 self.held_out.append((teacher.share, remaining))
         return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
-
-    def _batches(self, number: int) -> list[Batch]:
-        """The samples that a teacher brings; those of its own are written now."""
-        if number in self._samples:
-            return self._samples[number]
-        teacher, seed = self.teachers[number], self.config.seed + number
-        writer = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
-        return read_samples(teacher.original, teacher.source, teacher.samples, seed=seed, module=writer).batches
 
     def _runner(self, view: View, batches: list[Batch]) -> Runner:
         """Runs a model in the coordinates of the merge."""
         return Runner(replace(view, untie=self.base.untie), batches, self.states, self.exact, self.device)
 
-    def _refit(
-        self,
-        merge: Runner,
-        donors: Sequence[Runner],
-        answering: Sequence[Sequence[tuple[int, int, float]]],
-        weights: Sequence[float],
-    ) -> Refit:
-        """A refit towards donors; see `teacher_answers`."""
-        targets = donors, teacher_answers(answering)
-        refit = Refit(merge, self.base.architecture, *targets, weights, self.config.ridge, self.states, self.store)
+    def _refit(self, merge: Runner, donors: Sequence[Runner], weights: Sequence[float] | None = None) -> Refit:
+        """A refit towards donors.
+
+        Args:
+            weights: of each batch, which one donor answers; None: all answer to all batches.
+        """
+        answers = teacher_answers([teacher.share for teacher in self.teachers] if weights is None else None)
+        of_batch, targets = weights or [1.0] * len(merge.batches), (donors, answers)
+        refit = Refit(merge, self.base.architecture, *targets, of_batch, self.config.ridge, self.states, self.store)
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
 
-    def _losses(self, *merges: Tensors) -> list[float]:
-        """The loss of merges on held-out samples, which models of their own heads have not in common.
+    def _loss(self, merge: Tensors) -> float:
+        """The loss of a merge on held-out samples.
 
-        None if there are no such samples, or if the base's head has no such labels.
+        Raises:
+            DataError: the base's head has no such labels.
         """
-        held_out = [] if self.own_heads else self.held_out
-        total, losses = sum(share for share, _ in held_out), []
-        for merge in merges if held_out else ():
-            batches = [batch for _, data in held_out for batch in data.batches]
-            runner = self._runner(replace(self.base, tensors=merge.map(self._rounded)), batches)
-            runner.run_through()
+        batches, numbers = [batch for _, data in self.held_out for batch in data.batches], count()
+        runner = self._runner(replace(self.base, tensors=merge.map(self._rounded)), batches)
+        runner.run_through()
 
-            def answer(runner: Runner = runner, numbers: Iterator[int] = count(), **_: Tensor) -> SimpleNamespace:  # noqa: B008
-                return SimpleNamespace(logits=runner.answer(next(numbers)).logits.cpu())
+        def answer(**_: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=runner.answer(next(numbers)).logits.cpu())
 
-            try:
-                losses.append(sum(share * score(answer, data).loss for share, data in held_out) / total)
-            except DataError as error:
-                self.notes.append(f"The refit was not judged on held-out samples: {error}.")
-                return []
-        return losses
+        total = sum(share for share, _ in self.held_out)
+        return sum(share * score(answer, data).loss for share, data in self.held_out) / total
 
     def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
@@ -307,7 +297,7 @@ class ModelRefit:
                 headed, alone = (self._runner(each, donor.batches) for each in (replace(view, tensors=tensors), view))
                 headed.follow(merge, first, is_head)
                 alone.follow(donor, 0, is_head)
-                refit = self._refit(headed, [alone], [[(0, i, 1.0)] for i in range(count)], [1.0] * count)
+                refit = self._refit(headed, [alone], [1.0] * count)
                 refit.skip = lambda name: name not in self.head_names or self.exclude(name)
                 self.heads[view.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
             first += count
@@ -319,9 +309,7 @@ class ModelRefit:
 
     def _note(self, refit: Refit, losses: Sequence[float]) -> None:
         """Put the refit in words into the notes."""
-        before, after = (
-            (fmean(each) for each in zip(*refit.errors.values(), strict=True)) if refit.errors else (0.0, 0.0)
-        )
+        before, after = map(fmean, zip(*(refit.errors.values() or [(0.0, 0.0)]), strict=True))
         target = "the mean of all models' answers" if self.pooled else "each sample's own model"
         sources = ", ".join(f"`{teacher.original.name}` {teacher.words}" for teacher in self.teachers)
         start = {"average": "average", "anchor": "anchor"}.get(self.config.start, f"merge by {self.config.start}")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.averaging.refit import Answer, Answers, Refit
-from rotation_merge.averaging.ridge import ridge_change
+from rotation_merge.averaging.ridge import RidgeSums
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import Tensors
@@ -92,7 +92,7 @@ def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
     """
 
     def answers(hooks: Sequence[BlockHooks], keys: frozenset[str]) -> Iterator[Answer]:
-        products = dict[str, Tensor]()
+        sums = dict[str, RidgeSums]()
         waiting: list[tuple[dict[str, StoredValue], dict[str, StoredValue]]] = []
         for batch in range(count):
             new, old, tuned = (model.pass_on(batch, keys) for model in hooks)
@@ -101,36 +101,27 @@ def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
                 if key in hooks[0].maps and not hooks[0].maps[key].outputs.parts:
                     continue  # tokens and classes mean the same in both models
                 x, y = old[key].double(), new[key].double()
-                sums = torch.stack([x.mT @ x, x.mT @ (y - x)])
-                products[key] = products[key] + sums if key in products else sums
+                if key not in sums:
+                    sums[key] = RidgeSums(x, torch.float64)
+                sums[key].add(x, {key: (y - x, x)}, 1.0)
+                sums[key].flush()
             counts = float(batch < count - base_texts)
             changes = {key: counts * (tuned[key] - old[key]) for key in common}
             waiting.append((store.put_each({key: new[key] for key in common}), store.put_each(changes)))
-        maps, device = {key: activation_map(*sums) for key, sums in products.items()}, hooks[0].runner.device
+        # M - 1: directions without samples keep the identity
+        maps = {key: of_key.change(key, MAP_RIDGE, biased=False) for key, of_key in sums.items()}
+        device = hooks[0].runner.device
         while waiting:
             outputs, stored_changes = waiting.pop(0)
             answer: Answer = {}
             for key, value in stored_changes.items():
-                change, change_map = value.get(device), maps.get(key)
-                mapped = change if change_map is None else change @ change_map.to(change)
-                answer[key] = outputs[key].get(device) + mapped
+                change, beyond_identity = value.get(device), maps.get(key)
+                if beyond_identity is not None:
+                    change = change + change @ beyond_identity.mT.to(change)
+                answer[key] = outputs[key].get(device) + change
             yield answer
 
     return answers
-
-
-def activation_map(gram: Tensor, cross: Tensor) -> Tensor | None:
-    """The least-squares map M, ``new ~ old M``; directions without samples keep the identity.
-
-    Args:
-        gram, cross: products of the old base's values X with themselves, and with Y - X of the new one's Y.
-
-    Returns:
-        (size, size), float64; None if it cannot be solved for.
-    """
-    penalty = torch.full((len(gram),), MAP_RIDGE * float(gram.diagonal().mean())).to(gram)
-    change = ridge_change(gram, cross, penalty)
-    return None if change is None else torch.eye(len(gram)).to(gram) + change.mT
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:

@@ -22,8 +22,7 @@ from rotation_merge.averaging.ot_fusion import transport
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport, initialise_along_gradient, with_lora
 from rotation_merge.averaging.registry import METHODS
 from rotation_merge.averaging.regmean import RegMean
-from rotation_merge.averaging.ridge import ridge_change
-from rotation_merge.averaging.softmax import softmax_change
+from rotation_merge.averaging.ridge import RidgeSums, softmax_change
 from rotation_merge.matching.objective import answer, divergence
 from rotation_merge.model.open import open_model
 from rotation_merge.run.measure import LabelScores
@@ -164,10 +163,15 @@ Batches = list[Tensor]
 def test_a_map_fitted_to_outputs() -> None:
     """Without a ridge it is the optimum that lstsq finds; too few samples give none."""
     x, outputs = drawn(40, 7), drawn(40, 5, seed=1)
-    change = ridge_change(x.T @ x, x.T @ outputs, torch.zeros(7))
-    assert change is not None
-    torch.testing.assert_close(change.T, torch.linalg.lstsq(x, outputs).solution)
-    assert ridge_change(x[:5].T @ x[:5], x[:5].T @ outputs[:5], torch.zeros(7)) is None
+    changes = []
+    for rows in (slice(40), slice(5)):
+        sums = RidgeSums(x, torch.float64)
+        sums.add(x[rows], {"map": (outputs[rows], torch.zeros_like(outputs[rows]))}, 1.0)
+        sums.flush()
+        changes.append(sums.change("map", 0.0, biased=False))
+    assert changes[0] is not None
+    torch.testing.assert_close(changes[0].T, torch.linalg.lstsq(x, outputs).solution)
+    assert changes[1] is None
 
 
 def fitted(weight: Tensor, inputs: Batches, targets: Batches, ridge: float = 1e-3, *shares: float) -> Tensor:

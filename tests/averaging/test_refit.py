@@ -56,15 +56,12 @@ class Models:
         """Each model answers to its own samples, or all to all (`mean`)."""
         store, batches, start = store or StateStore(), batches or self.batches, start or self.average()
         count = len(self.states)
-        answering = [[(k, 0, 1.0)] for k in range(count)]
-        parts = [[batch] for batch in batches]
-        if mean:
-            answering = [[(k, i, 1 / count) for k in range(count)] for i in range(len(batches))]
-            parts = [batches] * count
+        answers = teacher_answers([1 / count] * count if mean else None)
+        parts = [batches] * count if mean else [[batch] for batch in batches]
         donors = [self.runner(state, part, store) for state, part in zip(self.states, parts, strict=False)]
         merge, shares = self.runner(start, batches, store), [1.0] * len(batches)
         with keep_float64():
-            refit = Refit(merge, self.architecture, donors, teacher_answers(answering), shares, ridge, store).run()
+            refit = Refit(merge, self.architecture, donors, answers, shares, ridge, store).run()
             solved = {name: tensor.clone() for name, tensor in refit.solved().items()}
         assert all(tensor.shape == start[name].shape for name, tensor in solved.items())
         return {**start, **solved}, refit
@@ -286,11 +283,8 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         with keep_float64():
             store = StateStore(str(tmp_path / "states"))
             donors = [models.runner(Copies(models.states[k]), [models.batches[k]], store) for k in range(2)]
-            merge, answers = (
-                models.runner(Copies(models.states[0]), models.batches, store),
-                [[(0, 0, 1.0)], [(1, 0, 1.0)]],
-            )
-            refit = Refit(merge, models.architecture, donors, teacher_answers(answers), [1.0, 1.0], 0.01, store)
+            merge = models.runner(Copies(models.states[0]), models.batches, store)
+            refit = Refit(merge, models.architecture, donors, teacher_answers(), [1.0, 1.0], 0.01, store)
             refit.rounded = measured
             refit.run()
         peaks.append(max(sizes))
