@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from apparatus import Given
@@ -23,15 +24,8 @@ from transformers import ViTForImageClassification
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
-from rotation_merge.averaging.ot_fusion import (
-    REGULARISATION,
-    Plans,
-    plans_of,
-    stream_ends,
-    transported,
-    weight_points,
-)
-from rotation_merge.model.apply import read_block, unstack
+from rotation_merge.averaging.ot_fusion import REGULARISATION, Plans, plans_of, stream_ends, weight_points
+from rotation_merge.model.apply import read_block, transform_tensor, unstack
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
@@ -208,7 +202,7 @@ def _transported(new: View, old: View, tuned: View, plans: Plans) -> Change:
     for block in new.architecture.blocks:
         before, after, base = (read_block(block, view.tensors) for view in (old, tuned, new))
         for info in (info for info in block.tensors if info.key in base):
-            change = transported(after[info.key] - before[info.key], info, plans).float()
+            change = transform_tensor(after[info.key] - before[info.key], info, cast(Any, plans)).float()
             starts |= unstack(info, base[info.key].float())
             changes |= unstack(info, change)
 

@@ -107,12 +107,12 @@ class OtFusion(OwnMethod):
             plans = self._stream_plans(model) if streams else {}
         if any(space in block.spaces.values() for space in info.spaces()):
             plans = {**plans, **self._block_plans(model, block.name, streams, device)}
-        return {"plans": plans, "piece": piece if info.stacked else None}
+        return {"plans": {space: plan.of_piece(piece) for space, plan in plans.items()} if info.stacked else plans}
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
-        moved = [
-            transported(source.weight, info, **source.inputs) if source.inputs else source.weight for source in sources
-        ]
+        if info.stacked:  # this is one of several experts
+            info = TensorInfo(info.key, info.names[:1], info.axes[1:])
+        moved = [transform_tensor(source.weight, info, source.inputs.get("plans", {})) for source in sources]
         return mean(moved, [source.share for source in sources])
 
     def _stream_plans(self, model: Hashable) -> Plans:
@@ -181,20 +181,6 @@ class TransportPlan:
 
 
 Plans = dict[str, TransportPlan]
-
-
-def transported(
-    tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportPlan], piece: int | None = None
-) -> Tensor:
-    """A donor's tensor after its spaces' plans.
-
-    Args:
-        piece: which of several experts this tensor is; None of a whole tensor.
-    """
-    if piece is not None:
-        info = TensorInfo(info.key, info.names[:1], info.axes[1:])
-        plans = {name: plan.of_piece(piece) for name, plan in plans.items()}
-    return transform_tensor(tensor, info, cast(Mapping[str, Transform], plans))
 
 
 def transport(anchor: Tensor, donor: Tensor, regularisation: float) -> Tensor:

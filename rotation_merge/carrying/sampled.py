@@ -1,10 +1,21 @@
-"""Changes that samples solve for, scale and judge: a method's, plain addition, an average with the new base's own."""
+r"""Changes that samples solve for, scale and judge: a method's, plain addition, an average with the new base's own.
+
+Distillation takes a few training steps from the refit towards the fine-tune's outputs. Its target adds a share of what
+the new base knows beyond the old one to the fine-tune's own logits, ``tuned + share * (new - old)``: the whole, or the
+half, the mean of that and the fine-tune's own. The target with the lower loss on samples held out is taken; on text
+that the fine-tune wrote itself that is the half. Text of the new base, if given, is learned as well with the unchanged
+base's outputs, so that it forgets less. All weights are trained, or the factors of an adapter alone.
+
+Source: this project's study (benchmarks/carry_bases.py); distillation after Hinton, Vinyals and Dean (2015).
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +27,6 @@ from rotation_merge.averaging.wudi import added_by_wudi
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta
-from rotation_merge.carrying.distil import AT_A_STEP, adapter_in_training, answered_by_target
 from rotation_merge.carrying.judge import (
     AT_ONCE,
     HELD_OUT,
@@ -28,16 +38,19 @@ from rotation_merge.carrying.judge import (
     read_parts,
 )
 from rotation_merge.carrying.refit import refit_change
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.objective import Answered, is_distribution, main_output, write_answers
+from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.low_rank import dense
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.run.batches import Batch, data_hash, unpadded
-from rotation_merge.run.data import read_samples
+from rotation_merge.run.batches import Batch, data_hash, inputs_for, unpadded
+from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, in_memory
 from rotation_merge.run.maps import linear_map
@@ -49,6 +62,15 @@ CROSS_ENTROPY = ("next token", "masked token", "class")
 
 HEAD_RIDGE = 3e-3
 """Of a head that is fitted to probabilities, per position and mean square of its inputs."""
+
+SHARES = (1.0, 0.5)
+"""Shares of the new base's logits beyond the old base's that a target may have."""
+
+AT_A_STEP = 4
+"""Batches of a step of distillation."""
+
+OF_BASE = "answers of the new base"
+"""Name under which these are kept."""
 
 
 @dataclass(frozen=True)
@@ -251,3 +273,83 @@ def best_of(usable: Sequence[ChangeCandidate], judged: Mapping[str, LossPair]) -
     best = min(usable, key=lambda each: each.loss)
     safe = [each for each in usable if each.method in (PLAIN, MERGED, NONE)]
     return min([best, *safe], key=lambda each: sum(judged[each.method]))
+
+
+# --- distillation
+
+
+@dataclass(frozen=True)
+class TransferTarget:
+    """A model whose outputs are the fine-tune's plus a share of the difference of the bases."""
+
+    tuned: Any
+    new: Any
+    old: Any
+    share: float
+
+    @property
+    def config(self) -> Any:
+        return self.new.config
+
+    def __call__(self, **batch: Tensor) -> Any:
+        outputs = [model(**inputs_for(model, batch)) for model in (self.tuned, self.new, self.old)]
+        tuned, new, old = (main_output(output).float() for output in outputs)
+        total = tuned + self.share * (new - old)
+        return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
+
+
+def answered_by_target(
+    models: Mapping[str, Callable[[], Any]],
+    choice: Data,
+    samples: Sequence[Batch],
+    base_texts: Sequence[Batch],
+    work: Store,
+) -> tuple[float, list[Answered]]:
+    """The better target's answers to samples, and the new base's own to its texts.
+
+    Args:
+        models: give `new`, `old` and `tuned` when they are needed.
+        choice: samples with labels, that choose the target.
+        work: folder of answers, which an interrupted run continues from.
+
+    Returns:
+        The target's share of the new base's logits, and the answers; those to the texts only where there are any.
+    """
+    share, answers, of_base = work.get("share"), work.get("answers", mapped=True), work.get(OF_BASE, mapped=True)
+    if share is None or answers is None:
+        loaded = {name: give() for name, give in models.items()}
+        targets = [TransferTarget(**loaded, share=share) for share in SHARES]
+        target = min(targets, key=lambda target: score(target, choice).loss)
+        share, answers = target.share, write_answers(target, samples, work, "answers")
+        work.put("share", share)
+        del target, targets, loaded
+    if base_texts and of_base is None:
+        of_base = write_answers(models["new"](), base_texts, work, OF_BASE)
+    return share, [answers, *([of_base] if base_texts else [])]
+
+
+def adapter_in_training(model: Any, written: Adapter) -> Any:
+    """A model with an adapter; only its factors are trained, at the rank-stabilised scale.
+
+    Raises:
+        RotationMergeError: peft is not installed.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise RotationMergeError("distilling an adapter needs peft", remedy="pip install peft") from error
+    tensors = dict(written.tensors)
+    for change in (change for change in written.changes.values() if change.b):
+        for name in tensors.keys() & {change.b, change.bias}:
+            tensors[name] = tensors[name] / written.shapes[change.a][0] ** 0.5
+    with TemporaryFolder() as folder:
+        Adapter({**written.config, "use_rslora": True}, tensors).write(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
+            student = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
+    for layer in student.modules():  # an adapter has a `lora_bias` for all of its modules or for none
+        for name, has_bias in getattr(layer, "lora_bias", {}).items():
+            if has_bias and getattr(layer.get_base_layer(), "bias", None) is None:  # nor could it be merged or stored
+                layer.lora_bias[name] = False
+                layer.lora_B[name].bias = None
+    return student
