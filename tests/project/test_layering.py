@@ -55,13 +55,13 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 5359),
     ("run",): (2400, 3655),
     ("matching",): (3400, 4957),
-    ("averaging",): (2000, 3228),
-    ("carrying",): (1500, 2090),
+    ("averaging",): (2000, 3147),
+    ("carrying",): (1500, 2069),
     ("report",): (1400, 1489),
     ("mergekit_plugin",): (2500, 3562),
     ("diagnose",): (2100, 2041),
     ("search", "share"): (1400, 1780),
-    ("api", "cli", "__init__"): (1400, 2638),
+    ("api", "cli", "__init__"): (1400, 2637),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
