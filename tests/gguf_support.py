@@ -95,12 +95,21 @@ def name_in_gguf(name: str) -> str:
     return f"blk.{layer}.{NAMES[part]}.{end}"
 
 
-def written(folder: Path, out: Path, kind: str = "F16") -> Path:
-    """A Llama with a tokenizer of bytes, written as a GGUF by the `gguf` package; matrices in the type `kind`."""
+def written(
+    folder: Path, out: Path, kind: str = "F16", architecture: str = "llama", split: int = 0, **metadata: Any
+) -> Path:
+    """A Llama with a tokenizer of bytes, written as a GGUF by the `gguf` package.
+
+    Args:
+        kind: type of the matrices.
+        split: tensors in a part; 0: all in one file.
+        metadata: in the place of the right ones; None leaves one out.
+    """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    writer = gguf.GGUFWriter(str(out), "llama")
-    for key, value in {**_sizes(model.config), **_tokens(folder, model.config.vocab_size)}.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer = gguf.GGUFWriter(str(out), architecture, split_max_tensors=split)
+    for key, value in {**_sizes(model.config), **_tokens(folder, model.config.vocab_size), **metadata}.items():
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in model.state_dict().items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # RoPE pairs side by side
             pairs = tensor.reshape(-1, 2, model.config.head_dim // 2, *tensor.shape[1:])
@@ -116,7 +125,7 @@ def written(folder: Path, out: Path, kind: str = "F16") -> Path:
 
 
 def _sizes(config: LlamaConfig) -> dict[str, Any]:
-    sizes = {
+    return {
         "general.name": "a",
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
@@ -129,7 +138,6 @@ def _sizes(config: LlamaConfig) -> dict[str, Any]:
         "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "llama.rope.dimension_count": config.head_dim,
     }
-    return sizes
 
 
 def _tokens(folder: Path, rows: int) -> dict[str, Any]:

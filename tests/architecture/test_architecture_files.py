@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from rotation_merge.architecture import families, find, resolve, table
-from rotation_merge.architecture.build import lay_out
+from rotation_merge.architecture.build import build
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.registry import DATA, FOLDERS, load_file, shipped, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
@@ -33,8 +32,6 @@ LLAMA = {
 
 def names(config: dict[str, Any], family: str) -> list[str]:
     """Every tensor that a model of this config may have, in the spelling of the file."""
-    from rotation_merge.architecture.build import build
-
     spec = families()[family]
     return list(build(spec, config, spec.bases[0], []).named())
 
@@ -43,40 +40,58 @@ def layer(content: dict[str, Any]) -> dict[str, Any]:
     return content["modules"]["default"]["layer"]
 
 
+def linear(**maps: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: layer(content)["linear"].update(maps)
+
+
+def space(name: str, **entries: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: layer(content)["spaces"][name].update(entries)
+
+
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "misspelt entry": (
-        lambda c: c.update(clases=[]),
-        r"entry 'clases': there is no such entry; did you mean 'classes'",
-    ),
+    "misspelt entry": (lambda c: c.update(clases=[]), r"'clases': there is no such entry; did you mean 'classes'"),
     "missing entry": (lambda c: c.pop("streams"), r"entry 'streams': Field required"),
     "unknown word": (
-        lambda c: layer(c)["linear"].update({"self_attn.q_proj": ["attn.q", "residul"]}),
-        r"layer\.linear\.self_attn\.q_proj.*'residul' is neither space.role nor one of fixed, vocabulary",
+        linear(q=["attn.q", "residul"]),
+        r"layer\.linear\.q.*'residul' is neither space.role nor one of fixed, vocabulary",
     ),
     "misspelt option": (
-        lambda c: layer(c)["linear"].update({"mlp.up_proj": {"axes": ["ffn.in", "residual.read"], "optinal": True}}),
-        r"layer\.linear\.mlp\.up_proj\.optinal': there is no such entry; did you mean 'optional'",
+        linear(up={"axes": ["ffn.in", "residual.read"], "optinal": True}),
+        r"layer\.linear\.up\.optinal': there is no such entry; did you mean 'optional'",
     ),
-    "misspelt size": (lambda c: layer(c)["spaces"]["attn"].update(haeds=3), r"haeds.*did you mean 'heads'"),
-    "unknown kind": (lambda c: layer(c)["spaces"]["attn"].update(kind="atention"), r"spaces\.attn.*'atention'"),
+    "misspelt size": (space("attn", haeds=3), r"haeds.*did you mean 'heads'"),
+    "unknown kind": (space("attn", kind="atention"), r"spaces\.attn.*'atention'"),
     "two ways of fusing": (
-        lambda c: layer(c)["linear"].update({"x": [{"split": ["attn.q"], "interleave": ["attn.q"]}, "residual.read"]}),
+        linear(x=[{"split": ["attn.q"], "interleave": ["attn.q"]}, "residual.read"]),
         r"layer\.linear\.x.*either 'split' or 'interleave'",
     ),
     "no such parent": (lambda c: c.update(extends="lama"), r"there is no family 'lama'; did you mean 'llama'"),
+    "no such module": (
+        lambda c: c["modules"].update(text={"extends": "llama.text"}),
+        r"modules\.text\.extends.*llama has no module 'text'",
+    ),
 }
+LATE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no such space": (linear(x=["attention.q", "residual.read"]), "no space is called"),
+    "no such role": (linear(x=["attn.query", "residual.read"]), "has no role 'query'"),
+    "no such size": (space("ffn", size="ffn_dim"), "space 'ffn' of .*layers.0 has no size"),
+    "heads do not divide": (space("attn", kv_heads=3), "do not divide into 3 KV groups"),
+    "expression": (space("ffn", size="open('x')"), r"Call is not allowed"),
+}
+"""Faults that only a config shows."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_names_file_entry_and_remedy(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [*FAULTS, *LATE])
+def test_a_fault_names_file_entry_and_remedy(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.loads((DATA / "llama.json").read_text())
-    change, wanted = FAULTS[fault]
+    change, words = {**FAULTS, **LATE}[fault]
     change(content)
-    path = tmp_path / "mine.json"
+    path = tmp_path / "llama.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ArchitectureError, match=wanted) as caught:
-        load_file(path)
-    assert str(caught.value).startswith(str(path))
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    with pytest.raises(ArchitectureError, match=words) as caught:
+        resolve(LLAMA, [], "model")
+    assert str(caught.value).startswith(str(path)) == (fault in FAULTS)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])
@@ -87,31 +102,7 @@ def test_a_file_that_is_no_object(text: str, tmp_path: Path) -> None:
         load_file(path)
 
 
-LATE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no such space": (lambda c: layer(c)["linear"].update(x=["attention.q", "residual.read"]), "no space is called"),
-    "no such role": (lambda c: layer(c)["linear"].update(x=["attn.query", "residual.read"]), "has no role 'query'"),
-    "no such size": (
-        lambda c: layer(c)["spaces"]["ffn"].update(size="ffn_dim"),
-        "space 'ffn' of .*layers.0 has no size",
-    ),
-    "heads do not divide": (lambda c: layer(c)["spaces"]["attn"].update(kv_heads=3), "do not divide into 3 KV groups"),
-    "expression": (lambda c: layer(c)["spaces"]["ffn"].update(size="open('x')"), r"Call is not allowed"),
-}
-
-
-@pytest.mark.parametrize("fault", LATE)
-def test_a_fault_that_only_a_config_shows(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = json.loads((DATA / "llama.json").read_text())
-    change, wanted = LATE[fault]
-    change(content)
-    (tmp_path / "llama.json").write_text(json.dumps(content))
-    monkeypatch.setenv(FOLDERS, str(tmp_path))
-    with pytest.raises(ArchitectureError, match=wanted):
-        resolve(LLAMA, [], "model")
-
-
 def test_a_file_that_extends_another_changes_only_what_it_says(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
     mine = {
         "family": "mine",
         "title": "Mine",
@@ -119,138 +110,88 @@ def test_a_file_that_extends_another_changes_only_what_it_says(tmp_path: Path) -
         "classes": ["MineForCausalLM"],
         "modules": {"default": {"layer": {"linear": {"mlp.gate_proj": None}, "spaces": {"ffn": {"gated": False}}}}},
     }
-    path.write_text(json.dumps(mine))
-    spec, parent = load_file(path), families()["llama"]
-    assert spec.classes == ["MineForCausalLM"]
-    assert spec.bare == spec.model_types == spec.limits == []
+    (tmp_path / "mine.json").write_text(json.dumps(mine))
+    spec, parent = load_file(tmp_path / "mine.json"), families()["llama"]
+    assert (spec.classes, spec.bare, spec.model_types, spec.limits) == (["MineForCausalLM"], [], [], [])
     assert set(parent.modules["default"].layer.linear) - set(spec.modules["default"].layer.linear) == {"mlp.gate_proj"}
     assert spec.modules["default"].after == parent.modules["default"].after
 
 
 def test_no_class_belongs_to_two_families() -> None:
-    owners: dict[str, str] = {}
-    for spec in families().values():
-        assert set(spec.bare) <= set(spec.classes), spec.family
-        for name in spec.classes:
-            assert name not in owners, f"{name}: {owners.get(name)} and {spec.family}"
-            owners[name] = spec.family
+    classes = [name for spec in families().values() for name in spec.classes]
+    assert len(classes) == len(set(classes))
+    assert all(set(spec.bare) <= set(spec.classes) for spec in families().values())
 
 
 def test_a_config_without_classes_is_found_by_its_type_and_keeps_its_streams() -> None:
     config = {key: value for key, value in LLAMA.items() if key != "architectures"}
     assert getattr(find(config), "family", None) == "llama"
-    architecture = resolve(config, names(config, "llama"), "model")
-    assert architecture.stream_groups == {"residual": ("none",)}
+    assert resolve(config, names(config, "llama"), "model").stream_groups == {"residual": ("none",)}
 
 
-def test_an_unknown_architecture_is_one_line_with_a_remedy() -> None:
-    with pytest.raises(
-        ArchitectureError, match=r"^model: architecture Nonsense is not supported; .*unsupported: merge"
-    ):
-        resolve({"architectures": ["Nonsense"]}, [], "model")
-
-
-def test_missing_and_unknown_tensors_are_named() -> None:
-    present = names(LLAMA, "llama")
-    with pytest.raises(CheckpointError, match=r"1 tensors .* missing, the first is 'model\.layers\.1\.mlp\.up_proj"):
-        resolve(LLAMA, [name for name in present if name != "model.layers.1.mlp.up_proj.weight"], "model")
-    with pytest.raises(CheckpointError, match=r"1 tensors are not part .* 'extra\.weight'; .*unsupported: merge"):
-        resolve(LLAMA, [*present, "extra.weight"], "model")
-    architecture = resolve(LLAMA, [*present, "extra.weight"], "model", keep_unknown=True)
+def test_unknown_tensors_are_taken_along_where_they_may_be() -> None:
+    architecture = resolve(LLAMA, [*names(LLAMA, "llama"), "extra.weight"], "model", keep_unknown=True)
     assert architecture.named()["extra.weight"].axes == ()
 
 
 def test_packed_weights_are_refused_with_the_remedy() -> None:
-    config = {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    names = ["model.embed_tokens.weight", "model.layers.0.mlp.experts.gate_up_proj_blocks"]
+    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\).*dequantize"):
-        resolve(config, names, "gpt-oss")
+        resolve(config, ["model.layers.0.mlp.experts.gate_up_proj_blocks"], "gpt-oss")
 
 
 def test_layers_that_a_model_does_not_read_are_left_out() -> None:
     """Layers for further tokens: ignored by transformers, not unknown, not written."""
-    spec = shipped()["glm4_moe"]
-    config = {**table.config_of(spec), "first_k_dense_replace": 2, "architectures": ["Glm4MoeForCausalLM"]}
-    names = list(lay_out(spec, config).named())
-    names = [name.replace("{base}", "model.") for name in names]
+    config = table.config_of(shipped()["glm4_moe"])
+    config |= {"first_k_dense_replace": 2, "architectures": ["Glm4MoeForCausalLM"]}
+    present = names(config, "glm4_moe")
     further = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
-    found = resolve(config, [*names, *further], "glm")
-    assert not set(further) & set(found.named())
+    assert not set(further) & set(resolve(config, [*present, *further], "glm").named())
+    shorter = [name for name in present if "layers.1." not in name]
     with pytest.raises(CheckpointError, match="not part of"):
-        resolve(
-            {**config, "num_hidden_layers": 1}, [n for n in names if "layers.1." not in n] + ["model.layers.3.x"], "glm"
-        )
+        resolve({**config, "num_hidden_layers": 1}, [*shorter, "model.layers.3.x"], "glm")
 
 
 def test_keys_that_a_layer_does_not_read_are_left_out() -> None:
     """Gemma 4's layers that take keys and values of others hold some of their own in published files."""
-    spec = shipped()["gemma4"]
-    sizes = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "per_layer_config": {}}
-    config = {**table.config_of(spec), **sizes, "architectures": ["Gemma4ForCausalLM"]}
-    names = [name.replace("{base}", "model.") for name in lay_out(spec, config).named()]
-    further = [f"model.layers.1.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
-    assert not set(further) & set(names)
-    assert set(resolve(config, [*names, *further], "gemma").named()) == set(names)
-    own = [name.replace("layers.1", "layers.0") for name in further]
-    assert set(own) <= set(names)
+    config = table.config_of(shipped()["gemma4"])
+    config |= {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "per_layer_config": {}}
+    config |= {"architectures": ["Gemma4ForCausalLM"]}
+    present = names(config, "gemma4")
+    first, further = (
+        [f"model.layers.{n}.self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm")] for n in (0, 1)
+    )
+    assert not set(further) & set(present)
+    assert set(resolve(config, [*present, *further], "gemma").named()) == set(present)
     with pytest.raises(CheckpointError, match="missing"):
-        resolve(config, sorted({*names, *further} - set(own)), "gemma")
-
-
-def test_a_module_is_taken_from_another_family(tmp_path: Path) -> None:
-    content = {
-        "family": "mine",
-        "title": "Mine",
-        "classes": ["Mine"],
-        "streams": {"residual": {"size": "text_config.hidden_size"}},
-    }
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({**content, "modules": {"text": {"extends": "llama.default", "config": "text_config"}}}))
-    module = load_file(path).modules["text"]
-    assert module.variables == shipped()["llama"].variables
-    assert "self_attn.q_proj" in module.layer.linear
-    path.write_text(json.dumps({**content, "modules": {"text": {"extends": "llama.text"}}}))
-    with pytest.raises(ArchitectureError, match=r"modules\.text\.extends.*llama has no module 'text'"):
-        load_file(path)
+        resolve(config, [name for name in [*present, *further] if name not in first], "gemma")
 
 
 def test_old_norm_names_of_bert() -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", **sizes}
+    config = {**LLAMA, "architectures": ["BertForMaskedLM"], "model_type": "bert"}
     new = names(config, "bert")
     old = [n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for n in new]
-    architecture = resolve(config, old, "model")
-    assert set(architecture.named()) == set(old)
-    assert {info.key for info in architecture.tensors()} == {i.key for i in resolve(config, new, "model").tensors()}
+    first, second = (resolve(config, present, "model") for present in (new, old))
+    assert set(second.named()) == set(old)
+    assert {info.key for info in first.tensors()} == {info.key for info in second.tensors()}
 
 
-def test_unaligned_groups_tensors_by_layer() -> None:
-    stored = ["embed.weight", "net.layers.0.a.weight", "net.layers.10.a.weight", "net.layers.10.moe.3.w", "head.bias"]
-    architecture = unaligned(stored)
-    assert [(b.name, b.index, len(b.tensors)) for b in architecture.blocks] == [
-        ("embed.weight", None, 1),
-        ("head.bias", None, 1),
-        ("net.layers.0", 0, 1),
-        ("net.layers.10", 10, 2),
+def test_an_unknown_model_is_cut_into_layers_by_its_names_alone() -> None:
+    """Stacks apart, every tensor in one block; the number of layers is found in the config."""
+    stored = ["embed.weight", "net.layers.0.a.weight", "net.layers.10.a.weight", "net.layers.10.moe.3.w", "h.0.w"]
+    architecture = unaligned(stored, {"n_heads": 2, "n_layer": 1})
+    assert [(b.name, b.module, b.index, len(b.tensors)) for b in architecture.blocks] == [
+        ("embed.weight", "default", None, 1),
+        ("h.0", "h", 0, 1),
+        ("net.layers.0", "net.layers", 0, 1),
+        ("net.layers.10", "net.layers", 10, 2),
     ]
     assert set(architecture.named()) == set(stored)
     tensors = {name: torch.ones(2, 3) for name in stored}
     assert all(read_block(block, tensors) for block in architecture.blocks)
-
-
-def test_unaligned_keeps_stacks_apart() -> None:
-    architecture = unaligned(["encoder.layer.0.w", "decoder.layer.0.w", "x"])
-    assert {block.module for block in architecture.blocks} == {"encoder.layer", "decoder.layer", "default"}
-
-
-def test_unaligned_finds_the_number_of_layers_in_the_config() -> None:
-    stored = ["x", "h.0.w", "h.1.w"]
-    assert unaligned(stored, {"n_heads": 2, "n_layer": 2}).layers_key == {"default": "n_layer"}
-    assert unaligned(stored).layers_key == {"default": "num_hidden_layers"}
+    one = ["x", "h.0.w", "h.1.w"]
+    assert unaligned(one, {"n_heads": 2, "n_layer": 2}).layers_key == {"default": "n_layer"}
+    assert unaligned(one).layers_key == {"default": "num_hidden_layers"}
 
 
 @pytest.mark.parametrize(
@@ -269,9 +210,7 @@ def test_unaligned_finds_the_number_of_layers_in_the_config() -> None:
 )
 def test_expressions(expression: Any, value: Any) -> None:
     config = {"b": 8, "i": 1, "kinds": ["y", "x"], "nested": {"size": 3}, "word": "axe"}
-    before = copy.deepcopy(config)
     assert evaluate(expression, config) == value
-    assert config == before
 
 
 @pytest.mark.parametrize("expression", ["1 +", "a + 1", "f(1)", "[x for x in y]", "1 // 0", "__import__('os')"])
@@ -289,25 +228,16 @@ class Name(str):
         return super().__eq__(other)
 
 
-def test_work_on_a_very_large_model_grows_with_its_tensors_alone():
+def test_work_on_a_very_large_model_grows_with_its_tensors_alone() -> None:
     """Qwen3-235B: 94 layers of 128 experts. Calls are counted, so that every machine says the same."""
-    config = LLAMA | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 94,
-        "num_experts": 128,
-        "head_dim": 4,
-        "moe_intermediate_size": 4,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-    }
-    known = [
-        Name(name) for name in names(config, "qwen_moe") if not name.endswith("bias") and "shared_expert" not in name
-    ]
-    assert len(known) > 36_000
+    config = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"}
+    config |= {"num_hidden_layers": 94, "num_experts": 128, "head_dim": 4, "moe_intermediate_size": 4}
+    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    possible = names(config, "qwen_moe")
+    stored = [Name(name) for name in possible if not name.endswith("bias") and "shared_expert" not in name]
+    assert len(stored) > 36_000
     calls = itertools.count()
     sys.setprofile(lambda *_: next(calls))
-    resolve(config, known, "large")
+    resolve(config, stored, "large")
     sys.setprofile(None)
-    assert next(calls) < 50 * len(known)
+    assert next(calls) < 50 * len(stored)

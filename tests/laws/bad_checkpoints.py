@@ -1,62 +1,45 @@
-"""Bad checkpoints, alignment files and GGUFs."""
+"""Bad checkpoints and alignment files."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import shutil
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
-from safetensors.torch import load_file
+from bad_ggufs import GGUFS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from spoiling import (
     BOTH,
     DONORS,
-    ENDLESS,
-    FLOATS,
-    INDEX,
-    METADATA,
-    SHARDS,
     WEIGHTS,
-    Bench,
-    Evil,
     Row,
+    Step,
     adapter,
     another,
     both,
     bytes_of,
     config,
-    configured,
+    copied,
     edit,
-    endless,
     folder_for,
     gone,
     in_donor,
-    index,
-    mapped,
-    parts,
-    pickled,
     put,
-    quantised,
-    rewritten,
-    sharded,
-    tensor_in_two_shards,
+    step,
     tensors,
-    two_files,
-    two_pickles,
-    typed,
-    write_gguf,
 )
 from torch import Tensor
 
 import rotation_merge as rm
 
 ALIGN_AND_VERIFY = ("align anchor donor out", "verify anchor donor")
+ENDLESS = 400_000_000
 NO_END = f"'num_hidden_layers' is {ENDLESS}"
+FLOATS = "model.layers.0.mlp.up_proj.weight"
 OF_RECIPES: dict[str, Any] = {"commands": (), "python": None}
 """A recipe is told of it, `align` and Python are not."""
 
@@ -66,40 +49,74 @@ def rows(table: Mapping[str, tuple[Any, ...]], **more: Any) -> list[Row]:
     return [in_donor(name, spoil, *words, **more) for name, (spoil, *words) in table.items()]
 
 
-def weights(change: Callable[[bytes], bytes]) -> Callable[[Bench], None]:
-    return bytes_of(f"donor/{WEIGHTS}", change)
+# --- files -------------------------------------------------------------------------------------------------------
+
+DONOR, PICKLE, INDEX = f"donor/{WEIGHTS}", "donor/pytorch_model.bin", f"donor/{WEIGHTS}.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def shards(*spoil: Callable[[Bench], object]) -> Callable[[Bench], None]:
+@step
+def index(place: str) -> None:
+    """An index that says of every tensor that it lies in one file."""
+    places = dict.fromkeys(load_file(DONOR), place)
+    Path(INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def shards(*spoil: Step) -> Step:
     """The donor in two shards, in which something is wrong."""
+
+    def sharded() -> None:
+        stored = load_file(DONOR)
+        places = {name: SHARDS[number % 2] for number, name in enumerate(sorted(stored))}
+        for shard in SHARDS:
+            save_file({n: x for n, x in stored.items() if places[n] == shard}, f"donor/{shard}", {"format": "pt"})
+        Path(INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        Path(DONOR).unlink()
+
     return both(sharded, *spoil)
 
 
-def index_to(place: str) -> Callable[[Bench], None]:
-    """An index that leads to a file outside of the folder."""
-
-    def spoil(bench: Bench) -> None:
-        shutil.copy(f"donor/{WEIGHTS}", "secret.safetensors")
-        index(dict.fromkeys(load_file(f"donor/{WEIGHTS}"), place))
-        gone(f"donor/{WEIGHTS}")(bench)
-
-    return spoil
+def tensor_in_two_shards() -> None:
+    first, second = (load_file(f"donor/{shard}") for shard in SHARDS)
+    save_file({**second, **dict([first.popitem()])}, f"donor/{SHARDS[1]}", {"format": "pt"})
 
 
-HEADER = struct.pack("<Q", 20) + b'{"a": {"dtype": 3}} ' + bytes(80)
-OLD_PICKLE = both(gone(f"donor/{WEIGHTS}"), put("donor/pytorch_model.bin", pickle.dumps(Evil())))
-SHORT_PICKLE = both(pickled({"a": torch.ones(999)}), bytes_of("donor/pytorch_model.bin", lambda x: x[:-500]))
-OTHER_INDEX = bytes_of(f"donor/{INDEX}", lambda x: x.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
-BETTER = both(
-    lambda bench: shutil.copy(f"donor/{WEIGHTS}", "donor/better.safetensors"),
-    config(transformers_weights="better.safetensors"),
-)
-SECOND, NO_CLASS = "pytorch_model-00002-of-00002.bin", "donor: its config cannot be loaded"
+def pickled(content: Any) -> Step:
+    """A pickle in the place of the donor's weights."""
+    return both(gone(DONOR), lambda: torch.save(content, PICKLE))
+
+
+@step
+def two_pickles(second: Callable[[dict[str, Tensor]], dict[str, Any]]) -> None:
+    """The donor in one pickle, and another one beside it, from which the index takes its first entry."""
+    stored = load_file(DONOR)
+    Path(DONOR).unlink()
+    parts = {f"pytorch_model-0000{number}-of-00002.bin": part for number, part in ((1, stored), (2, second(stored)))}
+    for name, part in parts.items():
+        torch.save(part, f"donor/{name}")
+    first, last = parts
+    places = dict.fromkeys(stored, first) | {min(parts[last]): last}
+    Path(f"{PICKLE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+OLD_PICKLE = both(gone(DONOR), put(PICKLE, pickle.dumps(Evil())))
+SHORT_PICKLE = both(pickled({"a": torch.ones(999)}), bytes_of(PICKLE, lambda x: x[:-500]))
+OTHER_INDEX = bytes_of(INDEX, lambda x: x.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
+TWO_FILES = both(copied(DONOR, "whole"), shards(), copied("whole", DONOR))
+BETTER = both(copied(DONOR, "donor/better.safetensors"), config(transformers_weights="better.safetensors"))
+NO_CLASS = "donor: its config cannot be loaded"
 CODE = put("donor/evil.py", "open('ran', 'w')\nclass Own: pass\nclass Config: pass\n")
 AUTO = {"AutoConfig": "evil.Config", "AutoModel": "evil.Own", "AutoModelForCausalLM": "evil.Own"}
 OWN_CLASS = both(config(architectures=["Own"], model_type="own", auto_map=AUTO), CODE)
 OUTSIDE = "outside of its directory"
-DAMAGED = f"donor/{WEIGHTS}: cannot be read: it is truncated, damaged or no weight file"
+DAMAGED = f"{DONOR}: cannot be read: it is truncated, damaged or no weight file"
 FILES = [
     *rows(
         {
@@ -109,46 +126,57 @@ FILES = [
             "config that is a folder": (folder_for("donor/config.json"), "config.json: cannot be read: is a directory"),
             "config of no known type": (config(model_type="nothing"), "config cannot be loaded", "nothing"),
             "class that nobody knows": (config(architectures=["NoSuchModel"]), "NoSuchModel"),
-            "no weights": (gone(f"donor/{WEIGHTS}"), "no weights", "donor"),
-            "weights that are a folder": (folder_for(f"donor/{WEIGHTS}"), WEIGHTS, "directory"),
-            "truncated weights": (weights(lambda x: x[:-100]), DAMAGED),
-            "empty weights": (put(f"donor/{WEIGHTS}"), DAMAGED),
-            "damaged header": (put(f"donor/{WEIGHTS}", HEADER), DAMAGED),
-            "page of the web for weights": (put(f"donor/{WEIGHTS}", "<html>Not found</html>"), DAMAGED),
+            "no weights": (gone(DONOR), "no weights", "donor"),
+            "weights that are a folder": (folder_for(DONOR), WEIGHTS, "directory"),
+            "truncated weights": (bytes_of(DONOR, lambda x: x[:-100]), DAMAGED),
+            "empty weights": (put(DONOR), DAMAGED),
+            "page of the web for weights": (put(DONOR, "<html>Not found</html>"), DAMAGED),
             "lost shard": (shards(gone(f"donor/{SHARDS[1]}")), "shard", "00002"),
             "truncated shard": (shards(bytes_of(f"donor/{SHARDS[1]}", lambda x: x[:-8])), SHARDS[1], "truncated"),
-            "index that is not JSON": (shards(put(f"donor/{INDEX}", "{")), "index.json", "cannot be read"),
-            "index without a map": (shards(put(f"donor/{INDEX}", "{}")), "index.json", "weight_map"),
+            "index that is not JSON": (shards(put(INDEX, "{")), "index.json", "cannot be read"),
+            "index without a map": (shards(put(INDEX, "{}")), "index.json", "weight_map"),
             "index of another model": (shards(OTHER_INDEX), "9.mlp.up_proj.weight' first, into files that"),
-            "index that leads above": (index_to("../secret.safetensors"), OUTSIDE),
-            "index that leads to the root": (index_to("/etc/secret.safetensors"), OUTSIDE),
-            "two checkpoints in a folder": (two_files, "model.safetensors.index.json and model.safetensors"),
-            "tensor in two shards": (tensor_in_two_shards, f"{SHARDS[0]} and in {SHARDS[1]}"),
+            "index that leads above": (both(index("../secret.safetensors"), gone(DONOR)), OUTSIDE),
+            "index that leads to the root": (both(index("/etc/secret.safetensors"), gone(DONOR)), OUTSIDE),
+            "two checkpoints in a folder": (TWO_FILES, "model.safetensors.index.json and model.safetensors"),
+            "tensor in two shards": (shards(tensor_in_two_shards), f"{SHARDS[0]} and in {SHARDS[1]}"),
             "tensor in two pickles": (two_pickles(dict), "pytorch_model-00001-of-00002.bin and in"),
             "adapter beside weights": (adapter("donor"), "model.safetensors and adapter_config.json"),
             "config that names another file": (BETTER, "two sets of weights", "better.safetensors"),
             "pickle of a list": (pickled([1, 2, 3]), "pytorch_model.bin", "no tensors"),
             "pickle of numbers": (pickled({"a": 1}), "pytorch_model.bin", "no tensors"),
             "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors"),
-            "shard that runs code": (two_pickles(lambda _: {"x": torch.ones(2), "y": Evil()}), SECOND, "tensors"),
+            "shard that runs code": (
+                two_pickles(lambda _: {"x": torch.ones(2), "y": Evil()}),
+                *("pytorch_model-00002-of-00002.bin", "tensors"),
+            ),
             "class in a file of its own": (OWN_CLASS, NO_CLASS),
             "old pickle that runs code": (OLD_PICKLE, "pytorch_model.bin", "tensors"),
             "truncated pickle": (SHORT_PICKLE, "pytorch_model.bin", "damaged"),
         }
     ),
-    *rows(
-        {
-            "no config": (gone("donor/config.json"), "config.json is missing", "donor"),
-            "noise for weights": (put(f"donor/{WEIGHTS}", b"\xff" * 4096), DAMAGED),
-        },
-        commands=ALIGN_AND_VERIFY,
-    ),
-    *rows(
-        {"pickle that runs code, read lazily": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors")},
+    in_donor("no config", gone("donor/config.json"), "config.json is missing", "donor", commands=ALIGN_AND_VERIFY),
+    in_donor(
+        "pickle that runs code, read lazily",
+        pickled({"a": Evil()}),
+        *("pytorch_model.bin", "tensors"),
         flags=("--lazy-unpickle",),
     ),
-    Row("adapter on nothing", ("is an adapter",), both(adapter("lora"), edit(("model: donor", "model: lora"))), BOTH),
+    Row("adapter on nothing", ("is an adapter",), both(adapter("lora"), edit("model: donor", "model: lora")), BOTH),
 ]
+
+# --- models that do not fit --------------------------------------------------------------------------------------
+
+
+def configured(kind: str, common: dict[str, Any], **change: Any) -> Step:
+    """Two models of a class, the donor's config another one than that of its weights."""
+    return both(*(another(kind, folder, **common) for folder in ("anchor", "donor")), config(**change))
+
+
+def quantised(dtype: torch.dtype) -> Step:
+    """Codes in the place of numbers; the config does not tell."""
+    return tensors(lambda stored: stored.update({n: (10 * x).to(dtype) for n, x in stored.items() if x.ndim == 2}))
+
 
 LLAMA, QUERY = "LlamaForCausalLM", "model.layers.1.self_attn.q_proj.weight"
 FALCON = {"multi_query": False, "parallel_attn": False, "bias": True}
@@ -207,33 +235,24 @@ FITTING = [
             "another activation": (configured("BertForMaskedLM", {}, hidden_act="relu2"), "has degree 2, against 0"),
         }
     ),
-    *rows({"other vocabulary": (another(LLAMA, vocab_size=41), "[41, 32]", "tokenizer: {")}, faults=2, **OF_RECIPES),
-    *rows({"missing tensor": (tensors(lambda stored: stored.pop(QUERY)), QUERY, "missing")}, commands=ALIGN_AND_VERIFY),
-    *rows(
-        {
-            "tensor too many": (
-                tensors(lambda stored: stored.update({"model.layers.0.extra.weight": torch.ones(3)})),
-                *("extra.weight", "1 tensors are not part of"),
-            )
-        },
+    in_donor("other vocabulary", another(LLAMA, vocab_size=41), "[41, 32]", "tokenizer: {", faults=2, **OF_RECIPES),
+    in_donor("missing tensor", tensors(lambda stored: stored.pop(QUERY)), QUERY, "missing", commands=ALIGN_AND_VERIFY),
+    in_donor(
+        "tensor too many",
+        tensors(lambda stored: stored.update({"model.layers.0.extra.weight": torch.ones(3)})),
+        *("extra.weight", "1 tensors are not part of"),
         **OF_RECIPES,
     ),
-    *rows(
-        {
-            "NaN in a matched tensor": (
-                tensors(lambda stored: stored[FLOATS].fill_(torch.nan)),
-                *("up_proj.weight", "NaN", "donor"),
-            )
-        },
+    in_donor(
+        "NaN in a matched tensor",
+        tensors(lambda stored: stored[FLOATS].fill_(torch.nan)),
+        *("up_proj.weight", "NaN", "donor"),
         recipe=("merge",),
     ),
-    *rows(
-        {
-            "infinity in an embedding": (
-                tensors(lambda stored: stored["model.embed_tokens.weight"][3].fill_(torch.inf)),
-                *("embed_tokens.weight", "infinity", "donor"),
-            )
-        },
+    in_donor(
+        "infinity in an embedding",
+        tensors(lambda stored: stored["model.embed_tokens.weight"][3].fill_(torch.inf)),
+        *("embed_tokens.weight", "infinity", "donor"),
         recipe=("merge",),
         **OF_RECIPES,
     ),
@@ -248,7 +267,7 @@ FITTING = [
         ("needs an untied head", "set 'untie: true'"),
         both(
             *(another(LLAMA, name, tie_word_embeddings=True) for name in ("anchor", "donor")),
-            edit(("delegate: linear", "delegate: linear\n  residual: rotation")),
+            edit("delegate: linear", "delegate: linear\n  residual: rotation"),
         ),
         BOTH,
         ("align anchor donor out --residual rotation",),
@@ -275,14 +294,37 @@ READERS = {
 
 NO_READERS = {"demo", "lora", "push"}
 
-EVERY_READER: dict[str, tuple[Callable[[Bench], object], str]] = {
-    "two checkpoints in a folder": (two_files, "model.safetensors.index.json and model.safetensors"),
+EVERY_READER: dict[str, tuple[Step, str]] = {
+    "two checkpoints in a folder": (TWO_FILES, "model.safetensors.index.json and model.safetensors"),
     "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
     "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first"),
     "class in a file of its own": (OWN_CLASS, "donor: "),
     "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin"),
 }
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
+
+# --- alignment files ---------------------------------------------------------------------------------------------
+
+WITH_ALIGNMENT = edit(DONORS, "{weight: 0.5, alignment: map}\np")
+
+
+def mapped(change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Step:
+    """The recipe takes the donor's transforms from a file, in which something is wrong.
+
+    Args:
+        change: is given the tensors and the entries of the header, `head` parsed.
+    """
+
+    def spoil() -> None:
+        with safe_open("map", "pt") as file:
+            stored, header = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+        entries = {**header, "head": json.loads(header["head"])}
+        change(stored, entries)
+        header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in entries.items()}
+        save_file({name: x.contiguous() for name, x in stored.items()}, "map", header)
+
+    return both(spoil, WITH_ALIGNMENT)
+
 
 NO_ORDER = "space 'layers.0.ffn' does not belong to the group: permutation"
 NO_MAP = "space 'residual' does not belong to the group: orthogonal maps"
@@ -326,7 +368,6 @@ ALIGNMENTS: dict[str, tuple[Change, str]] = {
     "record that is no mapping": (in_head(made="x"), "damaged (made: "),
     "head without end": (lambda _, header: header.update(head="[" * 100000), "damaged ("),
 }
-WITH_ALIGNMENT = edit((DONORS, "{weight: 0.5, alignment: map}\np"))
 ALIGNED = [
     *(Row(f"alignment: {name}", ("map", words), mapped(change), BOTH) for name, (change, words) in ALIGNMENTS.items()),
     *(
@@ -342,79 +383,8 @@ ALIGNED = [
     Row(
         "alignment that is a model",
         ("map: is not an alignment file",),
-        both(lambda bench: shutil.copy(f"donor/{WEIGHTS}", "map"), WITH_ALIGNMENT),
+        both(copied(DONOR, "map"), WITH_ALIGNMENT),
         BOTH,
-    ),
-]
-
-
-def in_gguf(name: str, spoil: Callable[[Bench], object], *words: str, file: str = "whole.gguf") -> Row:
-    calls: dict[str, Any] = {"python": lambda: rm.average([file]).state_dict()}
-    return Row(f"GGUF: {name}", words, spoil, commands=(f"evaluate {file} --data samples.jsonl",), **calls)
-
-
-def shortened(share: float) -> Callable[[Bench], None]:
-    return bytes_of("whole.gguf", lambda x: x[: int(len(x) * share)])
-
-
-def in_folder(*names: str) -> Callable[[Bench], None]:
-    """A folder with copies of the GGUF."""
-    copies = (lambda bench, name=name: shutil.copy(WHOLE, f"x/{name}") for name in names)
-    return both(lambda bench: Path("x").mkdir(), *copies)
-
-
-WHOLE = "whole.gguf"
-AGAIN = "download it again"
-PARTS = tuple(f"parts-0000{i}-of-00003.gguf" for i in (1, 2, 3))
-TOKENS = METADATA["tokenizer.ggml.tokens"]
-SWAPPED = {token: number for number, token in enumerate([TOKENS[1], TOKENS[0], *TOKENS[2:]])}
-SWAPPED_FILE = json.dumps({"model": {"type": "BPE", "vocab": SWAPPED, "merges": []}})
-NO_TEXT = bytes_of(WHOLE, lambda x: x.replace(b"<|start|>", b"<|st\xffrt|>"))
-NO_TARGET = both(gone(WHOLE), lambda bench: Path(WHOLE).symlink_to("gone.gguf"))
-INTEGERS = bytes_of(WHOLE, typed(int(gguf.GGMLQuantizationType.I32)))
-OTHER_KIND = lambda bench: write_gguf(Path(WHOLE), Path("anchor"), "rwkv7")  # noqa: E731
-RENAMED = both(parts(PARTS[0]), lambda bench: Path(PARTS[0]).rename("one.gguf"))
-GGUFS = [
-    in_gguf("empty", put(WHOLE), "is no GGUF file", AGAIN),
-    in_gguf("another file", put(WHOLE, "x" * 99), "is no GGUF file", AGAIN),
-    in_gguf("endless vocabulary", bytes_of(WHOLE, endless), "truncated", AGAIN),
-    in_gguf("truncated header", shortened(0.02), "truncated", AGAIN),
-    in_gguf("truncated tensors", shortened(0.999), "truncated", AGAIN),
-    in_gguf(
-        "unknown type of a tensor", bytes_of(WHOLE, typed(99)), "is not a valid GGMLQuantizationType", "update gguf"
-    ),
-    in_gguf("integers", INTEGERS, "blk.0.attn_q.weight", "type I32"),
-    in_gguf("part that is missing", parts(PARTS[0], PARTS[2]), f"{PARTS[1]} is missing", file=PARTS[0]),
-    in_gguf("part alone", RENAMED, "is one of 3 files", file="one.gguf"),
-    in_gguf(
-        "other size of the vocabulary", rewritten(**{"tokenizer.ggml.tokens": TOKENS[:-3]}), "37 tokens", "40 rows"
-    ),
-    in_gguf("tokenizer of another model", put("tokenizer.json", SWAPPED_FILE), "other tokens than whole.gguf at 2 ids"),
-    in_gguf("token that is no text", NO_TEXT, "its metadata are damaged"),
-    in_gguf("several models in a folder", in_folder("a-Q4.gguf", "a-Q8.gguf"), "holds 2 models in GGUF", file="x"),
-    in_gguf("vision tower alone", in_folder("mmproj-F16.gguf"), "no language model", "only mmproj-F16.gguf", file="x"),
-    in_gguf("no file", gone(WHOLE), "whole.gguf: no such file"),
-    in_gguf("link to nothing", NO_TARGET, "whole.gguf: no such file; check the path"),
-    in_gguf("unknown architecture", OTHER_KIND, "'rwkv7' cannot be read"),
-    *(
-        in_gguf(f"{key} {value}", rewritten(**{key: value}), words)
-        for key, value, words in (
-            ("general.type", "imatrix", "is of type 'imatrix'"),
-            ("general.type", "adapter", "in peft's format"),
-            ("general.type", "mmproj", "not a language model"),
-            ("llama.block_count", None, "'llama.block_count' is None, which is no size"),
-            ("llama.block_count", 2_000_000_000, "'num_hidden_layers' is 2000000000 in config.json, but"),
-            ("llama.block_count", 0, "'llama.block_count' is 0, which is no size"),
-            ("llama.block_count", "two", "'llama.block_count' is 'two', which is no size"),
-            ("llama.expert_count", 2_000_000_000, "has no place in a MixtralForCausalLM"),
-            ("llama.attention.head_count", 5, "its metadata are damaged"),
-            ("llama.feed_forward_length", [48, 64], "not the same in all layers"),
-            ("llama.rope.scaling.type", "of-nobody", "rotary positions are scaled by 'of-nobody'"),
-            ("tokenizer.ggml.model", "of-nobody", "put the model's tokenizer.json beside the file"),
-            ("tokenizer.ggml.pre", "of-nobody", "splits text by 'of-nobody'"),
-            ("tokenizer.ggml.pre", None, "in a way that it does not name"),
-            ("tokenizer.ggml.eos_token_id", [1, 2], "its tokenizer cannot be read by transformers"),
-        )
     ),
 ]
 

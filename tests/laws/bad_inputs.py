@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, WITH_ALIGNMENT
+from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, WITH_ALIGNMENT, index
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
-from spoiling import WEIGHTS, Bench, Row, adapter, another, both, call, config, edit, index, put, python, tokenizer
+from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, edit, put, python, tokenizer
 
 import rotation_merge as rm
 
@@ -124,7 +123,7 @@ LINES = [
     call("verify anchor vit", "vit: is of another class than anchor"),
     call("verify vit anchor", "anchor: is of another class than vit"),
     call("doctor vit/preprocessor", "vit/preprocessor: no such file or directory"),
-    call("doctor empty", "config.json is missing", spoil=lambda bench: Path("empty").mkdir()),
+    call("doctor empty", "config.json is missing", spoil=Path("empty").mkdir),
     *(call(f"doctor {name}", "names no merge_method") for name in ("file", "list.yml")),
     call("doctor none.yml", "none.yml"),
     call("doctor half.yml", "not valid YAML"),
@@ -170,15 +169,10 @@ PYTHON = [
 
 ON_THE_HUB = [
     Row(
-        f"hub: {name}",
-        (words,),
-        both(
-            spoil,
-            lambda bench: bench.hub.publish("org/donor", Path("donor")),
-            edit(("model: donor", "model: org/donor")),
-        ),
-        ("merge",),
-        ("verify anchor org/donor",),
+        *(f"hub: {name}", (words,), both(spoil, edit("model: donor", "model: org/donor"))),
+        recipe=("merge",),
+        commands=("verify anchor org/donor",),
+        hub=True,
     )
     for name, (spoil, words) in EVERY_READER.items()
 ]
@@ -186,27 +180,26 @@ ON_THE_HUB = [
 ROWS = [*RECIPES, *CHECKPOINTS, *OUTPUTS, *LINES, *ON_THE_HUB, *PYTHON]
 
 OWN_TOKENIZER = '{"auto_map": {"AutoTokenizer": ["evil.Own", "evil.Own"]}, "tokenizer_class": "Own"}'
-BESIDE: dict[str, Callable[[Bench], object]] = {
+BESIDE: dict[str, Step] = {
     "code for a class that transformers has": both(config(auto_map={"AutoConfig": "evil.Config"}), CODE),
     "code for tokenizers that are compared": both(
         another("LlamaForCausalLM", vocab_size=44),
         *(put(f"{name}/tokenizer_config.json", OWN_TOKENIZER) for name in ("anchor", "donor")),
         CODE,
-        edit(("delegate: linear", "delegate: linear\n  residual: permutation\n  exclude: embed,lm_head")),
+        edit("delegate: linear", "delegate: linear\n  residual: permutation\n  exclude: embed,lm_head"),
     ),
 }
 """Code beside a checkpoint, which is used as if the file were not there."""
 
-GOOD: dict[str, Callable[[Bench], object]] = {
-    "as it is": lambda bench: None,
-    "known chat template": edit(("dtype:", "chat_template: chatml\ndtype:")),
-    "chat template": edit(
-        ("dtype:", 'chat_template: "{% for message in messages %}{{ message }}{% endfor %}"\ndtype:')
+GOOD: dict[str, Step] = {
+    "as it is": lambda: None,
+    "known chat template": edit("dtype:", "chat_template: chatml\ndtype:"),
+    "chat template": edit("dtype:", 'chat_template: "{% for message in messages %}{{ message }}{% endfor %}"\ndtype:'),
+    "few aliases": both(
+        edit("base_model: anchor", "base_model: &base anchor"), edit("- model: anchor", "- model: *base")
     ),
-    "few aliases": edit(("base_model: anchor", "base_model: &base anchor"), ("model: anchor", "model: *base")),
-    "index of the one file, a pickle beside": lambda bench: (
-        index(dict.fromkeys(load_file(f"donor/{WEIGHTS}"), WEIGHTS)),
-        torch.save(load_file(f"donor/{WEIGHTS}"), "donor/pytorch_model.bin"),
+    "index of the one file, a pickle beside": both(
+        index(WEIGHTS), lambda: torch.save(load_file(f"donor/{WEIGHTS}"), "donor/pytorch_model.bin")
     ),
     "alignment file": WITH_ALIGNMENT,
     "code for a class that transformers has": BESIDE["code for a class that transformers has"],

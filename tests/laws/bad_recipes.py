@@ -6,6 +6,7 @@ from spoiling import (
     BOTH,
     Row,
     at_top,
+    both,
     call,
     edit,
     folder_for,
@@ -15,11 +16,11 @@ from spoiling import (
     of_anchor,
     of_donor,
     option,
-    texts,
+    put,
 )
 
 STEERS = Row(
-    "key that steers a terminal", ("gpj' here",), edit(("dtype:", '"x\\e]0;owned\\a\\u202Egpj": 1\ndtype:')), BOTH
+    "key that steers a terminal", ("gpj' here",), edit("dtype:", '"x\\e]0;owned\\a\\u202Egpj": 1\ndtype:'), BOTH
 )
 KEYS = [
     at_top("tokeniser: base", "tokeniser", "did you mean 'tokenizer'"),
@@ -167,9 +168,9 @@ NO_RECIPES = [
     in_recipe("tab", "  delegate", "\tdelegate", "not valid YAML", recipe=("merge",), commands=(CHECK,)),
     at_top("\n".join(["a0: &a0 [x]", *BOMB]), "100000 values", "aliases", recipe=("merge",), commands=(CHECK,)),
     at_top("a: &a [*a]", "or 100 levels", "aliases", recipe=("merge",), commands=(CHECK,)),
-    Row("list for a recipe", ("a recipe is a mapping of keys",), texts("- a\n- b\n"), recipe=("check",)),
+    Row("list for a recipe", ("a recipe is a mapping of keys",), put("recipe.yml", "- a\n- b\n"), recipe=("check",)),
     *(
-        Row(f"recipe: {name}", (words,), texts(content), commands=(CHECK, INSPECT))
+        Row(f"recipe: {name}", (words,), put("recipe.yml", content), commands=(CHECK, INSPECT))
         for name, content, words in (
             ("empty", b"", "the recipe is empty"),
             ("not UTF-8", b"merge_method: \xff\n", "can't decode byte 0xff"),
@@ -198,7 +199,7 @@ MISSPELT = [
     Row(
         "misspelt base",
         ("ancor: no such directory", "did you mean './anchor'?"),
-        edit(("base_model: anchor", "base_model: ancor"), ("model: anchor", "model: ancor")),
+        both(edit("base_model: anchor", "base_model: ancor"), edit("- model: anchor", "- model: ancor")),
         BOTH,
         faults=2,
     ),

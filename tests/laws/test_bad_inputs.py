@@ -14,37 +14,56 @@ import pytest
 import yaml
 from bad_checkpoints import EVERY_READER, NO_READERS, READERS
 from bad_inputs import BESIDE, GOOD, NOWHERE, ROWS
+from gguf_support import saved, written
 from hub_support import Hub
 from huggingface_hub import constants
 from interrupted_support import forked
 from mergekit.config import MergeConfiguration
 from programs import run
-from spoiling import RECIPE, Bench, Row, make_good_inputs
+from spoiling import RECIPE, Row, model, put
 
 import rotation_merge as rm
 
 LONGEST = 600
 
 
+FILES = {"file": b"x", "bad.jsonl": b"{", "text.txt": b"words " * 300, "junk.npz": b"x", "a.csv": b"one,two\n1,2\n"}
+FILES |= {"few.txt": b"x", "junk.safetensors": b"x", "list.yml": b"- 1", "half.yml": b"a: [1"}
+FILES |= {"none.yml": b"merge_method: linear\nmodels: []", "bytes.yml": b"\xff\xfe\x00"}
+FILES |= {"list/rotation_merge.json": b"[]", "other/rotation_merge.json": b'{"version": 99}', "recipe.yml": RECIPE}
+"""The good recipe, and files that no command takes."""
+
+
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two Llamas, a ViT, an alignment file of the Llamas, samples, a GGUF and its model."""
     folder = tmp_path_factory.mktemp("good")
-    make_good_inputs(folder)
+    for seed, name in enumerate(("anchor", "donor")):
+        model("LlamaForCausalLM", folder / name, seed)
+    model("ViTForImageClassification", folder / "vit", image_size=16, patch_size=8)
+    aligned = rm.align(str(folder / "anchor"), str(folder / "donor"), residual="rotation", heads="permutation")
+    aligned.save(folder / "map")
+    rows = [{"input_ids": list(range(i, i + 8)), "labels": list(range(i, i + 8))} for i in range(16)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved(folder / "words")
+    written(folder / "words", folder / "whole.gguf")
+    for name, content in FILES.items():
+        put(str(folder / name), content)()
     return folder
 
 
 @pytest.fixture
-def bench(soon: None, good: Path, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(soon: None, good_inputs: Path, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """A copy of the good inputs as the current folder, an empty stand-in of the hub, a limit of time, and a user who
     answers every question with yes."""
-    shutil.copytree(good, tmp_path / "bench")
+    shutil.copytree(good_inputs, tmp_path / "bench")
     monkeypatch.chdir(tmp_path / "bench")
     home.repos.clear()
     for name, value in (("HF_HUB_OFFLINE", True), ("HF_HOME", constants.HF_HUB_CACHE)):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "bench" / "modules"))
-    return Bench(home)
+    return home
 
 
 def snapshot() -> dict[str, str]:
@@ -56,11 +75,6 @@ def snapshot() -> dict[str, str]:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
 
     return {str(path): digest(path) for path in sorted(Path().rglob("*"))}
-
-
-def write_recipe(bench: Bench) -> None:
-    if not Path("recipe.yml").is_dir():
-        Path("recipe.yml").write_bytes(bench.recipe.encode() if isinstance(bench.recipe, str) else bench.recipe)
 
 
 def is_told(line: str, words: tuple[str, ...]) -> None:
@@ -102,10 +116,11 @@ def check_recipe(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_bad_input(row: Row, bench: Bench) -> None:
-    write_recipe(bench)
-    row.spoil(bench)
-    write_recipe(bench)
+def test_bad_input(row: Row, bench: Hub) -> None:
+    row.spoil()
+    if row.hub:
+        bench.publish("org/donor", Path("donor"))
+        constants.HF_HUB_OFFLINE = False
     before = snapshot()
     if row.recipe:
         check_recipe(row)
@@ -124,10 +139,9 @@ def test_bad_input(row: Row, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_READER)
-def test_every_command_refuses_it(name: str, bench: Bench) -> None:
+def test_every_command_refuses_it(name: str, bench: Hub) -> None:
     spoil, words = EVERY_READER[name]
-    spoil(bench)
-    write_recipe(bench)
+    spoil()
     before = snapshot()
     for command, line in READERS.items():
         code, out, err = run("rotation-merge", *shlex.split(line))
@@ -139,10 +153,9 @@ def test_every_command_refuses_it(name: str, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_no_command_runs_code_beside_a_checkpoint(name: str, bench: Bench) -> None:
+def test_no_command_runs_code_beside_a_checkpoint(name: str, bench: Hub) -> None:
     """Whatever a user answers who is asked; laws above try classes that transformers lacks, and pickles."""
-    BESIDE[name](bench)
-    write_recipe(bench)
+    BESIDE[name]()
     for command, line in READERS.items():
         _, out, err = run("rotation-merge", *shlex.split(line))
         assert "Traceback" not in out + err, command
@@ -160,19 +173,18 @@ def test_every_command_reads_the_donor_or_no_model() -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_is_near_is_good(name: str, bench: Bench) -> None:
-    GOOD[name](bench)
-    write_recipe(bench)
+def test_what_is_near_is_good(name: str, bench: Hub) -> None:
+    GOOD[name]()
     assert run("rotation-merge", "check", "recipe.yml")[0] == 0
     code, out, err = run("mergekit-yaml", "recipe.yml", "out", "--quiet")
     assert (code, Path("out", "model.safetensors").exists()) == (0, True), (out, err)
 
 
-def test_a_good_gguf_is_read(bench: Bench) -> None:
-    assert rm.average(["whole.gguf"]).state_dict()["lm_head.weight"].shape == (40, 32)
+def test_a_good_gguf_is_read(bench: Hub) -> None:
+    assert rm.average(["whole.gguf"]).state_dict()["lm_head.weight"].shape == (300, 32)
 
 
-def test_a_line_is_all_that_a_user_sees(bench: Bench) -> None:
+def test_a_line_is_all_that_a_user_sees(bench: Hub) -> None:
     """In a process of its own; a traceback on request."""
     Path("recipe.yml").write_text(RECIPE.replace("linear", "lienar"))
     done, more = (forked("mergekit-yaml", "recipe.yml", "out", *flags) for flags in ((), ("-vv",)))
@@ -190,7 +202,7 @@ def test_a_line_is_all_that_a_user_sees(bench: Bench) -> None:
         "models: [rotation_merge/a",
     ],
 )
-def test_other_methods_are_left_alone(text: str, bench: Bench) -> None:
+def test_other_methods_are_left_alone(text: str, bench: Hub) -> None:
     """A recipe of mergekit's own fails as it does without us, also where a path in it is called as our method is."""
     Path("recipe.yml").write_text(f"merge_method: linear\n{text}\n")
     with pytest.raises(Exception) as caught:
@@ -198,7 +210,7 @@ def test_other_methods_are_left_alone(text: str, bench: Bench) -> None:
     assert not isinstance(caught.value, rm.RotationMergeError)
 
 
-def test_mergekit_pytorch_refuses(bench: Bench) -> None:
+def test_mergekit_pytorch_refuses(bench: Hub) -> None:
     Path("recipe.yml").write_text(RECIPE.replace("model: anchor", "model: anchor/model.safetensors"))
     assert "mergekit-yaml" in one_error(*run("mergekit-pytorch", "recipe.yml", "out"))
 
