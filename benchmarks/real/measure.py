@@ -36,7 +36,7 @@ from merging import BIN, process, recipe
 from random_changes import DRAWS, random_change
 from record import Table
 
-from rotation_merge.averaging.wudi import added_by_wudi
+from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside
 
 PIECES, LENGTH = 8, 256
 SEEDS = (0, 1)
@@ -488,7 +488,8 @@ def changes_of(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Tenso
     changes = {name: fine[name] - old[name] for name in new}
     if way.startswith("wudi"):
         for name in (name for name in new if name.endswith(("proj.weight", "embed_tokens.weight"))):  # a tied head
-            changes[name] = added_by_wudi((new[name] - old[name]).double(), changes[name].double())
+            of_base, values = (new[name] - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
+            changes[name] = WudiBeside().change([of_base, changes[name].double()], [1.0, 1.0], values) - of_base
     return changes
 
 

@@ -19,7 +19,7 @@ WUDI_RIDGE = 0.05
 """Default strength of the pull of `wudi` towards its prior, relative to the mean eigenvalue of the Grams."""
 
 BESIDE_RIDGE = 0.3
-"""The same where a change is added beside another one: more of the plain sum, which is the prior there."""
+"""The same of `WudiBeside`: more of the plain sum, which is the prior there."""
 
 STEPS = 30
 """Of conjugate gradients, where both sides of a map are weighed."""
@@ -66,7 +66,7 @@ class Wudi(TaskVectorMethod):
             if parameters["sides"] == "both":
                 return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
             shares = _gram_shares([float(d.norm()) for d in whole], weights)
-            return SlicedMatrix.of(one_side(whole, shares, mean(whole, weights), parameters["ridge"]))
+            return SlicedMatrix.of(one_side(whole, shares, self.prior(whole, weights), parameters["ridge"]))
         grams = [change.gram() for change in changes]
         lengths = [float(gram.trace().sqrt()) for gram in grams]
         shares = _gram_shares(lengths, weights)
@@ -76,7 +76,7 @@ class Wudi(TaskVectorMethod):
         solve = _ridge_solver(total, parameters["ridge"])
 
         def merged(rows: list[Tensor]) -> Tensor:
-            prior = mean(rows, weights)
+            prior = self.prior(rows, weights)
             right = torch.zeros_like(prior)
             for change, gram, share in zip(rows, grams, shares, strict=True):
                 right.addmm_(change - prior, gram, alpha=share)
@@ -84,22 +84,19 @@ class Wudi(TaskVectorMethod):
 
         return combined(changes, merged)
 
+    def prior(self, changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """M, of whole changes or of the same rows of each."""
+        return mean(changes, weights)
 
-def added_by_wudi(first: Tensor, second: Tensor) -> Tensor:
-    """What the second of two changes of one base adds to the first, where `Wudi` merges them with their sum as M.
 
-    Where the two read from orthogonal inputs (``second @ first^T = 0``) this is the second change itself.
+class WudiBeside(Wudi):
+    """The same with the sum of the changes as M: one change beside another one.
 
-    Args:
-        first, second: of a map, (..., outputs, inputs), float64.
+    Where the two read from orthogonal inputs (``second @ first^T = 0``) the result is their sum.
     """
-    if first.ndim > 2:
-        return torch.stack([added_by_wudi(*pair) for pair in zip(first, second, strict=True)])
-    if not bool(first.any()) or not bool(second.any()):
-        return second
-    changes = [first, second]
-    shares = _gram_shares([float(d.norm()) for d in changes], [1.0, 1.0])
-    return one_side(changes, shares, first + second, BESIDE_RIDGE) - first
+
+    def prior(self, changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        return sum(weights) * mean(changes, weights)
 
 
 def _gram_shares(lengths: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.polish import OF_FACTORS, OF_WEIGHTS, Polish, PolishConfig
-from rotation_merge.averaging.wudi import added_by_wudi
+from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.delta import Delta
@@ -43,17 +44,14 @@ from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.objective import Answered, is_distribution, main_output, write_answers
 from rotation_merge.model.adapters import Adapter
-from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.forms import named_as
-from rotation_merge.model.low_rank import dense
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, data_hash, inputs_for, unpadded
 from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import architecture_of, in_memory
-from rotation_merge.run.maps import linear_map
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.workers import Progress
 
@@ -151,8 +149,7 @@ class _Sampling:
         unmoved = replace(transfer.delta, alignment=Alignment({}))
         changes = {method: transfer.delta if method == "weights" else self.solved(), PLAIN: unmoved}
         if transfer.bases.nearness.shared:
-            merged = transfer.base.blockwise(lambda block, info, _: self._merged(unmoved, block, info))
-            changes[MERGED] = self._between(merged.tensors)
+            changes[MERGED] = self._merged()
         factors = (method,) if method == "weights" and transfer.adapter is not None else ()  # which it keeps
         cuts = {name: transfer.as_adapter(changes[name]) for name in changes if transfer.rank and name not in factors}
         whole = [ChangeCandidate(name, delta) for name, delta in changes.items() if name not in cuts]
@@ -163,21 +160,16 @@ class _Sampling:
         base = self.transfer.base
         return Delta(base, base.tensors, tuned, precision=torch.float64)
 
-    def _merged(self, unmoved: Delta, block: Block, info: TensorInfo) -> Tensor | None:
-        """A tensor of the new base with what the fine-tune adds where `wudi` merges both as fine-tunes of the old base.
+    def _merged(self) -> Delta:
+        """The change that `wudi` makes of the new base and the fine-tune as two fine-tunes of the old base.
 
-        Tensors that are no linear maps get the whole change; an embedding that is the head, too, is one.
+        Tensors that are no linear maps get the sum of both; an embedding that is the head, too, is one.
         """
-        new, old = read_tensor(info, self.transfer.base.tensors), read_tensor(info, unmoved.old)
-        if new is None or old is None or not new.is_floating_point():
-            return new
-        change = dense(replace(unmoved, precision=torch.float64).change(block, info), info)
-        tied = not self.transfer.config.untie and self.transfer.base.tied_head is not None
-        linear = linear_map(block, info, tied)
-        if linear is not None:
-            base_change = linear.as_matrices(new.to(change) - old.to(change))
-            change = linear.as_stored(added_by_wudi(base_change, linear.as_matrices(change)))
-        return new.to(change) + change
+        base, views = self.transfer.base, [self.views[name] for name in ("old", "new", "tuned")]
+        models = MergedModels.of(views, tied_head=None if self.transfer.config.untie else base.tied_head)
+        values = {"ridge": BESIDE_RIDGE, "others": "sum", "lengths": "keep"}
+        merged = averaged(views, WudiBeside().on(models), values)
+        return self._between(base.tensors.replaced(merged.only(base.tensors)))
 
     def scaled(self, candidate: ChangeCandidate, unchanged: ChangeCandidate) -> ChangeCandidate:
         """A change at the best scale on held-out samples; 0 if the new base alone is better."""

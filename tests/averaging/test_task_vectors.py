@@ -20,7 +20,7 @@ import rotation_merge as rm
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.task_vectors import change_of, shortening
-from rotation_merge.averaging.wudi import added_by_wudi, both_sides, one_side
+from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, both_sides, one_side
 
 BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
 EACH_RULE = pytest.mark.parametrize("name", list(BY_NAME))
@@ -124,20 +124,24 @@ def test_what_does_not_meet_is_kept(name: str) -> None:
         torch.testing.assert_close(result @ v[:, part], each @ v[:, part], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 6, 9)])
+def added(first: Tensor, second: Tensor) -> Tensor:
+    return WudiBeside().change([first, second], [1.0, 1.0], defaults("wudi", ridge=BESIDE_RIDGE)) - first
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 9)])
 def test_a_change_beside_another_one(shape: tuple[int, ...]) -> None:
     """It is kept where the two read from orthogonal inputs; else it follows rotations, and disturbs the other less."""
     inputs = orthogonal(shape[-1], 1)
     apart = random(*shape, seed=2) @ inputs[:, :4] @ inputs[:, :4].T
     beside = random(*shape, seed=3) @ inputs[:, 4:] @ inputs[:, 4:].T
-    torch.testing.assert_close(added_by_wudi(beside, apart), apart, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(added(beside, apart), apart, atol=1e-10, rtol=1e-10)
     first, second, none = random(*shape, seed=4), random(*shape, seed=5), torch.zeros(shape, dtype=torch.float64)
-    added, left, right = added_by_wudi(first, second), orthogonal(shape[-2], 7), orthogonal(shape[-1], 8)
-    turned = added_by_wudi(left @ first @ right.T, left @ second @ right.T)
-    torch.testing.assert_close(turned, left @ added @ right.T, atol=1e-9, rtol=1e-9)
-    assert float((added @ first.mT).norm()) < float((second @ first.mT).norm())
-    assert torch.equal(added_by_wudi(none, second), second)
-    assert torch.equal(added_by_wudi(first, none), none)
+    result, left, right = added(first, second), orthogonal(shape[-2], 7), orthogonal(shape[-1], 8)
+    turned = added(left @ first @ right.T, left @ second @ right.T)
+    torch.testing.assert_close(turned, left @ result @ right.T, atol=1e-9, rtol=1e-9)
+    assert float((result @ first.mT).norm()) < float((second @ first.mT).norm())
+    assert torch.equal(added(none, second), second)
+    assert torch.equal(added(first, none), none)
 
 
 def test_wudi_solves_its_equations() -> None:
