@@ -25,10 +25,10 @@ from rotation_merge.carrying.tokens import (
 from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.matching.aligned_output import pair_report
 from rotation_merge.matching.alignment import Alignment, load_for
-from rotation_merge.matching.match import Match
-from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.match_on import matcher
+from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import Pair, check_pair, open_pair, options_of
-from rotation_merge.matching.run import Run, change_note
+from rotation_merge.matching.run import Run
 from rotation_merge.model.adapter_parts import adapter_parts
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.card import origins
@@ -147,23 +147,34 @@ class Bases(Pair):
         if isinstance(known, str):
             run.note(f"The bases were aligned by the file {known}; nothing was matched.")
             known = load_for(known, self.anchor, self.donor)
-        options = config.match if known is None else options_of(known.transforms, known.folded)
+        options = self._match_options(config, run) if known is None else options_of(known.transforms, known.folded)
         options = check_pair(self.anchor, self.old_as_new, options).options
         if self.shared is not None and file is None:
             run.note(matched_on(self.anchor, self.donor, len(self.shared[0])))
-        match, recipe = self._matcher(config, samples), yaml.safe_dump(asdict(options), sort_keys=False)
+        matching: dict[str, Any] = {"count": config.sample_count, "seed": config.seed, "length": config.length}
+        if config.needs_samples:
+            matching["part"] = lambda data: parted(data)[0]
+        source = config.data if samples is None else samples
+        models, recipe = (self.anchor.as_filed, self.donor.as_filed), yaml.safe_dump(asdict(options), sort_keys=False)
+        match = matcher(config.matched_on, *models, source, device=self.device, **matching)
         alignment = known or match(self.architecture, *self.matched, options, progress, ledger=ledger)
         run.aligned(old, alignment, file)
         return alignment, pair_report(self, run, "" if file else recipe, new)
 
-    def _matcher(self, config: TransferConfig, samples: Samples) -> Match:
-        """The function that aligns the bases as the config says."""
-        from rotation_merge.matching.match_on import matcher
+    def _match_options(self, config: TransferConfig, run: Run) -> AlignConfig:
+        """What is matched, without what there is nothing to find for; if nothing is, the run has a note.
 
-        part = (lambda data: parted(data)[0]) if config.needs_samples else (lambda data: data)
-        numbers: dict[str, Any] = {"count": config.sample_count, "seed": config.seed, "length": config.length}
-        models, samples = (self.anchor.as_filed, self.donor.as_filed), config.data if samples is None else samples
-        return matcher(config.matched_on, *models, samples, **numbers, device=self.device, part=part)
+        Where the bases share their coordinates, streams stay, and with them a tied head; without options of matching or
+        samples the change is added as it is.
+        """
+        match = config.match
+        if match.residual != "largest" or not self.nearness.shared:
+            return match
+        if match != TransferConfig().match or config.match_on is not None or config.needs_samples:
+            return replace(match, residual="none")
+        words = f"The bases share their coordinates ({self.nearness.words})"
+        run.note(f"{words}: nothing was matched, the change is added as it is.")
+        return NOTHING
 
     def check_head(self) -> None:
         """Refuse to change a model's head that is tied in the new base and apart in the old one.
@@ -255,11 +266,10 @@ class Transfer:
         if config.needs_samples and bases.shared is not None:
             problem = f"its vocabulary differs from that of {bases.names[0]}, so samples cannot be shared"
             raise DataError(problem, where=bases.names[1], remedy=ALONE)
-        config, notes = _matched_as(config, bases)
         alignment, report = bases.aligned(config, samples, ledger, progress)
         stored = adapter is not None or (tuned is not None and tuned.files is not None)
         origin = {key: {**facts, "carried": True} for key, facts in origins([parse_reference(name)] * stored).items()}
-        notes = [*notes, *report.notes, *([] if tuned is None else tuned.remarks)]
+        notes = [*report.notes, *([] if tuned is None else tuned.remarks)]
         report = replace(report, models={**report.models, **origin}, notes=notes)
         rank = config.rank if adapter is None else adapter.rank
         if adapter is not None and config.needs_samples:
@@ -295,23 +305,3 @@ class Transfer:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""
         dtype = torch.float32 if self.rank else dtype_from_name(self.dtype)
         return delta.applied() if dtype is None else delta.applied().to(dtype)
-
-    def size_note(self) -> list[str]:
-        """A warning if the change, all of which was computed, is too large to transfer."""
-        sums = map(sum, zip(*self.norms, strict=True))
-        note = change_note(f"The task vector of `{self.name}`", *sums) if self.norms else None
-        return [note] if note else []
-
-
-def _matched_as(config: TransferConfig, bases: Bases) -> tuple[TransferConfig, list[str]]:
-    """The config with what matching has nothing to find left out, and a line on it.
-
-    Where the bases share their coordinates, streams stay, and with them a tied head; without options of matching or
-    samples the change is added as it is.
-    """
-    if config.match.residual != "largest" or config.alignment is not None or not bases.nearness.shared:
-        return config, []
-    if config.match != TransferConfig().match or config.match_on is not None or config.needs_samples:
-        return replace(config, match=replace(config.match, residual="none")), []
-    words = f"The bases share their coordinates ({bases.nearness.words})"
-    return replace(config, match=NOTHING), [f"{words}: nothing was matched, the change is added as it is."]

@@ -11,6 +11,7 @@ from rotation_merge.carrying.bases import Bases, Transfer
 from rotation_merge.carrying.config import HOW, NONE
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
+from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import notes, updated_card
 from rotation_merge.model.checkpoint import unchanged, write_notes
@@ -96,7 +97,9 @@ def carry(job: Transfer, out: str, shard_size: int, progress: Progress | None = 
             value.write(staging, shard_size, progress)
         else:
             value.write(staging)
-        report = replace(report, notes=[*lines, *job.size_note()])
+        sums = map(sum, zip(*job.norms, strict=True))  # which are there once all is written
+        warning = change_note(f"The task vector of `{job.name}`", *sums) if job.norms else None
+        report = replace(report, notes=[*lines, *filter(None, [warning])])
         write_notes(staging, report, card(bases, job.name, report, out))
     return replace(value, report=replace(report, notes=[verdict(bases, report), *report.notes]))
 
