@@ -168,6 +168,10 @@ FILES = [
 # --- models that do not fit --------------------------------------------------------------------------------------
 
 
+def change(name: str, to: Callable[[Tensor], Tensor]) -> Step:
+    return tensors(lambda stored: stored.update({name: to(stored[name])}))
+
+
 def configured(kind: str, common: dict[str, Any], **change: Any) -> Step:
     """Two models of a class, the donor's config another one than that of its weights."""
     return both(*(another(kind, folder, **common) for folder in ("anchor", "donor")), config(**change))
@@ -187,6 +191,7 @@ KINDS = ["sliding_attention", "full_attention"]
 COHERE = {"num_key_value_heads": 2, "layer_types": KINDS, "sliding_window": 4, "pad_token_id": 0}
 NEOX = "GPTNeoXForCausalLM"
 BLOOM = '{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}'
+CODES = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 BACK = "'quantization_config' back"
 FITTING = [
     *rows(
@@ -200,21 +205,11 @@ FITTING = [
             "heads that do not divide": (config(num_attention_heads=5), "config cannot be loaded", "5"),
             "config of another FFN": (config(intermediate_size=40), "has shape [48, 32], its config says 40 x 32"),
             "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
-            "transposed tensor": (
-                tensors(lambda stored: stored.update({FLOATS: stored[FLOATS].T.contiguous()})),
-                *("up_proj.weight", "[32, 48]", "48 x 32"),
-            ),
+            "transposed tensor": (change(FLOATS, lambda x: x.T.contiguous()), "up_proj.weight", "[32, 48]", "48 x 32"),
             "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first", BACK),
             "codes without a sign": (quantised(torch.uint8), "quantised (uint8, the first", BACK),
-            "floats of eight bits": (
-                quantised(torch.float8_e4m3fn),
-                "quantised (F8_E4M3, the first",
-                "dtype='bfloat16'",
-            ),
-            "config of quantised weights": (
-                config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
-                *("its weights are quantised (bitsandbytes)", "dequantize"),
-            ),
+            "floats of eight bits": (quantised(torch.float8_e4m3fn), "quantised (F8_E4M3, the", "dtype='bfloat16'"),
+            "config of quantised weights": (config(quantization_config=CODES), "(bitsandbytes)", "dequantize"),
             "rotary in other layers": (
                 configured("SmolLM3ForCausalLM", SMOL, no_rope_layers=[1, 1]),
                 "'no_rope_layers' is [1, 1], against [1, 0]",
@@ -245,13 +240,13 @@ FITTING = [
     ),
     in_donor(
         "NaN in a matched tensor",
-        tensors(lambda stored: stored[FLOATS].fill_(torch.nan)),
+        change(FLOATS, lambda x: x.fill_(torch.nan)),
         *("up_proj.weight", "NaN", "donor"),
         recipe=("merge",),
     ),
     in_donor(
         "infinity in an embedding",
-        tensors(lambda stored: stored["model.embed_tokens.weight"][3].fill_(torch.inf)),
+        change("model.embed_tokens.weight", lambda x: x.fill_(torch.inf)),
         *("embed_tokens.weight", "infinity", "donor"),
         recipe=("merge",),
         **OF_RECIPES,
@@ -380,12 +375,7 @@ ALIGNED = [
         for number, name in enumerate(("anchor", "donor"))
     ),
     Row("alignment that is not there", ("map", "o such file"), both(gone("map"), WITH_ALIGNMENT), BOTH),
-    Row(
-        "alignment that is a model",
-        ("map: is not an alignment file",),
-        both(copied(DONOR, "map"), WITH_ALIGNMENT),
-        BOTH,
-    ),
+    Row("alignment that is a model", ("map: is not an al",), both(copied(DONOR, "map"), WITH_ALIGNMENT), BOTH),
 ]
 
 CHECKPOINTS = [*FILES, *FITTING, *ALIGNED, *GGUFS]

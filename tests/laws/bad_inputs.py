@@ -13,18 +13,18 @@ from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, e
 import rotation_merge as rm
 
 OUTPUTS = [
-    Row("output under a file", ("file: a file stands in the way",), recipe=("merge",), out="file/out"),
-    Row("output that is a file", ("file: is a file, which is in the way",), recipe=("merge",), out="file"),
-    Row("output that is an input", ("donor: is one of the inputs",), recipe=("merge",), out="donor"),
-    Row("output inside an input", ("donor/out: is inside one of the inputs",), recipe=("merge",), out="donor/out"),
-    Row("output around the inputs", (".: holds one of the inputs",), recipe=("merge",), out="."),
-    Row(
-        "output that cannot be made",
-        ("/proc/none/out: cannot be written",),
-        recipe=("merge",),
-        commands=("align anchor donor /proc/none/out",),
-        out="/proc/none/out",
+    *(
+        Row(f"output {out}", (words,), recipe=("merge",), out=out)
+        for out, words in {
+            "file/out": "file: a file stands in the way",
+            "file": "file: is a file, which is in the way",
+            "donor": "donor: is one of the inputs",
+            "donor/out": "donor/out: is inside one of the inputs",
+            ".": ".: holds one of the inputs",
+            "/proc/none/out": "/proc/none/out: cannot be written",
+        }.items()
     ),
+    call("align anchor donor /proc/none/out", "/proc/none/out: cannot be written"),
     call("align anchor donor donor", "donor: is one of the inputs"),
     call("align anchor donor recipe.yml", "recipe.yml: is a file, which is in the way", "--force"),
     call("align anchor donor vit", "vit: already exists", "--force"),
@@ -49,6 +49,7 @@ NOWHERE = {
 }
 """Every command, given what is not there."""
 
+NEW_TOKEN = both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new"))
 LINES = [
     *(call(f"{name} {words}", "nowhere") for name, words in NOWHERE.items()),
     call("align anchor donor --steps 3", "--steps needs --learn"),
@@ -68,20 +69,8 @@ LINES = [
     call("align anchor vit out", "vit: architecture is vit, that of anchor is llama"),
     call("align anchor donor out --nonsense", "No such option '--nonsense'"),
     call("align anchor donor out --backend spark", "'--backend' is 'spark'; it must be one of: threads, ray, dask"),
-    call(
-        "carry donor --from anchor --to anchor out",
-        "donor: has 1 token",
-        "(`new`)",
-        "remove the tokens that it added",
-        spoil=both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new")),
-    ),
-    call(
-        "carry anchor --from anchor --to donor out",
-        "anchor: lacks 1 token",
-        "(`new`)",
-        "carry between bases of one vocabulary",
-        spoil=both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new")),
-    ),
+    call("carry donor --from anchor --to anchor out", "donor: has 1 token", "remove the tokens that", spoil=NEW_TOKEN),
+    call("carry anchor --from anchor --to donor out", "anchor: lacks 1 token", "(`new`)", spoil=NEW_TOKEN),
     call("mearge", "mearge", "did you mean 'merge'?"),
     call("inspct anchor", "did you mean 'inspect'?"),
     call("inspect ./nothing", "./nothing", "no such directory"),
@@ -138,28 +127,16 @@ PYTHON = [
     python("models of two architectures", lambda: rm.align("anchor", "vit"), "vit: architecture is vit, that of"),
     python("no model", lambda: rm.align("anchor", 3), "donor: is of type int, which is not a model"),
     python(
-        "unknown option",
-        lambda: rm.align("anchor", "donor", hedas="permutation"),
-        "there is no option 'hedas'",
-        "did you mean 'heads'?",
+        "unknown option", lambda: rm.align("anchor", "donor", hedas=""), "no option 'hedas'", "did you mean 'heads'?"
     ),
     python("unknown value", lambda: rm.AlignConfig(heads="permute"), "'heads' is 'permute'", "permutation"),
-    python(
-        "another config",
-        lambda: rm.align("anchor", "donor", rm.MergeConfig()),
-        "the config is of type MergeConfig",
-        "AlignConfig",
-    ),
-    python(
-        "groups of no stream", lambda: rm.align("anchor", "donor", residual="nosuch=permutation"), "no stream 'nosuch'"
-    ),
+    python("another config", lambda: rm.align("anchor", "donor", rm.MergeConfig()), "type MergeConfig", "AlignConfig"),
+    python("groups of no stream", lambda: rm.align("anchor", "donor", residual="no=none"), "no stream 'no'"),
     python("no group of a stream", lambda: rm.AlignConfig(residual="decoder=turning"), "is 'decoder=turning'"),
     python("one model to merge", lambda: rm.merge(["anchor"], "out"), "1 models are given"),
     python("text for models", lambda: rm.merge("anchor", "out"), "one str stands where models belong"),
     python("object for a model", lambda: rm.merge([object(), "donor"], "out"), "one model is of type object"),
-    python(
-        "number for data", lambda: rm.merge(["anchor", "donor"], "out", 3), "one int stands where data sources belong"
-    ),
+    python("number for data", lambda: rm.merge(["anchor", "donor"], "out", 3), "one int stands where data sources"),
     python(
         "data that are not there", lambda: rm.merge(["anchor", "donor"], "out", "none.txt"), "none.txt: no such file"
     ),

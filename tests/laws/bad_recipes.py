@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-from spoiling import (
-    BOTH,
-    Row,
-    at_top,
-    both,
-    call,
-    edit,
-    folder_for,
-    in_recipe,
-    misspelt,
-    models,
-    of_anchor,
-    of_donor,
-    option,
-    put,
-)
+from spoiling import Row, at_top, call, folder_for, in_recipe, misspelt, models, of_anchor, of_donor, option, put
 
-STEERS = Row(
-    "key that steers a terminal", ("gpj' here",), edit("dtype:", '"x\\e]0;owned\\a\\u202Egpj": 1\ndtype:'), BOTH
-)
 KEYS = [
     at_top("tokeniser: base", "tokeniser", "did you mean 'tokenizer'"),
     misspelt("base_model", "base_mdoel"),
-    in_recipe("misspelt merge_method", "merge_method", "merge_mehtod", "merge_mehtod", "'merge_method'"),
+    misspelt("merge_method", "merge_mehtod"),
     in_recipe("misspelt method", ": rotation_merge", ": rotation-merge", "did you mean 'rotation_merge'"),
     misspelt("models", "modells"),
-    in_recipe(
-        "misspelt parameters",
-        "parameters: {weight: 0.5}\np",
-        "paramters: {weight: 0.5}\np",
-        "paramters",
-        "'parameters'",
-    ),
+    misspelt("parameters", "paramters"),
     at_top("heads: permutation", "heads", "under 'parameters'"),
     at_top("dtype: bfloat16", "dtype", "occurs twice"),
     option("ffn: [{filtre: x, value: none}, {value: permutation}]", "filtre", "did you mean 'filter'"),
     models("slices: [{sources: [{model: anchor, layer_rnge: [0, 2]}]}]", "layer_rnge", "'layer_range'"),
     at_top("tokenizer: {sorce: base}", "sorce", "did you mean 'source'"),
-    STEERS,
+    at_top('"x\\e]0;owned\\a\\u202Egpj": 1', "gpj' here"),
 ]
 
 SETTINGS = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor, parameters: {weight: 1}}]\nparameters:"
+HALF = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor}]"
 PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
+THREE = "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters:"
 SHARE = "from 0 to 1"
 OF_LAYERS = "align anchor donor out", "align anchor donor", "inspect anchor"
 LAYERS = {
-    "100": "layers from 0 to 1", "0,2-5": "no layer 2", "0-99": "no layer 2", "1-999999999": "no layer 2",
+    "100": "layers from 0 to 1",
+    "0,2-5": "no layer 2",
+    "1-999999999": "no layer 2",
     "0-999999999999": "ranges such as 0-5,11",
-}  # fmt: skip
+}
 PARAMETERS = [
     of_donor("{wieght: 0.5}", "wieght", "did you mean 'weight'"),
     option("hedas: permutation", "hedas", "did you mean 'heads'"),
@@ -62,13 +42,9 @@ PARAMETERS = [
     of_anchor("{}", "needs the parameter 'weight'", "linear"),
     models(f"{PAIR} {{delegate: slerp}}", "needs the parameter 't'", "slerp"),
     in_recipe("base without weight", "  - model: anchor\n    parameters: {weight: 0.5}\n", "", "'weight'", "the base"),
-    models(
-        "modules: {default: {models: [{model: anchor, parameters: {weight: 1}}, {model: donor}]}}",
-        "needs the parameter 'weight' for donor",
-    ),
+    models(f"modules: {{default: {{{HALF}}}}}", "needs the parameter 'weight' for donor"),
     of_anchor("{weight: half}", "'weight' is 'half'; it must be a number"),
     of_anchor("{weight: .nan}", "'weight' is nan"),
-    of_anchor("{weight: .inf}", "'weight' is inf"),
     of_anchor("{weight: inf}", "'weight' is 'inf'"),
     of_anchor("{weight: [{filter: x, value: .inf}]}", "'weight' is inf"),
     of_anchor("{weight: {a: 1}}", "weight.a: there is no key 'a' here"),
@@ -76,12 +52,9 @@ PARAMETERS = [
     option("ffn: 3", "'ffn' is 3", "permutation"),
     option("ffn: rotation", "'ffn' is 'rotation'", "permutation"),
     option("attention: rotations", "rotations", "did you mean 'rotation'"),
-    models(
-        f"{SETTINGS} {{delegate: della, rescale: sequential}}", "'rescale' is 'sequential'; it must be true or false"
-    ),
+    models(f"{SETTINGS} {{delegate: della, rescale: sequential}}", "'rescale' is 'sequential'; it must be true or"),
     option("residual: orthogonal", "'residual' is 'orthogonal'; it must be one of: none, permutation"),
     option("residual: [none, rotation]", "'residual' applies to the whole model"),
-    option("layers: [{filter: x, value: 0-3}, {value: all}]", "'layers' applies to the whole model"),
     option("layers: 0..3", "'layers' is '0..3'", "all, or ranges such as 0-5,11"),
     option("layers: 5-2", "'layers' is '5-2'", "all, or ranges"),
     option("layers: [0, 1]", "'layers' applies to the whole model"),
@@ -89,7 +62,6 @@ PARAMETERS = [
         option(f"layers: '{layers}'", words, commands=tuple(f"{c} --layers {layers}" for c in OF_LAYERS))
         for layers, words in LAYERS.items()
     ),
-    option("exclude: lm_haed", "contains 'lm_haed'", "did you mean 'lm_head'"),
     option("exclude: lm_head, up_prj", "contains 'up_prj'", "did you mean 'up_proj'"),
     option("exclude: 3", "'exclude' is 3; it must be names"),
     of_donor("{weight: 0.5, finetuned_from: 3}", "'finetuned_from' is 3"),
@@ -99,17 +71,11 @@ PARAMETERS = [
     of_donor("{weight: 0.5, untie: true}", "untie", "does not belong here"),
     option("finetuned_from: x", "it stands under one donor"),
     option("ffn: [{filter: up_proj, value: none}, {value: permutation}]", "'up_proj'", "model.layers.0"),
-    option(
-        "exclude: 3\n  attention: rotate",
-        "parameters.exclude: parameter 'exclude' is 3; it must be names",
-        "(1 more: rotation-merge check recipe.yml)",
-        recipe=("merge",),
-    ),
+    option("exclude: 3\n  attention: rotate", "parameters.exclude: ", "(1 more: rotation-merge", recipe=("merge",)),
     option("data: self", "'data' has no effect with delegate linear"),
     of_donor("{weight: 0.5, alignment: map, ffn: none}", "has no effect", "ffn"),
     models(f"{PAIR} {{delegate: slerp, t: 7}}", "'t' is 7", SHARE),
     models(f"{SETTINGS} {{delegate: ties, density: -1}}", "'density' is -1", SHARE),
-    models(f"{SETTINGS} {{delegate: dare_ties, density: 1.5}}", "'density' is 1.5", SHARE),
     models(f"{SETTINGS} {{delegate: dare_linear, density: [0.5, 2]}}", "'density' is 2", SHARE),
     in_recipe("misspelt dtype", "dtype: float32", "dtype: flaot32", "flaot32", "did you mean 'float32'"),
     in_recipe("dtype of integers", "dtype: float32", "dtype: int64", "dtype is 'int64'"),
@@ -132,29 +98,15 @@ STRUCTURE = [
     models("parameters: {delegate: linear}", ONE_OF),
     at_top("slices: [{sources: [{model: anchor, layer_range: [0, 2], parameters: {weight: 1}}]}]", ONE_OF),
     models(f"{PAIR} {{delegate: model_stock}}", "model_stock", "at least 3"),
-    models(
-        "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters: {delegate: slerp, t: 0.5}",
-        "exactly 2 inputs",
-    ),
+    models(f"{THREE} {{delegate: slerp, t: 0.5}}", "exactly 2 inputs"),
     models(slices("anchor, layer_range: [0, 1]"), "slerp", "requires at least 2 inputs"),
-    in_recipe(
-        "model twice",
-        "  - model: donor",
-        "  - model: donor\n    parameters: {weight: 0.5}\n  - model: donor",
-        "Duplicate merge inputs",
-    ),
+    in_recipe("model twice", "models:", "models:\n  - {model: donor, parameters: {weight: 1}}", "Duplicate merge"),
     models(slices(FIRST, SECOND, before="base_model: donor, "), "base_model is donor, that of the recipe is anchor"),
     models(slices(FIRST, "donor, layer_range: [0, 1]"), "slices[0]", "its sources have 2, 1 layers"),
     models(slices("anchor, layer_range: [2, 0]", "donor, layer_range: [2, 0]"), "layer_range is [2, 0]", faults=2),
     models("slices: [{sources: []}]", "it has no sources"),
     models(slices(*(f"{name}, layer_range: [1, 4]" for name in ("anchor", "donor"))), "the model has 2", "layer_range"),
-    models(
-        "models: [anchor, donor]",
-        "models[0]",
-        "input should be a valid dictionary",
-        "write '- model: anchor'",
-        faults=2,
-    ),
+    models("models: [anchor, donor]", "models[0]", "valid dictionary", "write '- model: anchor'", faults=2),
     models("models: {model: donor}", "models", "input should be a valid list"),
     in_recipe("number in the place of a model", "model: donor", "model: 3", "a directory or org/name"),
     in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "input should be"),
@@ -196,13 +148,7 @@ MISSPELT = [
     call("inspect ./anchor/model.safetensor", "model.safetensor: no such directory"),
     call("inspect folder/nowhere.yml", "folder/nowhere.yml: no such file; name a recipe"),
     call("barrier anchor donor --data text.txt --save doner", "did you mean './donor'?"),
-    Row(
-        "misspelt base",
-        ("ancor: no such directory", "did you mean './anchor'?"),
-        both(edit("base_model: anchor", "base_model: ancor"), edit("- model: anchor", "- model: ancor")),
-        BOTH,
-        faults=2,
-    ),
+    in_recipe("misspelt base", "base_model: anchor", "base_model: ancor", "ancor: no such d", "'./anchor'?", faults=2),
     in_recipe("misspelt donor", "model: donor", "model: doner", "doner: no such directory", "did you mean './donor'?"),
     in_recipe("adapter that is none", "model: donor\n", "model: donor+anchor\n", "there is no LoRA adapter"),
     in_recipe("file for a model", "model: donor", "model: donor/model.safetensors", "is a file", "directory"),

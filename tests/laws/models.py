@@ -7,7 +7,6 @@ told from nearly equal ones. Nothing here imports an internal module of the pack
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
@@ -22,6 +21,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 CONFIGS = Path(__file__).parents[1] / "architectures"
 SINCE = {
@@ -36,7 +36,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One tiny model: its family, its transformers class, its config.
 
@@ -58,9 +58,9 @@ class Case:
         since = SINCE.get(f"{self.family}-{self.name}", "0")
         if not hasattr(transformers, self.class_name) or Version(transformers.__version__) < Version(since):
             pytest.skip(f"{self.class_name} ({self.name}) needs a newer transformers than {transformers.__version__}")
-        found = getattr(transformers, self.class_name)
-        found._keep_in_fp32_modules = None  # older releases round such modules to float32 in a float64 model too
-        return found
+        model_class = getattr(transformers, self.class_name)
+        model_class._keep_in_fp32_modules = None  # older releases round such modules in a float64 model too
+        return model_class
 
 
 def cases(path: Path) -> list[Case]:
@@ -77,7 +77,6 @@ def cases(path: Path) -> list[Case]:
 
 
 ALL = [case for path in sorted(CONFIGS.glob("*.json")) for case in cases(path)]
-LISTED = {(case.family, case.name, case.class_name): case for case in ALL}
 
 
 def make(case: Case, seed: int = 0) -> Any:
@@ -85,20 +84,12 @@ def make(case: Case, seed: int = 0) -> Any:
 
     A listed one is made once: whoever asks is given a copy, and torch's own draws go on as they do behind the first.
     """
-    key = case.family, case.name, case.class_name
-    if LISTED.get(key) is not case:
-        return _drawn(case, seed)
-    model, behind = _first_made(*key, seed)
+    model, behind = (_kept if case in ALL else _drawn)(case, seed)
     torch.set_rng_state(behind)
     return copy.deepcopy(model)
 
 
-@functools.cache
-def _first_made(family: str, name: str, class_name: str, seed: int) -> tuple[Any, Tensor]:
-    return _drawn(LISTED[family, name, class_name], seed), torch.get_rng_state()
-
-
-def _drawn(case: Case, seed: int) -> Any:
+def _drawn(case: Case, seed: int) -> tuple[Any, Tensor]:
     torch.manual_seed(seed)
     signs = torch.Generator().manual_seed(seed)
     config = case.model_class.config_class(**case.config)
@@ -119,7 +110,10 @@ def _drawn(case: Case, seed: int) -> Any:
             if name.endswith("inv_freq"):
                 buffer.data = torch.empty_like(buffer, dtype=torch.float32).copy_(buffer)  # within `keep_float64`, too
     model.tie_weights()
-    return model
+    return model, torch.get_rng_state()
+
+
+_kept = functools.cache(_drawn)
 
 
 def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -203,46 +197,18 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().nan_to_num(torch.inf).max()) for name in a)
 
 
-@contextlib.contextmanager
-def keep_float64() -> Iterator[None]:
-    """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
-    functional, tensor = torch.nn.functional.softmax, torch.Tensor
-    plain_methods = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}
+class keep_float64(TorchFunctionMode):
+    """Keeps float64 where transformers computes norms, softmax and routers in float32 on purpose."""
 
-    def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
-        return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
-
-    def cast(name: str) -> Any:
-        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self if whole(self, *args, **kwargs) else plain_methods[name](self, *args, **kwargs)
-
-        return method
-
-    def softmax(plain: Any) -> Any:
-        def method(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if x.dtype == torch.float64:
-                kwargs.pop("dtype", None)
-            return plain(x, *args, **kwargs)
-
-        return method
-
-    def product(self: Tensor, factor: Tensor) -> Tensor:  # of what was counted, in float32, and what stayed
-        kind = torch.promote_types(self.dtype, factor.dtype)
-        return plain_methods["__matmul__"](plain_methods["to"](self, kind), plain_methods["to"](factor, kind))
-
-    changed = {
-        "__matmul__": product,
-        "to": cast("to"),
-        "type": cast("type"),
-        "float": lambda self: self if self.dtype == torch.float64 else plain_methods["float"](self),
-        "softmax": softmax(plain_methods["softmax"]),
-    }
-    for name, method in changed.items():
-        setattr(tensor, name, method)
-    torch.nn.functional.softmax = softmax(functional)
-    try:
-        yield
-    finally:
-        for name, method in plain_methods.items():
-            setattr(tensor, name, method)
-        torch.nn.functional.softmax = functional
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, first = dict(kwargs or {}), args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            narrows = torch.float32 in (kwargs.get("dtype"), *(arg for arg in args if isinstance(arg, torch.dtype)))
+            if func is Tensor.float or (func in (Tensor.to, Tensor.type) and narrows):
+                return first
+            if narrows and "softmax" in func.__name__:
+                del kwargs["dtype"]
+        if func in (Tensor.__matmul__, Tensor.matmul, torch.matmul):  # of what was counted, in float32, and what stayed
+            kind = torch.promote_types(args[0].dtype, args[1].dtype)
+            args = tuple(factor.to(kind) for factor in args)
+        return func(*args, **kwargs)

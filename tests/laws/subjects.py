@@ -76,8 +76,14 @@ class Subject:
     folder: Path
     config: dict[str, Any]
     state: dict[str, Tensor]
-    given: dict[str, Tensor]
-    expected: dict[str, Tensor]
+
+    @functools.cached_property
+    def given(self) -> dict[str, Tensor]:
+        return inputs(self.case, self.module)
+
+    @functools.cached_property
+    def expected(self) -> dict[str, Tensor]:
+        return outputs(load(self.case, self.folder), self.given)
 
     @functools.cached_property
     def expected_of_module(self) -> dict[str, Tensor]:
@@ -90,10 +96,10 @@ class Subject:
 
     def checkpoint(self, residual: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The checkpoint in memory; where its streams are to be rotated, with a head of its own."""
-        return self.untied if "rotation" in residual else (self.state, self.config)
+        return self.with_own_head if "rotation" in residual else (self.state, self.config)
 
     @functools.cached_property
-    def untied(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def with_own_head(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model = self.state, self.config
         view = rm.Alignment.random(model, untie=True, **STILL).apply(model)
         return view.state_dict(), view.config
@@ -140,9 +146,7 @@ def subject(model: str) -> Subject:
 def subject_of(case: Case) -> Subject:
     module = make(case)
     folder = fresh(re.sub(r"\W+", "-", f"{case.family}-{case.name}"))
-    config, state = save(module, folder)
-    given = inputs(case, module)
-    return Subject(case, module, folder, config, state, given, outputs(load(case, folder), given))
+    return Subject(case, module, folder, *save(module, folder))
 
 
 @functools.cache

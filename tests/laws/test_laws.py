@@ -21,7 +21,7 @@ import rotation_merge as rm
 
 def function(subject: Subject, pair: Pair) -> float:
     """A random element of every group that the model admits moves weights and leaves its outputs; so does folding."""
-    model = subject.untied if "rotation" in pair.residual else subject.module
+    model = subject.with_own_head if "rotation" in pair.residual else subject.module
     drawn, twin = subject.drawn(model, pair.residual)
     moved = changed(model, twin)
     for seed in (2, 3):  # one draw may leave a small space where it is

@@ -26,7 +26,7 @@ LLAMA = FIRST["llama"]
 
 def twins(case: Case, scaling: bool = True) -> tuple[Any, Any, rm.AlignConfig]:
     """A tiny model, and it in other coordinates of every space, its streams without rotations (gains stay)."""
-    model, admitted = planted(case).made, planted(case).architecture.stream_groups
+    model, admitted = planted(case).module, planted(case).architecture.stream_groups
     groups = {name: [group for group in known if group != "rotation"][-1] for name, known in admitted.items()}
     residual = ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
     options = rm.AlignConfig(heads="permutation", scaling=scaling, residual=residual)
