@@ -103,14 +103,9 @@ def test_a_file_that_is_no_object(text: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_extends_another_changes_only_what_it_says(tmp_path: Path) -> None:
-    mine = {
-        "family": "mine",
-        "title": "Mine",
-        "extends": "llama",
-        "classes": ["MineForCausalLM"],
-        "modules": {"default": {"layer": {"linear": {"mlp.gate_proj": None}, "spaces": {"ffn": {"gated": False}}}}},
-    }
-    (tmp_path / "mine.json").write_text(json.dumps(mine))
+    change = {"layer": {"linear": {"mlp.gate_proj": None}, "spaces": {"ffn": {"gated": False}}}}
+    mine = {"family": "mine", "title": "Mine", "extends": "llama", "classes": ["MineForCausalLM"]}
+    (tmp_path / "mine.json").write_text(json.dumps({**mine, "modules": {"default": change}}))
     spec, parent = load_file(tmp_path / "mine.json"), families()["llama"]
     assert (spec.classes, spec.bare, spec.model_types, spec.limits) == (["MineForCausalLM"], [], [], [])
     assert set(parent.modules["default"].layer.linear) - set(spec.modules["default"].layer.linear) == {"mlp.gate_proj"}
@@ -132,12 +127,6 @@ def test_a_config_without_classes_is_found_by_its_type_and_keeps_its_streams() -
 def test_unknown_tensors_are_taken_along_where_they_may_be() -> None:
     architecture = resolve(LLAMA, [*names(LLAMA, "llama"), "extra.weight"], "model", keep_unknown=True)
     assert architecture.named()["extra.weight"].axes == ()
-
-
-def test_packed_weights_are_refused_with_the_remedy() -> None:
-    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\).*dequantize"):
-        resolve(config, ["model.layers.0.mlp.experts.gate_up_proj_blocks"], "gpt-oss")
 
 
 def test_layers_that_a_model_does_not_read_are_left_out() -> None:

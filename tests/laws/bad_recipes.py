@@ -134,6 +134,7 @@ NO_RECIPES = [
     ),
 ]
 
+HEAD = "base_model: anchor\nmodels:\n  - model: anchor"
 MISSPELT = [
     call("align ancor donor out", "did you mean './anchor'?"),
     call("align anchor ./doner out", "did you mean './donor'?"),
@@ -148,7 +149,9 @@ MISSPELT = [
     call("inspect ./anchor/model.safetensor", "model.safetensor: no such directory"),
     call("inspect folder/nowhere.yml", "folder/nowhere.yml: no such file; name a recipe"),
     call("barrier anchor donor --data text.txt --save doner", "did you mean './donor'?"),
-    in_recipe("misspelt base", "base_model: anchor", "base_model: ancor", "ancor: no such d", "'./anchor'?", faults=2),
+    in_recipe(
+        "misspelt base", HEAD, HEAD.replace("anchor", "ancor"), "ancor: no such directory", "'./anchor'?", faults=2
+    ),
     in_recipe("misspelt donor", "model: donor", "model: doner", "doner: no such directory", "did you mean './donor'?"),
     in_recipe("adapter that is none", "model: donor\n", "model: donor+anchor\n", "there is no LoRA adapter"),
     in_recipe("file for a model", "model: donor", "model: donor/model.safetensors", "is a file", "directory"),

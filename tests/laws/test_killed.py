@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import yaml
 from interrupted_support import at_step, start
+from plugin_support import lora, make, twin
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
 
@@ -69,16 +68,10 @@ WRITERS = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An anchor, a donor, a fine-tune, two adapters, data and two recipes."""
     folder = tmp_path_factory.mktemp("models")
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
-    torch.manual_seed(0)
-    anchor = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
-    anchor.save_pretrained(folder / "anchor")
-    rm.Alignment.random(anchor, seed=1, heads="permutation").apply(anchor).save_pretrained(folder / "donor")
-    for name, seed in (("lora", 1), ("lora-2", 2)):
-        torch.manual_seed(seed)
-        base = LlamaForCausalLM.from_pretrained(folder / "anchor")
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        peft.get_peft_model(base, config).save_pretrained(folder / name)
+    anchor = make("llama", folder / "anchor")
+    twin(anchor, folder / "donor")
+    for seed, name in enumerate(("lora", "lora-2")):
+        lora(folder / name, anchor, seed)
     rm.average([f"{folder}/anchor+{folder}/lora"]).save_pretrained(folder / "tuned")
     save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, folder / "data.safetensors")
     for name, method in (("plain", {"merge_method": "linear"}), ("aligned", {"merge_method": "rotation_merge"})):
