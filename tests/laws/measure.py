@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from programs import run
-from subjects import LISTED, MODELS, Pair, Subject, changed, subject
+from subjects import FIRST, LISTED, MODELS, Pair, Subject, changed, subject
+from test_laws import LAWS
+from test_stock_commands import models_of, recipe
 
 TOLERANCES = {"function": 1e-9, "planted": 1e-5, "saved": 1e-9, "adapter": 1e-8, "carried": 1e-8, "changes": 1e-8}
 """Of laws in memory, in double precision; matching computes in single, here and there."""
@@ -36,44 +39,35 @@ def residual_groups(subject: Subject) -> list[str]:
     return options
 
 
-def tried(pair: Pair, law: Callable[[], float]) -> Iterator[Pair]:
-    try:
-        worst = law()
-    except Exception as error:
-        print(f"{pair.name}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
-        return
-    if worst <= pair.tolerance:
-        yield pair
-    else:
-        print(f"{pair.name}: {worst:.1e} above {pair.tolerance:g}", file=sys.stderr)
-
-
-def pairs_of(model: str) -> Iterator[Pair]:
-    """Every pair that holds."""
-    from test_laws import LAWS
-    from test_stock_commands import LAWS as PATHS
-    from test_stock_commands import models_of
-
-    one = subject(model)
-    groups = ["", *residual_groups(one)]
-    first = model == next(name for name in MODELS if name.partition("/")[0] == one.case.family)
+def candidates(model: str) -> Iterator[tuple[Pair, Callable[[], float]]]:
+    """Every pair that may hold, and how it is measured."""
+    tiny = subject(model)
+    groups, first = ["", *residual_groups(tiny)], model in FIRST.values()
     for name, law in LAWS.items():
         if name == "planted_again" or (name in ("carried", "changes") and not first):
             continue
         for residual in groups if name in ("function", "planted") else [""] if name == "adapter" else groups[-1:]:
-            moved = len(changed(one.module, one.drawn(one.module, residual)[1])) if name == "function" else 0
+            moved = len(changed(tiny.module, tiny.drawn(tiny.module, residual)[1])) if name == "function" else 0
             pair = Pair(model, name, residual, TOLERANCES[name], moved, "")
-            yield from tried(pair, lambda law=law, pair=pair: law(one, pair))
+            yield pair, partial(law, tiny, pair)
     if first:
-        pair = Pair(model, "recipe", "", RECIPES, 0, "")
-        yield from tried(pair, lambda: PATHS["recipe"](models_of(model, "")))
+        yield Pair(model, "recipe", "", RECIPES, 0, ""), lambda: recipe(models_of(model, ""))
 
 
 def main() -> None:
     listed = {pair.model for pair in LISTED}
     for model in MODELS:
-        if model not in listed and any(word in model for word in sys.argv[1:]):
-            for pair in pairs_of(model):
+        if model in listed or not any(word in model for word in sys.argv[1:]):
+            continue
+        for pair, law in candidates(model):
+            try:
+                worst = law()
+            except Exception as error:
+                print(f"{pair.name}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+                continue
+            if worst > pair.tolerance:
+                print(f"{pair.name}: {worst:.1e} above {pair.tolerance:g}", file=sys.stderr)
+            else:
                 print(*(pair.model, pair.law, pair.residual, f"{pair.tolerance:g}", pair.moved, pair.mark), sep="\t")
 
 

@@ -186,20 +186,8 @@ QUICK = ("llama", "gpt2", "bert", "t5", "vit")
 """Of the ten families for all that recipes may say: those that `make test` runs."""
 
 TWINS = ("function", "planted")
-BESIDE = (
-    "slerp",
-    "ties",
-    "wudi",
-    "stock",
-    "slices",
-    "multi",
-    "shards",
-    "half",
-    "tokenizer",
-    "untied",
-    "donors",
-    "lora",
-)
+ALWAYS = (*TWINS, "saved", "adapter", "carried", "changes", "recipe", "tuned")
+"""Laws that every family is tried on by `make test`; the others are for what stands beside plain recipes."""
 
 
 def slow(pair: Pair) -> bool:
@@ -212,7 +200,7 @@ def slow(pair: Pair) -> bool:
     family = pair.model.partition("/")[0]
     if pair.model in FIRST.values():
         latents = pair.law == "planted" and bool(pair.residual) and family in ("deepseek", "glm5")
-        return latents or pair.law == "planted_again" or (pair.law in BESIDE and family not in QUICK)
+        return latents or (pair.law not in ALWAYS and (pair.law == "planted_again" or family not in QUICK))
     return residual_twin or pair.law in ("adapter", "planted_again") or pair.model not in MODELS
 
 
