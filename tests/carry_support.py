@@ -1,150 +1,43 @@
-"""Adapters made by hand: on every linear map, convolution and embedding of a tiny model, and merged by hand."""
+"""What tests of carrying share: the command, texts and fine-tunes, bases in other coordinates."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from cli_support import output_of
+from plugin_support import state, write_state
 from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture
-from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.model.low_rank import stacks, transposed
-
-RANK, ALPHA = 2, 3.0
-PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class Made:
-    """An adapter's config and tensors."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    def save_pretrained(self, where: Path | str) -> None:
-        """Also into a folder that holds another one, or its base."""
-        Path(where).mkdir(exist_ok=True)
-        (Path(where) / "adapter_config.json").write_text(json.dumps(self.config))
-        save_file({n: x.contiguous() for n, x in self.tensors.items()}, Path(where) / "adapter_model.safetensors")
+def carry(*arguments: object) -> str:
+    """What the command prints."""
+    return output_of("carry", *arguments)
 
 
-def targets(architecture: Architecture, state: dict[str, Tensor]) -> list[TensorInfo]:
-    """Tensors that peft can put a LoRA on; not tied ones, which by hand would be changed twice."""
-    tied = {name for info in architecture.tensors() for name in info.tied if info.name not in state}
-    return [
-        info
-        for info in architecture.tensors()
-        if info.name in state
-        and len(info.axes) >= 2
-        and "norm" not in info.name.lower()
-        and not (len(info.axes) == 3 and state[info.name].ndim == 3 and state[info.name].shape[1] == 1)  # depthwise
-        and info.name not in tied
-        and (info.name.endswith(".weight") or stacks(info))
-    ]
+def texts(folder: Path, rows: list[list[int]] | None = None, count: int = 32) -> Path:
+    """A file of token ids."""
+    rows = rows or [[(7 * i + j * j) % 40 for j in range(10)] for i in range(count)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+    return folder / "texts.jsonl"
 
 
-def embeds(info: TensorInfo) -> bool:
-    return transposed(info) and info.axes[0].label in ("vocabulary", "positions", "types")
+def noisy(model: Path, folder: Path, size: float, seed: int = 2) -> Path:
+    """A model with all of its weights changed."""
+    draw = torch.Generator().manual_seed(seed)
+    changed = {n: t + size * torch.randn(t.shape, generator=draw) for n, t in state(model).items()}
+    return write_state(changed, model, folder)
 
 
-def make_adapter(
-    architecture: Architecture, state: dict[str, Tensor], seed: int = 0, embeddings: bool = True, **config: Any
-) -> Made:
-    """Random factors for every target."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-    parameters = []
-
-    def random(*shape: int) -> Tensor:
-        return 0.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    for info in targets(architecture, state):
-        for name in info.names:
-            shape, module = state[name].shape, PREFIX + name.removesuffix(".weight")
-            if embeds(info) and not embeddings:
-                continue
-            if stacks(info) and not info.stacked:
-                parameters.append(name)
-                parent, depth = PREFIX + name.rpartition(".")[0], 0
-                while f"{parent}{'.base_layer' * depth}.lora_A.weight" in tensors:
-                    depth += 1
-                module = parent + ".base_layer" * depth
-                gives, reads = (shape[2], shape[1]) if transposed(info) else (shape[1], shape[2])
-                tensors[f"{module}.lora_A.weight"] = random(RANK * shape[0], reads)
-                tensors[f"{module}.lora_B.weight"] = random(gives, RANK * shape[0])
-            elif embeds(info):
-                tensors[f"{module}.lora_embedding_A"] = random(RANK, shape[0])
-                tensors[f"{module}.lora_embedding_B"] = random(shape[1], RANK)
-            elif transposed(info):
-                tensors[f"{module}.lora_A.weight"] = random(RANK, shape[0])
-                tensors[f"{module}.lora_B.weight"] = random(shape[1], RANK)
-            else:
-                kernel = shape[2:]
-                tensors[f"{module}.lora_A.weight"] = random(RANK, *shape[1:])
-                tensors[f"{module}.lora_B.weight"] = random(shape[0], RANK, *[1] * len(kernel))
-    content = {
-        "peft_type": "LORA",
-        "peft_version": "0.21.2",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "base_model_name_or_path": "old",
-    }
-    return Made({**content, "target_parameters": parameters, **config}, tensors)
-
-
-def merged(
-    adapter: Any, architecture: Architecture, state: dict[str, Tensor], scale: float = ALPHA / RANK
-) -> dict[str, Tensor]:
-    """The base with the adapter's changes added, as peft's merge_and_unload adds them; every tensor must be used."""
-    result, used = dict(state), set()
-
-    def take(key: str) -> Tensor | None:
-        if key in adapter.tensors:
-            used.add(key)
-        return adapter.tensors.get(key)
-
-    for info in targets(architecture, state):
-        for name in info.names:
-            module = PREFIX + name.removesuffix(".weight")
-            if stacks(info) and not info.stacked:
-                count, *sizes = state[name].shape
-                gives, reads = sizes[::-1] if transposed(info) else sizes
-                parent = PREFIX + name.rpartition(".")[0]
-                for depth in range(3):
-                    a = adapter.tensors.get(f"{parent}{'.base_layer' * depth}.lora_A.weight")
-                    b = adapter.tensors.get(f"{parent}{'.base_layer' * depth}.lora_B.weight")
-                    if a is not None and b is not None and (b.shape[0], a.shape[1]) == (gives, reads):
-                        used |= {f"{parent}{'.base_layer' * depth}.lora_{x}.weight" for x in "AB"}
-                        a, b = a.reshape(count, -1, reads), b.reshape(gives, -1, count)
-                        change = scale * torch.einsum("ore,eri->eoi", b, a)
-                        result[name] = result[name] + (change.mT if transposed(info) else change)
-                continue
-            bias = take(f"{module}.lora_B.bias")
-            if bias is not None:
-                own = name.removesuffix("weight") + "bias"
-                result[own] = result[own] + scale * bias if own in result else None
-                assert result[own] is not None or not bias.any()
-            a, b = (take(f"{module}.lora_embedding_{x}") for x in "AB")
-            if a is None or b is None:
-                a, b = (take(f"{module}.lora_{x}.weight") for x in "AB")
-            if a is None or b is None:
-                continue
-            change = scale * (b.flatten(1) @ a.flatten(1))
-            change = change.T if transposed(info) else change
-            result[name] = result[name] + change.reshape(state[name].shape)
-    for key, tensor in adapter.tensors.items():
-        if "lora_" not in key:
-            result[key.removeprefix(PREFIX)] = tensor
-            used.add(key)
-    assert used == adapter.tensors.keys()
-    return {name: tensor for name, tensor in result.items() if tensor is not None}
+def lift_of(out: Path) -> dict[str, Any]:
+    lift: dict[str, Any] = json.loads((out / "rotation_merge.json").read_text())["lift"]
+    return lift
 
 
 def other_coordinates(model: Any, options: rm.AlignConfig, seed: int = 5) -> tuple[dict[str, Tensor], rm.Alignment]:

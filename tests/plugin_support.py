@@ -131,7 +131,7 @@ def lora(where: Path, base: Any, seed: int = 0, spread: float = 0.3, **options: 
                     torch.rand_like(parameter) + 0.5 if "magnitude" in name else spread * torch.randn_like(parameter)
                 )
                 parameter.copy_(drawn)
-    model.save_pretrained(where)
+    model.save_pretrained(where, save_embedding_layers=False)
     return model
 
 

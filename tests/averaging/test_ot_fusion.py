@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_support import error_of_merge, load, make, merged, recipe_for, state, twin
+from plugin_support import load, make, merged, recipe_for, state, twin
 from residual_support import checkpoint, report
 from residual_support import twin as residual_twin
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -98,24 +98,3 @@ def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path) 
     on = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
     moved = twin(anchor, tmp_path / "twin")
     assert_anchor(merged(fused(anchor, moved, plan="hard", **on), tmp_path / "home"), first)
-
-
-FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "slices": ({"data": "self", "weight": 0.5}, {}, "slices pair layers differently"),
-    "a task vector": ({}, {"finetuned_from": "ANCHOR"}, "a task vector is already in the anchor's"),
-    "own data": ({}, {"data": "self"}, "their own 'data'"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_bad_input_is_one_line(fault: str, tmp_path: Path) -> None:
-    parameters, of_one, words = FAULTS[fault]
-    anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    document = fused(anchor, donor, **parameters)
-    if fault == "slices":
-        sources = [{"model": str(model), "layer_range": place} for model, place in ((anchor, [0, 1]), (donor, [1, 2]))]
-        document = {"slices": [{"sources": sources}], **document}
-        del document["models"]
-    for name, value in of_one.items():
-        document["models"][1]["parameters"][name] = str(anchor) if value == "ANCHOR" else value
-    assert words in error_of_merge(document, tmp_path / "out")

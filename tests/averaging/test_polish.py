@@ -258,29 +258,3 @@ def test_a_full_disk_leaves_nothing(
     assert done.exit_code == (2 if part == "answers" else 0), done.output
     assert "no space left" in (done.output if part == "answers" else caplog.text).lower()
     assert {path.name for path in tmp_path.iterdir()} == ({"out"} if part == "state" else set())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--teachers", "A", "--samples", 2, "--data", "self", "self"), "give --data once"),
-        (("--teachers", "A", "--data", "one.jsonl"), "too few to hold one out"),
-        (("--teachers", "A", "wider", "--samples", 4), "no tokenizer says which of its tokens"),
-        (("--teachers", "A", "--samples", 4, "--learning-rate", "1e30", "--length", 8), "training gives NaN"),
-        (("--teachers", "classes", "--data", "rows.jsonl", "--samples", 8), "answers have shape [2, 5]"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: tuple[object, ...], expected: str, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("one.jsonl").write_text('{"input_ids": [3, 4, 5, 6]}\n')
-    Path("rows.jsonl").write_text("".join(f'{{"input_ids": [{i}, {i + 1}, 7]}}\n' for i in range(8)))
-    make("llama", Path("wider"), vocab_size=50)
-    merge = models[2]
-    if "classes" in arguments:
-        merge, _ = make("bert", tmp_path / "merge", num_labels=2), make("bert", tmp_path / "classes", 1, num_labels=5)
-    output = output_of("polish", merge, "out", *(models[0] if x == "A" else x for x in arguments), code=2)
-    assert expected in output
-    assert "Traceback" not in output
-    assert not list(tmp_path.glob("out*"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cli_support import run
-from plugin_support import build, merged, mergekit_yaml, one_error, write_adapter, write_recipe
+from plugin_support import build, merged, write_adapter, write_recipe
 from residual_support import Checkpoint, checkpoint, report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,10 +195,9 @@ def test_the_rounding_of_a_base_is_no_change_of_a_model_that_was_trained_from_th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [2, None])
 @EACH_RULE
-def test_precision_does_not_matter(name: str, rank: int | None) -> None:
-    """Changes, of low rank or of all, are merged alike in single and double precision."""
+def test_precision_does_not_matter(name: str) -> None:
+    """Changes of low rank are merged alike in single and double precision."""
     maps, results = ("q_proj.weight", "o_proj.weight", "up_proj.weight", "down_proj.weight"), []
     for dtype in (torch.float32, torch.float64):
         base, models, draw = build("llama").to(dtype), [], torch.Generator().manual_seed(1)
@@ -208,9 +206,8 @@ def test_precision_does_not_matter(name: str, rank: int | None) -> None:
             state = dict(start)
             for key in (key for key in start if key.endswith(maps)):
                 (out, inner), normal = start[key].shape, {"generator": draw, "dtype": torch.float64}
-                full = 1e-3 * torch.randn(out, inner, **normal)
                 low = 1e-2 * torch.randn(out, 2, **normal) @ torch.randn(2, inner, **normal)
-                state[key] = (start[key].double() + (full if rank is None else low)).to(dtype)
+                state[key] = (start[key].double() + low).to(dtype)
             models.append((state, base.config))
         view = rm.average([base, *models], name, weights=[1.0] * 4).to(torch.float64)
         results.append({key: view[key] - start[key].double() for key in start if key.endswith(maps)})
@@ -325,13 +322,10 @@ def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@EACH_RULE
-def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(
-    name: str, three: list[Checkpoint], tmp_path: Path
-) -> None:
+def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(three: list[Checkpoint], tmp_path: Path) -> None:
     base = three[0].write({key: x.bfloat16() for key, x in three[0].state.items()}, tmp_path / "base")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(base.path)}
-    document, generator = of([base], name), torch.Generator().manual_seed(1)
+    document, generator = of([base], "wudi"), torch.Generator().manual_seed(1)
     for number in range(2):
         factors = {}
         for key in (key for key, x in base.state.items() if x.ndim == 2 and "layers" in key):
@@ -346,41 +340,15 @@ def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(
         assert all(torch.equal(rounded[tensor], values.bfloat16()) for tensor, values in exact.items())
 
 
-@pytest.mark.parametrize("expert", [0, 1])
-def test_single_experts_may_be_excluded(expert: int, tmp_path: Path) -> None:
+def test_single_experts_may_be_excluded(tmp_path: Path) -> None:
     base = checkpoint("mixtral", "untied", tmp_path / "base")
     models = [base, *(tuned(base, tmp_path / str(seed), seed) for seed in (1, 2))]
-    start, result = base.state, merged(of(models, "wudi", exclude=f"experts.{expert}."), tmp_path / "out")
+    start, result = base.state, merged(of(models, "wudi", exclude="experts.1."), tmp_path / "out")
     same = {tensor for tensor in start if ".experts." in tensor and torch.equal(result[tensor], start[tensor])}
-    assert same == {tensor for tensor in start if f".experts.{expert}." in tensor}
+    assert same == {tensor for tensor in start if ".experts.1." in tensor}
 
 
-# --- what is refused, and what is said --------------------------------------------------------------------------------
-
-UNDER_ONE = "'lambda' has no effect with delegate {} here.*under the recipe's 'parameters'"
-FAULTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "lengths": ("wudi", {"lengths": "evn"}, {}, "'lengths' is 'evn'.*auto, keep"),
-    "ridge": ("wudi", {"ridge": -1}, {}, "'ridge' is -1"),
-    "lambda of one": ("iso", {"weight": 1.0}, {"lambda": 0.5}, UNDER_ONE.format("iso")),
-    "of mergekit's": ("ties", {"weight": 1.0, "density": 0.5}, {"lambda": 0.5}, UNDER_ONE.format("ties")),
-    "base alone": ("tsv", {}, {}, "delegate tsv"),
-    "NaN": ("tsv", {}, {}, MAP),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_bad_values_are_one_line(fault: str, three: list[Checkpoint], tmp_path: Path) -> None:
-    delegate, parameters, of_one, words = FAULTS[fault]
-    models = [three[0]] * 2 if fault == "base alone" else three
-    if fault == "NaN":
-        spoilt = {**three[2].state, MAP: torch.full_like(three[2].state[MAP], float("nan"))}
-        models = [*three[:2], three[0].write(spoilt, tmp_path / "spoilt")]
-    document = of(models, delegate, **parameters)
-    document["models"][-1]["parameters"] = of_one
-    result = mergekit_yaml(document, tmp_path / "out")
-    assert result.exit_code == 2
-    assert re.search(words, one_error(result.stderr))
-    assert not (tmp_path / "out").exists()
+# --- what is said ----------------------------------------------------------------------------------------------------
 
 
 def test_check_says_how_long_changes_are(uneven: list[Checkpoint], tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import error_of, output_of, run
+from carry_support import carry, lift_of, noisy, texts
+from cli_support import output_of, run
 from click.testing import Result
 from plugin_support import load, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 from recipe_models import stand_in
 from safetensors.torch import load_file
-from test_carried_adapters import carry
 from torch import Tensor
 
 import rotation_merge as rm
@@ -34,25 +34,6 @@ MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "qwen2": {"tie_wor
 STOPPED_AT = 6
 """Steps after which a run is stopped: three rates of one step, then four of training."""
 LORA, REFIT, AUTO = ("--lora", 2), ("--carry", "refit", "--scale", 1), ("--scale", "auto")
-
-
-def texts(folder: Path, rows: list[list[int]] | None = None, count: int = 32) -> Path:
-    """A file of token ids."""
-    rows = rows or [[(7 * i + j * j) % 40 for j in range(10)] for i in range(count)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
-    return folder / "texts.jsonl"
-
-
-def noisy(model: Path, folder: Path, size: float, seed: int = 2) -> Path:
-    """A model with all of its weights changed."""
-    draw = torch.Generator().manual_seed(seed)
-    changed = {n: t + size * torch.randn(t.shape, generator=draw) for n, t in state(model).items()}
-    return write_state(changed, model, folder)
-
-
-def lift_of(out: Path) -> dict[str, Any]:
-    lift: dict[str, Any] = json.loads((out / "rotation_merge.json").read_text())["lift"]
-    return lift
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +162,11 @@ def test_judging_samples_are_in_no_other_use(
         return record(model, batches, most)
 
     monkeypatch.setattr(Activations, "of", recording)
-    options = (*REFIT, "--match-on", "both", "--samples", 33)
+    options = (*REFIT, "--match-on", "both", "--residual", "none", "--samples", 33)
     output = carry(pair["tuned"], *between(pair), *options, tmp_path / "out", "--data", texts(tmp_path, count=33))
     assert "matched on weights and activations" in output
-    in_memory = [{"input_ids": torch.tensor([[(7 * i + j * j) % 40 for j in range(10)]])} for i in range(33)]
+    ids = torch.tensor([json.loads(line)["input_ids"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()])
+    in_memory = [{"input_ids": rows} for rows in ids.split(16)]
 
     def check(parts: TransferSamples) -> None:
         uses = (parts.solved, parts.choice.tuned, parts.judge.tuned)
@@ -196,8 +178,11 @@ def test_judging_samples_are_in_no_other_use(
     check(samples[0])
     matched.clear()
     models_of = (str(pair[name]) for name in ("tuned", "old", "new"))
-    rm.transfer(*models_of, method="refit", scale=1.0, match_on="both", residual="none", samples=in_memory)
+    call: dict[str, Any] = {"method": "refit", "scale": 1.0, "match_on": "both", "residual": "none"}
+    carried = rm.transfer(*models_of, samples=in_memory, **call)
     check(samples[1])
+    assert carried.report.data[-1]["source"] == "samples in memory"
+    torch.testing.assert_close(carried.state_dict(), state(tmp_path / "out"), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -334,23 +319,6 @@ def test_distilling_goes_on_where_it_was_stopped(far: Models, tmp_path: Path, mo
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--carry", "refit", "--steps", 5), "carry by distil"),
-        (("--data", "texts.txt"), "--scale auto"),
-        (("--scale", "much"), "auto, a number"),
-        (("--scale", "nan"), "auto, a number"),
-        (("--carry", "refit", "--data", "nowhere.txt"), "nowhere.txt"),
-        (("--carry", "refit", "--match-on", "both", "--alignment", "file"), "--match-on has no effect"),
-        (("--heads", "permutation", "--alignment", "file"), "--heads has no effect"),
-    ],
-)
-def test_bad_options(options: tuple[str, ...], words: str, far: Models, tmp_path: Path) -> None:
-    assert words in error_of("carry", far["tuned"], *between(far), tmp_path / "out", *options)
-    assert not (tmp_path / "out").exists()
 
 
 def test_recipes_and_python_refuse_the_same(far: Models, models: dict[str, Models], tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from carry_support import other_coordinates
 from plugin_support import merged
 from residual_support import checkpoint, transport, twin
 from test_transport import tuned as fine_tune
-from tiny_models import ALL, Case, make, planted, reload, save
+from tiny_models import ALL, Case, difference, make, outputs, planted, reload, save
 from torch import Tensor
 from torch.nn.functional import kl_div
 
 import rotation_merge as rm
-from rotation_merge import AlignConfig, Delta, RotationMergeError
+from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import delta as carry
@@ -32,22 +32,44 @@ from rotation_merge.matching import moving
 from rotation_merge.matching.match import match_model
 from rotation_merge.model import vocabulary
 from rotation_merge.model.apply import read_tensor, transform_tensor
-from rotation_merge.model.low_rank import dense
+from rotation_merge.model.low_rank import LowRank, dense
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.data import Data
 
 State = dict[str, Tensor]
+FAMILIES = list({case.family: case for case in sorted(ALL, key=lambda case: "untied" in case.name)}.values())
+"""A case of each family, one with a head of its own if there is one."""
 
 
-@pytest.mark.parametrize("case", list({case.family: case for case in ALL}.values()), ids=lambda case: case.family)
-def test_at_full_rank_nothing_is_cut(case: Case) -> None:
-    model = planted(case)
-    for info in model.architecture.tensors():
-        if (stored := read_tensor(info, model.state)) is not None and stored.ndim > 1:
-            again = dense(of_low_rank(stored, info, 10**6), info)
-            assert torch.allclose(again, stored, atol=1e-9), info.name
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_a_change_moves_to_a_base_with_norms_of_its_own(case: Case) -> None:
+    """In every family, with the largest residual groups; of each tensor by its factors, too, from which nothing is cut
+    at full rank."""
+    model, options = planted(case), AlignConfig(heads="permutation", residual="largest")
+    if Alignment.random(model.pair, options, untie=True).folded:
+        model = model.untied
+    (start, config), draw = model.pair, torch.Generator().manual_seed(1)
+    noise = {name: torch.randn(x.shape, generator=draw, dtype=torch.float64) for name, x in start.items()}
+    tuned = {name: x + 0.1 * x.std(correction=0) * noise[name] for name, x in start.items()}
+    expected = outputs(model.holding(tuned), model.given)
+    assert difference(outputs(model.holding(start), model.given), expected) > 1e-3
+    new, alignment = other_coordinates((start, config), options)
+    moved = Delta.between((start, config), (tuned, config)).moved(alignment, (new, config))
+    result = outputs(model.holding(moved.applied().state_dict()), model.given)
+    assert difference(result, expected) <= 1e-8 * max(1.0, *(float(x.abs().max()) for x in expected.values()))
+    maps = {name: x if x.ndim > 1 else start[name] for name, x in tuned.items()}
+    moved = Delta.between((start, config), (maps, config)).moved(alignment, (new, config))
+    for block in model.architecture.blocks:
+        for info in block.tensors:
+            before, after = (read_tensor(info, tensors) for tensors in (start, tuned))
+            if before is None or after is None or before.ndim < 2 or "bias" in info.name:
+                continue
+            change = of_low_rank(after - before, info, 10**6)
+            by_factors = replace(moved, low={info.name: change}) if isinstance(change, LowRank) else moved
+            tensors = [dense(delta.change(block, info), info) for delta in (by_factors, moved)]
+            torch.testing.assert_close(*tensors, atol=1e-9, rtol=1e-9, msg=info.name)
 
 
 @pytest.mark.slow

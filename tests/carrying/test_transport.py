@@ -31,33 +31,6 @@ def tuned(base: Checkpoint, folder: Path, size: float = 0.02, seed: int = 0) -> 
     return base.write(changed, folder)
 
 
-CASES = [
-    ("llama", "llama", "rotation"),
-    ("llama", "qwen2", "signed_permutation"),
-    ("llama", "qwen2", "rotation"),
-    ("gpt2", "untied", "rotation"),
-    ("vit", "classifier", "rotation"),
-    ("bert", "classifier", "permutation"),
-    ("gemma2", "tied", "signed_permutation"),
-    ("llama", "llama", "none"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
-def test_fine_tune_of_a_moved_base_arrives(family: str, name: str, residual: str, tmp_path: Path) -> None:
-    """The old base computes what the anchor computes: anchor + map(fine-tune - old base) computes the fine-tune."""
-    untie = name == "qwen2" and residual == "rotation"  # a tied head has to be given its own tensor
-    anchor = checkpoint(family, name, tmp_path / "anchor", untied=untie)
-    old = twin(anchor, tmp_path / "old", residual)
-    fine = tuned(old, tmp_path / "fine")
-    assert fine.differs(anchor.path) > 1e-2
-    options = {"untie": True} if untie else {}
-    merged(transport(anchor, (fine, old), residual=residual, **options), tmp_path / "out")
-    assert fine.differs(tmp_path / "out") <= 1e-3
-    assert not any("too large" in note for note in report(tmp_path / "out")["notes"])
-
-
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, Checkpoint]:
     folder = tmp_path_factory.mktemp("trio")
@@ -108,6 +81,7 @@ def test_far_changes_are_called_far_and_excluded_tensors_are_the_anchors(trio: A
     assert any("too large to transfer well" in note for note in report(tmp_path / "out")["notes"])
     document = transport(anchor, (fine, old), residual="permutation", exclude="embed_tokens")
     assert torch.equal(merged(document, tmp_path / "excluded")[name], anchor.state[name])
+    assert not any("too large" in note for note in report(tmp_path / "excluded")["notes"])
 
 
 # --- token ids --------------------------------------------------------------------------------------------------------

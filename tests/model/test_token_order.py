@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from carry_support import make_adapter
 from cli_support import error_of, run
-from plugin_support import error_of_merge, load, merged, write_recipe
+from plugin_support import error_of_merge, load, lora, merged, write_recipe
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
 from test_plugin_inputs import with_tokenizer
 from torch import Tensor
@@ -142,8 +141,7 @@ def test_averages_of_our_own_go_by_tokens_or_say_that_they_cannot(models: Models
 def test_an_adapter_is_carried_by_its_tokens(models: Models, tmp_path: Path) -> None:
     """Embedding and head included; nothing is said of ids, and that samples cannot measure it is."""
     anchor, donor, rows = models
-    lora = make_adapter(anchor.architecture, donor.state, base_model_name_or_path=str(donor.path))
-    lora.save_pretrained(str(tmp_path / "lora"))
+    lora(tmp_path / "lora", donor.path, target_modules=["embed_tokens", "lm_head", "q_proj", "down_proj"])
     bases = ("--from", donor.path, "--to", anchor.path)
     output = shown("carry", tmp_path / "lora", *bases, "--heads", "permutation", tmp_path / "out")
     assert WARNED not in output

@@ -155,69 +155,7 @@ def test_python_takes_what_the_command_takes(tmp_path: Path, only: Callable, mon
     assert sum("rotation-merge lora" in line for line in lines) == 1
 
 
-# --- bad input, folders ----------------------------------------------------------------------------------------------
-
-
-def spoilt(name: str, folder: Path) -> Path:
-    """A model, or an adapter, that a search refuses; any other word as it is."""
-    if name.startswith("LORA_"):
-        return shutil.copytree(LORA, folder / name)
-    if name not in ("GRANITE", "NAN", "MOVED"):
-        return Path(name)
-    if name == "NAN":
-        tensors = state(Path(C))
-        tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
-        return write_state(tensors, Path(C), folder / name)
-    shutil.copytree(C, folder / name)
-    file = folder / name / ("config.json" if name == "GRANITE" else "tokenizer.json")
-    content = json.loads(file.read_text())
-    if name == "GRANITE":  # computes otherwise by a Llama's weights
-        content |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.5}
-    else:  # two words have each other's ids
-        words = content["model"]["vocab"]
-        first, second, *_ = words
-        words[first], words[second] = words[second], words[first]
-    file.write_text(json.dumps(content))
-    return folder / name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("A OUT", "name two or more"),
-        ("nowhere A B", "already exists"),
-        ("A B OUT --budget soon", "a time such as 90s, 10m or 2h"),
-        ("A nowhere OUT", "no such directory"),
-        ("A B OUT --data one.txt --data demo:python --data demo:c", "3 data for 2 models"),
-        ("A B OUT --data self --data one.txt", "'self' stands beside other data"),
-        ("A V OUT", "architecture is"),
-        ("A B FILE", "is a file"),
-        ("A B /proc/nothing/out", "cannot be written"),
-        ("A B A --force", "is one of the inputs"),
-        ("A A/ OUT", "is named twice"),
-        ("V W OUT --data FILE", "ViTForImageClassification takes pixel_values"),
-        ("A B OUT --dtype float31", "did you mean 'float32'"),
-        ("A B OUT --base OTHER", "is not the base of"),
-        ("A B OUT --base nowhere", "no such directory"),
-        ("A B OUT --base V", "architecture is"),
-        ("A GRANITE OUT", "attention_multiplier"),
-        ("A NAN OUT", "holds NaN"),
-        ("A MOVED OUT", "merge them by a recipe with 'tokenizer: {source: base}'"),
-        ("BASE+LORA OTHER+LORA OUT", "is an adapter of llama-0, not of"),
-        ("LORA_1 LORA_2 OUT", "is an adapter of llama-0, which is not on this machine; name its folder as"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: str, words: str, tmp_path: Path) -> None:
-    places = {"A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
-    shipped = {"V": "vit-0", "W": "vit-1", "OTHER": "llama-1", "BASE": "llama-0", "LORA": "llama-0-lora-english"}
-    places |= {word: str(CHECKPOINTS / name) for word, name in shipped.items()}
-    places["nowhere"] = str(tmp_path / "nowhere") if arguments.startswith("nowhere") else "nowhere"
-    (tmp_path / "models").mkdir()
-    models = [str(spoilt(word, tmp_path / "models")) for word in arguments.split()]
-    result = run(*("+".join(places.get(part, part) for part in word.split("+")) for word in models), code=2)
-    assert words in result.output
-    assert "Traceback" not in result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

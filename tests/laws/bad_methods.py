@@ -1,0 +1,197 @@
+"""Bad values of what merges, refits, polishes, carries and searches: recipes' delegates, and lines of commands."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+from bad_checkpoints import FLOATS
+from spoiling import (
+    BOTH,
+    DONORS,
+    WEIGHTS,
+    Row,
+    Step,
+    adapter,
+    another,
+    both,
+    bytes_of,
+    call,
+    edit,
+    model,
+    models,
+    put,
+    step,
+    tensors,
+    tokenizer,
+)
+
+import rotation_merge as rm
+
+HALF = "{weight: 0.5}"
+NAME = "statistics.safetensors"
+MERGE: dict[str, Any] = {"recipe": ("merge",)}
+"""Of faults that `check`, which reads no weights and runs nothing, does not find."""
+
+
+def delegated(delegate: str, donor: str, *words: str, spoil: Step = lambda: None, **more: Any) -> Row:
+    """A recipe with another delegate and its options, and with other parameters of the donor."""
+    parameters = both(edit("delegate: linear", f"delegate: {delegate}"), edit(DONORS, f"{donor}\np"))
+    return Row(f"delegate: {delegate}; donor: {donor}", words, both(spoil, parameters), **{"recipe": BOTH, **more})
+
+
+def sliced(parameters: str, *words: str, **more: Any) -> Row:
+    pairs = "[{model: anchor, layer_range: [0, 1]}, {model: donor, layer_range: [1, 2]}]"
+    return models(f"slices: [{{sources: {pairs}}}]\nparameters: {{{parameters}, weight: 0.5}}", *words, **more)
+
+
+def alone(weight: str, parameters: str, *words: str, **more: Any) -> Row:
+    """Nothing but the anchor, or a donor beside it, of one weight."""
+    return models(
+        f"models: [{{model: anchor, parameters: {{weight: {weight}}}}}]\nparameters: {{{parameters}}}", *words, **more
+    )
+
+
+@step
+def measured(kind: str = "gram") -> None:
+    """Statistics beside anchor and donor."""
+    for folder in ("anchor", "donor"):
+        rm.measure(folder, "samples.jsonl", rm.MeasureConfig(kinds=(kind,))).save(f"{folder}/{NAME}")
+
+
+def no_numbers(content: bytes) -> bytes:
+    """Tensors of NaN behind the same header."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    return content[:start] + b"\xff" * (len(content) - start)
+
+
+def of_statistics(delegate: str, place: str, *words: str, spoil: Step = lambda: None) -> Row:
+    return delegated(delegate, f"{{weight: 0.5, statistics: {place}}}", *words, spoil=both(measured(), spoil), **MERGE)
+
+
+ELSEWHERE = "under the recipe's 'parameters'"
+OWN = f"donor/{NAME}"
+DELEGATES = [
+    sliced("delegate: ot_fusion, data: self", "slices pair layers differently"),
+    delegated("ot_fusion", "{weight: 0.5, finetuned_from: anchor}", "a task vector is already in the anchor's"),
+    delegated("ot_fusion", "{weight: 0.5, data: self}", "their own 'data'"),
+    delegated("refit\n  data: synthetic", HALF, "does not take images", **MERGE),
+    delegated(
+        "refit\n  data: demo:python\n  targets: own", HALF, "'targets: own' needs different samples for each model"
+    ),
+    delegated(
+        "refit\n  ridge: 0.0\n  samples: 1\n  data: few.jsonl",
+        HALF,
+        "do not determine",
+        spoil=put("few.jsonl", '{"input_ids": [3, 4, 5, 6]}\n'),
+        **MERGE,
+    ),
+    delegated("refit", "{weight: 0.5, finetuned_from: anchor}", "needs whole models"),
+    sliced("delegate: refit", "refit runs whole models"),
+    alone("0.0", "delegate: refit", "weights are shares", **MERGE),
+    alone("1.0", "delegate: refit, start: wudi", "'start: wudi' merges task vectors", **MERGE),
+    delegated("regmean", "{weight: -0.5}", "donor: its weight is -0.5", spoil=measured(), **MERGE),
+    of_statistics("regmean", f"anchor/{NAME}", "was measured on other weights"),
+    of_statistics("regmean", "none.safetensors", "there are no statistics at 'none.safetensors'"),
+    of_statistics("regmean", f"donor/{WEIGHTS}", "is not a statistics file"),
+    of_statistics("regmean", OWN, "cannot be read", spoil=bytes_of(OWN, lambda x: x[: len(x) // 2])),
+    of_statistics("regmean\n  shrink: 0.8", OWN, "NaN", spoil=bytes_of(OWN, no_numbers)),
+    of_statistics("fisher\n  attention: none", OWN, "needs fisher"),
+    delegated("regmean", "{weight: 0.5, finetuned_from: donor, carry: refit}", "needs statistics of"),
+    delegated("regmean", HALF, "rotation-merge measure anchor --data DATA"),
+    delegated("fisher\n  attention: none", HALF, "rotation-merge measure anchor --data DATA --kinds fisher"),
+    delegated("wudi\n  lengths: evn", HALF, "'lengths' is 'evn'", "auto, keep"),
+    delegated("wudi\n  ridge: -1", HALF, "'ridge' is -1"),
+    delegated("iso", "{weight: 1.0, lambda: 0.5}", "'lambda' has no effect with delegate iso here", ELSEWHERE),
+    delegated(
+        "ties\n  density: 0.5",
+        "{weight: 1.0, lambda: 0.5}",
+        "'lambda' has no effect with delegate ties here",
+        ELSEWHERE,
+    ),
+    alone("1.0", "delegate: tsv", "delegate tsv"),
+    delegated(
+        "tsv\n  ffn: none", HALF, FLOATS, "NaN", spoil=tensors(lambda stored: stored[FLOATS].fill_(torch.nan)), **MERGE
+    ),
+]
+
+SHORT = put("short.jsonl", '{"input_ids": [3, 4, 5, 6]}\n')
+CLASSES = "BertForSequenceClassification"
+POLISH = [
+    call("polish anchor out --teachers donor --samples 2 --data self self", "give --data once"),
+    call("polish anchor out --teachers donor --data short.jsonl", "too few to hold one out", spoil=SHORT),
+    call(
+        "polish anchor out --teachers anchor donor --samples 4",
+        "no tokenizer says which of its tokens",
+        spoil=another("LlamaForCausalLM", vocab_size=50),
+    ),
+    call("polish anchor out --teachers donor --samples 4 --learning-rate 1e30 --length 8", "training gives NaN"),
+    call(
+        "polish anchor out --teachers donor --data samples.jsonl --samples 8",
+        "answers have shape [2, 5]",
+        spoil=both(another(CLASSES, "anchor", num_labels=2), another(CLASSES, num_labels=5)),
+    ),
+]
+CARRY = [
+    call(f"carry donor --from anchor --to anchor out {options}", words)
+    for options, words in {
+        "--carry refit --steps 5": "carry by distil",
+        "--data texts.txt": "--scale auto",
+        "--scale much": "auto, a number",
+        "--scale nan": "auto, a number",
+        "--carry refit --data nowhere.txt": "nowhere.txt",
+        "--carry refit --match-on both --alignment file": "--match-on has no effect",
+        "--heads permutation --alignment file": "--heads has no effect",
+    }.items()
+]
+
+
+def swapped(folder: str, *words: str) -> Step:
+    """A tokenizer of forty words, the first of which are these."""
+    return tokenizer(folder, *words, *(f"w{number}" for number in range(40 - len(words))))
+
+
+LORAS = both(adapter("lora", "anchor"), adapter("other", "org/base"), adapter("third", "org/base"))
+SEARCH = [
+    call("merge anchor out", "name two or more"),
+    call("merge file anchor donor", "already exists"),
+    call("merge anchor donor out --budget soon", "a time such as 90s, 10m or 2h"),
+    call("merge anchor donor out --data text.txt --data demo:python --data demo:c", "3 data for 2 models"),
+    call("merge anchor donor out --data self --data text.txt", "'self' stands beside other data"),
+    call("merge anchor vit out", "architecture is"),
+    call("merge anchor donor file --force", "is a file"),
+    call("merge anchor donor /proc/nothing/out", "cannot be written"),
+    call("merge anchor donor anchor --force", "is one of the inputs"),
+    call("merge anchor anchor/ out", "is named twice"),
+    call(
+        "merge vit vit2 out --data text.txt",
+        "ViTForImageClassification takes pixel_values",
+        spoil=lambda: shutil.copytree("vit", "vit2"),
+    ),
+    call("merge anchor donor out --dtype float31", "did you mean 'float32'"),
+    call(
+        "merge anchor donor out --base third", "is not the base of", spoil=lambda: model("LlamaForCausalLM", "third", 2)
+    ),
+    call("merge anchor donor out --base nowhere", "no such directory"),
+    call("merge anchor donor out --base vit", "architecture is"),
+    call(
+        "merge anchor donor out",
+        "attention_multiplier",
+        spoil=another("GraniteForCausalLM", num_key_value_heads=2, attention_multiplier=0.5),
+    ),
+    call("merge donor anchor out", "donor: ", "NaN", spoil=tensors(lambda stored: stored[FLOATS].fill_(torch.nan))),
+    call(
+        "merge anchor donor out --data self",
+        "merge them by a recipe with 'tokenizer: {source: base}'",
+        spoil=both(swapped("anchor", "a", "b"), swapped("donor", "b", "a")),
+    ),
+    call("merge anchor+lora donor+lora out", "is an adapter of anchor, not of", spoil=LORAS),
+    call(
+        "merge other third out",
+        "is an adapter of org/base, which is not on this machine; name its folder as",
+        spoil=LORAS,
+    ),
+]
+
+METHODS = [*DELEGATES, *POLISH, *CARRY, *SEARCH]
