@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,10 +59,7 @@ def test_a_merge_and_an_aligned_donor(models: tuple[Path, Path, Path], tmp_path:
 
 
 def test_figures_are_those_that_were_measured(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in (CHECKPOINTS / "llama-0").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(CHECKPOINTS / "llama-0", tmp_path / "model")
     for _ in range(2):
         rows = parsed("evaluate", folder, "--data", "demo:python", "--limit", "4", "--keep")
     (entry,) = json.loads((folder / "evaluation.json").read_text())
