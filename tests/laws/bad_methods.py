@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from typing import Any
 
 import torch
-from bad_checkpoints import FLOATS
+from bad_checkpoints import FLOATS, LLAMA
 from spoiling import (
     BOTH,
     DONORS,
@@ -47,17 +48,17 @@ def sliced(parameters: str, *words: str, **more: Any) -> Row:
 
 
 def alone(weight: str, parameters: str, *words: str, **more: Any) -> Row:
-    """Nothing but the anchor, or a donor beside it, of one weight."""
+    """A recipe of the anchor alone."""
     return models(
         f"models: [{{model: anchor, parameters: {{weight: {weight}}}}}]\nparameters: {{{parameters}}}", *words, **more
     )
 
 
 @step
-def measured(kind: str = "gram") -> None:
+def measured() -> None:
     """Statistics beside anchor and donor."""
     for folder in ("anchor", "donor"):
-        rm.measure(folder, "samples.jsonl", rm.MeasureConfig(kinds=(kind,))).save(f"{folder}/{NAME}")
+        rm.measure(folder, "samples.jsonl").save(f"{folder}/{NAME}")
 
 
 def no_numbers(content: bytes) -> bytes:
@@ -70,6 +71,8 @@ def of_statistics(delegate: str, place: str, *words: str, spoil: Step = lambda: 
     return delegated(delegate, f"{{weight: 0.5, statistics: {place}}}", *words, spoil=both(measured(), spoil), **MERGE)
 
 
+NAN = tensors(lambda stored: stored[FLOATS].fill_(torch.nan))
+SHORT = put("short.jsonl", '{"input_ids": [3, 4, 5, 6]}\n')
 ELSEWHERE = "under the recipe's 'parameters'"
 OWN = f"donor/{NAME}"
 DELEGATES = [
@@ -77,16 +80,8 @@ DELEGATES = [
     delegated("ot_fusion", "{weight: 0.5, finetuned_from: anchor}", "a task vector is already in the anchor's"),
     delegated("ot_fusion", "{weight: 0.5, data: self}", "their own 'data'"),
     delegated("refit\n  data: synthetic", HALF, "does not take images", **MERGE),
-    delegated(
-        "refit\n  data: demo:python\n  targets: own", HALF, "'targets: own' needs different samples for each model"
-    ),
-    delegated(
-        "refit\n  ridge: 0.0\n  samples: 1\n  data: few.jsonl",
-        HALF,
-        "do not determine",
-        spoil=put("few.jsonl", '{"input_ids": [3, 4, 5, 6]}\n'),
-        **MERGE,
-    ),
+    delegated("refit\n  data: demo:python\n  targets: own", HALF, "'targets: own' needs different samples for each"),
+    delegated("refit\n  ridge: 0.0\n  samples: 1\n  data: short.jsonl", HALF, "do not determine", spoil=SHORT, **MERGE),
     delegated("refit", "{weight: 0.5, finetuned_from: anchor}", "needs whole models"),
     sliced("delegate: refit", "refit runs whole models"),
     alone("0.0", "delegate: refit", "weights are shares", **MERGE),
@@ -104,19 +99,11 @@ DELEGATES = [
     delegated("wudi\n  lengths: evn", HALF, "'lengths' is 'evn'", "auto, keep"),
     delegated("wudi\n  ridge: -1", HALF, "'ridge' is -1"),
     delegated("iso", "{weight: 1.0, lambda: 0.5}", "'lambda' has no effect with delegate iso here", ELSEWHERE),
-    delegated(
-        "ties\n  density: 0.5",
-        "{weight: 1.0, lambda: 0.5}",
-        "'lambda' has no effect with delegate ties here",
-        ELSEWHERE,
-    ),
+    delegated("ties\n  density: 0.5", "{weight: 1.0, lambda: 0.5}", "'lambda' has no effect with delegate ties here"),
     alone("1.0", "delegate: tsv", "delegate tsv"),
-    delegated(
-        "tsv\n  ffn: none", HALF, FLOATS, "NaN", spoil=tensors(lambda stored: stored[FLOATS].fill_(torch.nan)), **MERGE
-    ),
+    delegated("tsv\n  ffn: none", HALF, FLOATS, "NaN", spoil=NAN, **MERGE),
 ]
 
-SHORT = put("short.jsonl", '{"input_ids": [3, 4, 5, 6]}\n')
 CLASSES = "BertForSequenceClassification"
 POLISH = [
     call("polish anchor out --teachers donor --samples 2 --data self self", "give --data once"),
@@ -124,7 +111,7 @@ POLISH = [
     call(
         "polish anchor out --teachers anchor donor --samples 4",
         "no tokenizer says which of its tokens",
-        spoil=another("LlamaForCausalLM", vocab_size=50),
+        spoil=another(LLAMA, vocab_size=50),
     ),
     call("polish anchor out --teachers donor --samples 4 --learning-rate 1e30 --length 8", "training gives NaN"),
     call(
@@ -147,11 +134,7 @@ CARRY = [
 ]
 
 
-def swapped(folder: str, *words: str) -> Step:
-    """A tokenizer of forty words, the first of which are these."""
-    return tokenizer(folder, *words, *(f"w{number}" for number in range(40 - len(words))))
-
-
+WORDS = [f"w{number}" for number in range(38)]
 LORAS = both(adapter("lora", "anchor"), adapter("other", "org/base"), adapter("third", "org/base"))
 SEARCH = [
     call("merge anchor out", "name two or more"),
@@ -167,12 +150,10 @@ SEARCH = [
     call(
         "merge vit vit2 out --data text.txt",
         "ViTForImageClassification takes pixel_values",
-        spoil=lambda: shutil.copytree("vit", "vit2"),
+        spoil=partial(shutil.copytree, "vit", "vit2"),
     ),
     call("merge anchor donor out --dtype float31", "did you mean 'float32'"),
-    call(
-        "merge anchor donor out --base third", "is not the base of", spoil=lambda: model("LlamaForCausalLM", "third", 2)
-    ),
+    call("merge anchor donor out --base third", "is not the base of", spoil=partial(model, LLAMA, "third", 2)),
     call("merge anchor donor out --base nowhere", "no such directory"),
     call("merge anchor donor out --base vit", "architecture is"),
     call(
@@ -180,11 +161,11 @@ SEARCH = [
         "attention_multiplier",
         spoil=another("GraniteForCausalLM", num_key_value_heads=2, attention_multiplier=0.5),
     ),
-    call("merge donor anchor out", "donor: ", "NaN", spoil=tensors(lambda stored: stored[FLOATS].fill_(torch.nan))),
+    call("merge donor anchor out", "donor: ", "NaN", spoil=NAN),
     call(
         "merge anchor donor out --data self",
         "merge them by a recipe with 'tokenizer: {source: base}'",
-        spoil=both(swapped("anchor", "a", "b"), swapped("donor", "b", "a")),
+        spoil=both(tokenizer("anchor", "a", "b", *WORDS), tokenizer("donor", "b", "a", *WORDS)),
     ),
     call("merge anchor+lora donor+lora out", "is an adapter of anchor, not of", spoil=LORAS),
     call(
