@@ -33,7 +33,7 @@ test-portable: install
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(PYTEST)
 	MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(PYTEST)
 
-# Lines broken one at a time, and whether the tests notice: ten minutes, going on where it was stopped.
+# Lines broken one at a time, and whether the tests notice: a random sample, for ten minutes.
 mutants: install
 	nice -n 19 $(BIN)/python tests/mutants.py
 

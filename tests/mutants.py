@@ -1,12 +1,11 @@
 """Mutants: the package with one line broken at a time, and whether the tests that cover the file notice.
 
-    make mutants                                    # goes on where it was stopped, for ten minutes
+    make mutants                                    # a random sample, for ten minutes
     python tests/mutants.py --minutes 60 --files rotation_merge/symmetry/group.py --seed 1
 
 A mutant exchanges one operator, comparison, constant or argument, negates a condition, or drops a statement (see
-`changed`). It is judged by the quick tests of its part, which run on a copy of the package. Each verdict is a line of
-`tests/mutants.jsonl`, keyed by the text of the mutated line, so that mutants of lines that have not changed are not
-run again. `--report` lists the survivors; `tests/mutants.md` judges them.
+`changed`). It is judged by the quick tests of its part, which run on a copy of the package. `tests/mutants.md` judges
+those that have survived.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import json
 import os
 import random
 import shutil
@@ -28,7 +26,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG = ROOT / "tests" / "mutants.jsonl"
 
 PARTS = {
     "architecture": "architecture laws/test_laws.py",
@@ -53,13 +50,9 @@ class Mutant:
 
     file: str
     node: int
-    what: str
+    change: str
     line: int
     text: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.file}|{self.text}|{self.what}"
 
 
 def changed(node: ast.AST) -> tuple[str, ast.AST] | None:
@@ -105,8 +98,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
     for number, node in enumerate(ast.walk(tree)):
         change = changed(node)
         if id(node) not in skipped and change is not None and isinstance(node, ast.expr | ast.stmt):
-            text = f"{lines[node.lineno - 1].strip()} @{node.col_offset}"
-            yield Mutant(str(path.relative_to(ROOT)), number, change[0], node.lineno, text)
+            yield Mutant(str(path.relative_to(ROOT)), number, change[0], node.lineno, lines[node.lineno - 1].strip())
 
 
 def _untouched(node: ast.AST) -> list[ast.AST]:
@@ -151,41 +143,19 @@ def verdict_of(file: str, source: str, limit: float) -> str:
     return "survived" if ended.returncode == 0 else "killed"
 
 
-def known() -> dict[str, dict[str, object]]:
-    lines = LOG.read_text(encoding="utf-8").splitlines() if LOG.exists() else []
-    return {entry["key"]: entry for entry in map(json.loads, lines)}
-
-
-def report() -> None:
-    verdicts = known()
-    by_file: dict[str, Counter[str]] = {}
-    for entry in verdicts.values():
-        by_file.setdefault(str(entry["file"]), Counter())[str(entry["verdict"])] += 1
-    for file, counts in sorted(by_file.items()):
-        late = f", {counts['timeout']} not decided in time" if counts["timeout"] else ""
-        print(f"{file}: {counts['killed']} of {sum(counts.values())} killed{late}")
-    for entry in verdicts.values():
-        if entry["verdict"] == "survived":
-            print(f"  {entry['file']}:{entry['line']} {entry['what']}: {entry['text']}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--count", type=int, default=sys.maxsize, help="mutants tried at most")
-    parser.add_argument("--seed", type=int, default=0, help="order in which mutants are tried")
+    parser.add_argument("--seed", type=int, help="order in which mutants are tried; default: another one each time")
     parser.add_argument("--limit", type=float, default=300, help="seconds that the tests of one mutant may take")
     parser.add_argument("--files", nargs="*", default=["rotation_merge"], help="files or folders of the package")
-    parser.add_argument("--report", action="store_true", help="only list what is known")
     args = parser.parse_args()
-    if args.report:
-        return report()
     named = [ROOT / name for name in args.files]
     paths = sorted(path for name in named for path in ([name] if name.is_file() else name.rglob("*.py")))
-    before, until, green = known(), time.monotonic() + 60 * args.minutes, set()
-    untried = [mutant for path in paths for mutant in mutants(path) if mutant.key not in before]
-    random.Random(args.seed).shuffle(untried)
-    for mutant in untried[: args.count]:
+    sample = [mutant for path in paths for mutant in mutants(path)]
+    random.Random(args.seed).shuffle(sample)
+    until, green, counts = time.monotonic() + 60 * args.minutes, set(), Counter[str]()
+    for mutant in sample:
         if time.monotonic() > until:
             break
         if (tests := " ".join(tests_of(mutant.file))) not in green:
@@ -193,10 +163,9 @@ def main() -> None:
             assert whole == "survived", f"these tests fail without a mutant: {tests}"
             green.add(tests)
         verdict = verdict_of(mutant.file, applied(mutant), args.limit)
-        with LOG.open("a", encoding="utf-8") as log:
-            log.write(json.dumps({"key": mutant.key, **vars(mutant), "verdict": verdict}) + "\n")
-        print(f"{verdict}: {mutant.file}:{mutant.line} {mutant.what}: {mutant.text}", flush=True)
-    report()
+        counts[verdict] += 1
+        print(f"{verdict}: {mutant.file}:{mutant.line} {mutant.change}: {mutant.text}", flush=True)
+    print(dict(counts))
 
 
 if __name__ == "__main__":

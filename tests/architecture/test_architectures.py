@@ -8,13 +8,12 @@ import contextlib
 import pytest
 import torch
 from tiny_models import ALL, Case, planted
+from variants import ONE
 
 from rotation_merge import AlignConfig, RotationMergeError
 from rotation_merge.architecture import families, registry
 from rotation_merge.architecture.schema import OUTSIDE, ArchitectureSpec
 from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, mistake_is_visible
-
-by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gpt_neox", "t5"])
@@ -30,7 +29,7 @@ def test_permutations_inside_heads_are_symmetries(family: str) -> None:
     assert ("k" in roles) == (family != "llama")
 
 
-@by_case
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
     """(d) and (e): nothing of the checkpoint is unknown; each axis is of a space, or explicitly of none."""
     model = planted(case)
@@ -50,7 +49,7 @@ def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
 
 
 @pytest.mark.slow
-@by_case
+@pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """(b): the same test fails for a wrong head count and, where they matter, for other mistakes in a file."""
     model = planted(case)

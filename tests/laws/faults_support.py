@@ -174,12 +174,13 @@ def of_json(change: Callable[[Entries, Path], object], file: str = CONFIG) -> Pl
     return plant
 
 
-def of_index(change: Callable[[Entries, Path], object]) -> Plant:
-    return of_json(change, INDEX)
-
-
 def of_tensors(change: Callable[[Tensors, Path], Tensors]) -> Plant:
     return lambda folder: rewrite(folder, change(state(folder), folder))
+
+
+def of_map(change: Callable[[Entries], object]) -> Plant:
+    """A fault of the index's map of tensors to shards."""
+    return of_json(lambda content, _: change(content["weight_map"]), INDEX)
 
 
 def of_largest(change: Callable[[Tensor], Tensor]) -> Plant:
@@ -247,13 +248,9 @@ def wider_header(content: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + content[8 + length :]
 
 
-def other_shard(content: Entries, folder: Path) -> None:
-    name, file = next(iter(content["weight_map"].items()))
-    content["weight_map"][name] = next(path.name for path in shards(folder) if path.name != file)
-
-
-def out_of_the_folder(content: Entries, folder: Path) -> None:
-    content["weight_map"] = {name: f"../{file}" for name, file in content["weight_map"].items()}
+def other_shard(places: Entries) -> None:
+    name, file = next(iter(places.items()))
+    places[name] = next(place for place in places.values() if place != file)
 
 
 def copied(name: str) -> Plant:
@@ -285,18 +282,21 @@ OF_FILES: Rows = {
     "a shard ends early": ("damaged weight file", bytes_of(lambda content: content[:-10])),
     "a shard's header is not JSON": ("damaged weight file", bytes_of(lambda x: x[:8] + b"oops" + x[12:], shard=-1)),
     "a tensor has fewer bytes than its shape takes": ("damaged weight file", bytes_of(wider_header)),
-    "the index names another shard for a tensor": ("index disagrees", of_index(other_shard)),
-    "the index lacks a tensor": ("index disagrees", of_index(lambda content, _: content["weight_map"].popitem())),
+    "the index names another shard for a tensor": ("index disagrees", of_map(other_shard)),
+    "the index lacks a tensor": ("index disagrees", of_map(lambda places: places.popitem())),
     "the index names a tensor that nobody holds": (
         "index disagrees",
-        of_index(lambda content, folder: content["weight_map"].update({"model.ghost.weight": shards(folder)[0].name})),
+        of_map(lambda x: x.update(ghost=min(x.values()))),
     ),
     "total_size of another model": (
         "wrong total size",
-        of_index(lambda content, _: content["metadata"].update(total_size=8)),
+        of_json(lambda x, _: x["metadata"].update(total_size=8), INDEX),
     ),
     "the index is not JSON": ("damaged index", text_of(INDEX, "{")),
-    "the index leads out of the folder": ("damaged index", of_index(out_of_the_folder)),
+    "the index leads out of the folder": (
+        "damaged index",
+        of_map(lambda x: x.update({name: f"../{file}" for name, file in x.items()})),
+    ),
     "there is no index": ("no index", without(INDEX)),
     "a single file beside shards": ("two sets of weights", copied("model.safetensors")),
     "a shard of an earlier run": ("stray shard", copied("model-00007-of-00009.safetensors")),

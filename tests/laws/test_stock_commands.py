@@ -18,10 +18,9 @@ from subjects import STILL, Pair, Subject, fresh, scratch, subject, tried
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 import rotation_merge as rm
-
-GROUPS: dict[str, Any] = {"heads": "permutation"}
 
 
 class Models:
@@ -29,29 +28,29 @@ class Models:
 
     def __init__(self, subject: Subject, residual: str) -> None:
         self.subject = subject
-        self.groups = {**GROUPS, "residual": residual or "none"}
-        self.anchor = self.write("anchor", rm.average([subject.checkpoint("")]), seed=0)
-        self.donor, self.other = (self.write(f"donor-{seed}", self.moved(seed), seed) for seed in (1, 2))
+        self.groups = {"heads": "permutation", "residual": residual or "none"}
+        model = subject.checkpoint("")
+        twins = [rm.Alignment.random(model, seed=seed, **self.groups).apply(model) for seed in (1, 2)]
+        views = rm.average([model]), *twins
+        self.anchor, self.donor, self.other = (self.write(view, seed) for seed, view in enumerate(views))
 
-    def moved(self, seed: int) -> rm.View:
-        model = self.subject.checkpoint("")
-        return rm.Alignment.random(model, seed=seed, **self.groups).apply(model)
-
-    def write(self, name: str, view: rm.View, seed: int) -> Path:
+    def write(self, view: rm.View, seed: int) -> Path:
         """A checkpoint; of donors with some noise, as a fine-tune has, and with no zeros."""
-        generator, folder = torch.Generator().manual_seed(seed), fresh(f"path-{name}")
+        generator, folder = torch.Generator().manual_seed(seed), fresh(f"path-{seed}")
         state = {name: x + 0.02 * seed * noise(x, generator) for name, x in view.state_dict().items()}
         rm.average([(state, view.config)]).to(torch.float32).save_pretrained(folder)
         return folder
 
-    @functools.cached_property
-    def alignment(self) -> rm.Alignment:
-        return rm.align(self.anchor, self.donor, **self.groups)
+    def aligned(self, *donors: Path, **groups: Any) -> list[rm.View]:
+        """The anchor and donors (by default the first), brought to it in Python."""
+        donors = donors or (self.donor,)
+        alignments = [rm.align(self.anchor, donor, **{**self.groups, **groups}) for donor in donors]
+        folded = max(alignments, key=lambda alignment: len(alignment.folded))
+        views = [alignment.apply(donor) for alignment, donor in zip(alignments, donors, strict=True)]
+        return [folded.apply_anchor(self.anchor), *views]
 
     def average(self, method: str = "linear", **parameters: Any) -> rm.View:
-        """The aligned donor averaged with the anchor, in Python."""
-        aligned = [self.alignment.apply_anchor(self.anchor), self.alignment.apply(self.donor)]
-        return rm.average(aligned, method, **parameters)
+        return rm.average(self.aligned(), method, **parameters)
 
     def recipe(self, *donors: Path | str, **parameters: Any) -> dict[str, Any]:
         """The recipe of an anchor and donors, evenly weighted."""
@@ -111,8 +110,8 @@ def slerp(models: Models) -> float:
 
 def ties(models: Models) -> float:
     """A delegate that merges changes."""
-    found = merged(models.recipe(delegate="ties", density=0.5))
-    return apart(found, models.average("ties", density=0.5, weights=[0.5, 0.5]))
+    result = merged(models.recipe(delegate="ties", density=0.5))
+    return apart(result, models.average("ties", density=0.5, weights=[0.5, 0.5]))
 
 
 def wudi(models: Models) -> float:
@@ -122,11 +121,11 @@ def wudi(models: Models) -> float:
 
 def stock(models: Models) -> float:
     """The recipe of mergekit's method on aligned models that were written before."""
-    aligned = fresh("aligned"), fresh("anchored")
-    models.alignment.apply(models.donor).save_pretrained(aligned[0])
-    models.alignment.apply_anchor(models.anchor).save_pretrained(aligned[1])
-    plain = {**models.recipe(), "merge_method": "linear", "parameters": {}, "base_model": str(aligned[1])}
-    plain["models"] = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in aligned[::-1]]
+    folders = fresh("anchored"), fresh("aligned")
+    for view, folder in zip(models.aligned(), folders, strict=True):
+        view.save_pretrained(folder)
+    plain = {**models.recipe(), "merge_method": "linear", "parameters": {}, "base_model": str(folders[0])}
+    plain["models"] = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in folders]
     return apart(merged(models.recipe()), merged(plain))
 
 
@@ -157,9 +156,9 @@ def shards(models: Models) -> float:
     donor = fresh("sharded")
     rm.average([models.donor]).save_pretrained(donor, max_shard_size="20K")
     assert len(list(donor.glob("*.safetensors"))) > 1
-    found = merged(models.recipe(donor), "--out-shard-size", "20000")
+    result = merged(models.recipe(donor), "--out-shard-size", "20000")
     assert len(list((scratch() / "out").glob("*.safetensors"))) > 1
-    return apart(found, models.average())
+    return apart(result, models.average())
 
 
 def half(models: Models) -> float:
@@ -179,34 +178,26 @@ def tokenizer(models: Models) -> float:
     size = json.loads((models.anchor / "config.json").read_text())
     words = {f"w{number}": number for number in range(size.get("text_config", size)["vocab_size"])}
     for folder in (models.anchor, models.donor):
-        Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    found = merged({**models.recipe(), "tokenizer": {"source": "union"}})
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0"))).save_pretrained(folder)
+    result = merged({**models.recipe(), "tokenizer": {"source": "union"}})
     assert (scratch() / "out" / "tokenizer.json").exists()
     for folder in (models.anchor, models.donor):
-        (folder / "tokenizer.json").unlink()
-        (folder / "tokenizer_config.json").unlink()
-    return apart(found, models.average())
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    return apart(result, models.average())
 
 
 def untied(models: Models) -> float:
     """`untie: true`: a head of its own where the embedding was the head, in coordinates that only it allows."""
-    groups = {**GROUPS, "residual": "largest", "untie": True}
-    alignment = rm.align(models.anchor, models.donor, **groups)
-    aligned = [alignment.apply_anchor(models.anchor), alignment.apply(models.donor)]
-    found = merged(models.recipe(residual="largest", untie=True))
-    assert len(found) >= len(tensors(models.anchor))
-    return apart(found, rm.average(aligned))
+    result = merged(models.recipe(residual="largest", untie=True))
+    assert len(result) >= len(tensors(models.anchor))
+    return apart(result, rm.average(models.aligned(residual="largest", untie=True)))
 
 
 def donors(models: Models) -> float:
     """Two donors."""
-    alignments = [rm.align(models.anchor, donor, **models.groups) for donor in (models.donor, models.other)]
-    folded = max(alignments, key=lambda alignment: len(alignment.folded))
-    aligned = [a.apply(donor) for a, donor in zip(alignments, (models.donor, models.other), strict=True)]
-    return apart(
-        merged(models.recipe(models.donor, models.other)), rm.average([folded.apply_anchor(models.anchor), *aligned])
-    )
+    pair = models.donor, models.other
+    return apart(merged(models.recipe(*pair)), rm.average(models.aligned(*pair)))
 
 
 def lora(models: Models) -> float:
@@ -227,7 +218,9 @@ def tuned(models: Models) -> float:
     rm.average([(state, base.config)]).save_pretrained(fine)
     wanted = models.recipe(fine, delegate="task_arithmetic")
     wanted["models"] = [{"model": str(fine), "parameters": {"weight": 1.0, "finetuned_from": str(models.donor)}}]
-    delta = rm.Delta.between(models.donor, fine).moved(models.alignment, models.anchor)
+    delta = rm.Delta.between(models.donor, fine).moved(
+        rm.align(models.anchor, models.donor, **models.groups), models.anchor
+    )
     return apart(merged(wanted), delta.applied())
 
 

@@ -119,7 +119,7 @@ def test_the_first_screen_runs_on_a_fresh_machine(environment: Path, tmp_path: P
 def test_a_release_is_one_command(tmp_path: Path) -> None:
     """Version, date, commit and tag; refused on unfinished work, twice, and without a heading in the changelog."""
     place = tmp_path / "checkout"
-    spare = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "dist", "site", "mutants.jsonl")
+    spare = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "dist", "site")
     shutil.copytree(ROOT, place, ignore=spare)
     who = {f"GIT_{role}_{what}": "somebody" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     environment = {**os.environ, **who}
