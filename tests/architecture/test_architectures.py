@@ -4,23 +4,44 @@ declares everything."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import ALL, Case, planted
+from matching_support import save_for
+from plugin_support import build as small
+from test_groups import broken
+from tiny_models import ALL, Case, make, planted
 from variants import ONE
 
-from rotation_merge import AlignConfig, RotationMergeError
+import rotation_merge as rm
 from rotation_merge.architecture import families, registry
+from rotation_merge.architecture.build import build
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.schema import OUTSIDE, ArchitectureSpec
 from rotation_merge.diagnose.proof import LOCAL, MISTAKES, changed, mistake_is_visible
+from rotation_merge.matching.alignment import load_file
+from rotation_merge.matching.stream import Transforms
+from rotation_merge.symmetry.admitted import WIDEST, GroupOptions, admitted, stream_group
+
+by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
+by_family = pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert {case.family for case in ALL} == set(families())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gpt_neox", "t5"])
 def test_permutations_inside_heads_are_symmetries(family: str) -> None:
     """`attention: permutation`: both sides where rotary embedding leaves coordinates, else values, gates with them."""
     model = planted(next(case for case in ALL if case.family == family))
-    options = AlignConfig(attention="permutation", ffn="none", scaling=False)
+    options = rm.AlignConfig(attention="permutation", ffn="none", scaling=False)
     after = model.twin(options)
     assert model.differs(after) <= 1e-9
     still = {i.name for i in model.architecture.tensors() if torch.equal(after[i.name], model.state[i.name])}
@@ -29,17 +50,15 @@ def test_permutations_inside_heads_are_symmetries(family: str) -> None:
     assert ("k" in roles) == (family != "llama")
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
+@by_case
 def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
-    """(d) and (e): nothing of the checkpoint is unknown; each axis is of a space, or explicitly of none."""
+    """Nothing of the checkpoint is unknown; each axis is of a space, or explicitly of none."""
     model = planted(case)
     state, architecture = model.state, model.architecture
-    named = architecture.named()
     assert architecture.family == case.family
-    assert set(state) == set(named)
+    assert set(state) == set(architecture.named())
     for info in architecture.tensors():
-        shape = list(state[info.name].shape)
-        assert len(info.axes) == len(shape) + info.stacked, info.name
+        assert len(info.axes) == state[info.name].ndim + info.stacked, info.name
         assert all(axis.parts or axis.label in OUTSIDE for axis in info.axes), info.name
     for block in architecture.blocks:
         used = {space.name for info in block.tensors for space in info.spaces()}
@@ -49,18 +68,117 @@ def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
+@by_family
 def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(b): the same test fails for a wrong head count and, where they matter, for other mistakes in a file."""
+    """The same test fails for a wrong head count and, where they matter, for other mistakes in a file."""
     model = planted(case)
     right = families()[case.family].model_dump()
     for change in MISTAKES.values():
         if not mistake_is_visible(change, model.architecture):
             continue
         monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))
-        with contextlib.suppress(RotationMergeError):
+        with contextlib.suppress(rm.RotationMergeError):
             assert model.differs(model.twin(LOCAL)) > 1e-6, change.__name__
 
 
-def test_every_family_has_a_tiny_model() -> None:
-    assert {case.family for case in ALL} == set(families())
+# --- what an alignment file may hold -----------------------------------------------------------------------------
+
+
+def gen() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def everything(architecture: Architecture, options: GroupOptions) -> Transforms:
+    """A random transform of every space."""
+    transforms: Transforms = {}
+    for name, space in architecture.spaces().items():
+        if space.kind != "stream":
+            transforms[name] = admitted(space, options).random(gen())
+        elif (kind := architecture.stream_groups[name][-1]) != "none":
+            transforms[name] = architecture.stream_group(name, kind).random(gen())
+    return transforms
+
+
+@by_case
+def test_members_pass_and_what_is_wrong_in_one_space_is_refused(case: Case, tmp_path: Path) -> None:
+    config = {**case.model_class.config_class(**case.config).to_dict(), "architectures": [case.class_name]}
+    spec = registry.find(config)
+    assert spec is not None
+    architecture = build(spec, config, spec.bases[0], spec.spellings[0])
+    spaces = architecture.spaces()
+    for options in (GroupOptions(heads="permutation"), WIDEST):
+        transforms = everything(architecture, options)
+        for name, transform in transforms.items():
+            if spaces[name].kind != "stream":
+                assert admitted(spaces[name], WIDEST).admits(transform)
+                assert admitted(spaces[name], WIDEST).admits(transform.inverse().compose(transform))
+    rotated = tuple(name for name, groups in architecture.stream_groups.items() if groups[-1] == "rotation")
+    save_for(tmp_path / "whole", rm.Alignment(transforms, rotated), architecture, "a", "b")
+    assert load_file(tmp_path / "whole", architecture).transforms.keys() == transforms.keys()
+    for name in {transform.kind: name for name, transform in transforms.items()}.values():
+        for part, element in transforms[name].elements.items():
+            for bad in broken(element):
+                torn = replace(transforms[name], elements={**transforms[name].elements, part: bad})
+                assert not architecture.widest_group(spaces[name], torn).admits(torn)
+    for stream in rotated:
+        turned = stream_group("rotation", architecture.streams[stream].sizes["size"], fixes_ones=False).random(gen())
+        assert architecture.stream_group(stream, "rotation").admits(turned) != architecture.layer_normed(stream)
+
+
+# --- configs that say something else than the tensors ------------------------------------------------------------
+
+ENDLESS = 400_000_000
+
+
+def counts(config: Any, entry: str = "") -> Iterator[str]:
+    """The entries of a config that count layers or experts, by their paths."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from counts(value, f"{entry}{name}.")
+        elif type(value) is int and value > 0 and re.fullmatch(r"(n|.*_layers?|.*_experts|depth)", name):
+            yield entry + name
+
+
+@pytest.mark.usefixtures("soon")
+@by_family
+def test_no_architecture_is_laid_out_beyond_its_tensors(case: Case) -> None:
+    """Layers and experts are counted before they are made."""
+    model = make(case)
+    config = {**model.config.to_dict(), "architectures": [case.class_name]}
+    refused = []
+    for entry in counts(config):
+        spoilt = copy.deepcopy(config)
+        part = spoilt
+        *steps, last = entry.split(".")
+        for step in steps:
+            part = part[step]
+        part[last] = ENDLESS
+        try:
+            rm.average([(model.state_dict(), spoilt)])
+        except rm.RotationMergeError as error:
+            refused.append(str(error))
+    assert any(str(ENDLESS) in line for line in refused) or case.family == "nemotron_h"  # which lists its layers
+
+
+FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "mlp_bias", "use_bias", "bias")
+PROMISING = [case for case in ALL if any(case.config.get(flag) for flag in FLAGS)]
+WORDS = "is true, but no such bias is stored for"
+
+
+@pytest.mark.parametrize("case", PROMISING, ids=lambda case: f"{case.family}-{case.name}")
+def test_models_that_transformers_makes_keep_the_promise_of_biases(case: Case) -> None:
+    """Also where only some of the linear maps have a bias; without their biases some of the promise is broken."""
+    model = case.model_class(case.model_class.config_class(**case.config))
+    state, config = model.state_dict(), {**model.config.to_dict(), "architectures": [case.class_name]}
+    bare = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
+    notes = [" ".join(rm.Alignment.random((tensors, config)).notes) for tensors in (state, bare)]
+    assert [WORDS in text for text in notes] == [False, True]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_biases_that_are_not_there_are_told_of_an_anchor_and_of_a_donor(order: int) -> None:
+    models = [(model.state_dict(), model.config.to_dict()) for model in (small("llama"), small("llama", 1))]
+    models[1][1]["attention_bias"] = True
+    report = rm.align(*models[::order]).report
+    assert report is not None
+    assert any(f"'attention_bias' {WORDS}" in note for note in report.notes)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Case, difference, inputs, outputs, twin_of
-from variants import ONE, fields_of, try_make
+from tiny_models import Case, difference, further, inputs, outputs, twin_of
+from variants import FIRST, ONE, fields_of, try_make
 
 import rotation_merge as rm
+from rotation_merge.architecture.fields import differences
+from rotation_merge.architecture.fields import fields as registered
 
 by_family = pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 
@@ -100,3 +102,31 @@ def test_what_is_declared_harmless_is(case: Case) -> None:
         if not is_told(case, state, model.config, second.config):
             second.load_state_dict(state)
             assert difference(outputs(second, batch), expected) <= 1e-9, name
+
+
+# --- what `fields.json` says of them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*FIRST, *further()], ids=lambda case: f"{case.family}-{case.class_name}")
+def test_every_field_that_a_class_reads_is_classified(case: Case) -> None:
+    assert case.model_class is not None
+    lacking = fields_of(case.class_name) - registered().keys()
+    assert not lacking, f"say in architecture/fields.json what follows where two models differ in {sorted(lacking)}"
+
+
+def test_a_difference_is_named_with_both_values() -> None:
+    for name in [name for name, field in registered().items() if field.verdict != "harmless"]:
+        [named] = differences({name: 1, "x": 0}, {name: 2, "y": 0})
+        assert str(named) == f"'{name}' is 2, against 1"
+        assert named.field.why
+        [nested] = differences({"text_config": {name: None}}, {"text_config": {name: [1]}})
+        assert nested.name == f"text_config.{name}"
+        assert not list(differences({name: (1, 2)}, {name: [1, 2]}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_note_on_tied_heads_is_true_of_either_anchor(tied: bool) -> None:
+    """It says of the anchor's head only what both kinds of anchors are."""
+    (named,) = differences({"tie_word_embeddings": tied}, {"tie_word_embeddings": not tied})
+    assert "only where the anchor's is" in named.field.why
+    assert not named.field.why.endswith("as the anchor does")

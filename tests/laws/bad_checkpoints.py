@@ -146,22 +146,14 @@ FILES = [
             "pickle of a list": (pickled([1, 2, 3]), "pytorch_model.bin", "no tensors"),
             "pickle of numbers": (pickled({"a": 1}), "pytorch_model.bin", "no tensors"),
             "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors"),
-            "shard that runs code": (
-                two_pickles(lambda _: {"x": torch.ones(2), "y": Evil()}),
-                *("pytorch_model-00002-of-00002.bin", "tensors"),
-            ),
+            "shard that runs code": (two_pickles(lambda _: {"x": torch.ones(2), "y": Evil()}), "00002.bin", "tensors"),
             "class in a file of its own": (OWN_CLASS, NO_CLASS),
             "old pickle that runs code": (OLD_PICKLE, "pytorch_model.bin", "tensors"),
             "truncated pickle": (SHORT_PICKLE, "pytorch_model.bin", "damaged"),
         }
     ),
     in_donor("no config", gone("donor/config.json"), "config.json is missing", "donor", commands=ALIGN_AND_VERIFY),
-    in_donor(
-        "pickle that runs code, read lazily",
-        pickled({"a": Evil()}),
-        *("pytorch_model.bin", "tensors"),
-        flags=("--lazy-unpickle",),
-    ),
+    in_donor("pickle that runs code, lazily", pickled({"a": Evil()}), ".bin", "tensors", flags=("--lazy-unpickle",)),
     Row("adapter on nothing", ("is an adapter",), both(adapter("lora"), edit("model: donor", "model: lora")), BOTH),
 ]
 
@@ -183,13 +175,12 @@ def quantised(dtype: torch.dtype) -> Step:
 
 
 LLAMA, QUERY = "LlamaForCausalLM", "model.layers.1.self_attn.q_proj.weight"
-FALCON = {"multi_query": False, "parallel_attn": False, "bias": True}
+FALCON = "FalconForCausalLM", {"multi_query": False, "parallel_attn": False, "bias": True}
+NEOX = "GPTNeoXForCausalLM", {}
 ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
-HALF_ROTARY = {**ROTARY, "partial_rotary_factor": 0.25}
-SMOL = {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0}
-KINDS = ["sliding_attention", "full_attention"]
-COHERE = {"num_key_value_heads": 2, "layer_types": KINDS, "sliding_window": 4, "pad_token_id": 0}
-NEOX = "GPTNeoXForCausalLM"
+SMOL = "SmolLM3ForCausalLM", {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+COHERE = "Cohere2ForCausalLM", {"num_key_value_heads": 2, **KINDS, "pad_token_id": 0}
 BLOOM = '{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}'
 CODES = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 BACK = "'quantization_config' back"
@@ -211,21 +202,23 @@ FITTING = [
             "floats of eight bits": (quantised(torch.float8_e4m3fn), "quantised (F8_E4M3, the", "dtype='bfloat16'"),
             "config of quantised weights": (config(quantization_config=CODES), "(bitsandbytes)", "dequantize"),
             "rotary in other layers": (
-                configured("SmolLM3ForCausalLM", SMOL, no_rope_layers=[1, 1]),
+                configured(*SMOL, no_rope_layers=[1, 1]),
                 "'no_rope_layers' is [1, 1], against [1, 0]",
             ),
             "rotary by another kind of layer": (
-                configured("Cohere2ForCausalLM", COHERE, layer_types=["full_attention"] * 2),
-                "has rotary 0, against 8",
+                configured(*COHERE, layer_types=["full_attention"] * 2),
+                "rotary 0, against 8",
             ),
-            "ALiBi and rotary": (configured("FalconForCausalLM", FALCON, alibi=True), "'alibi' is True, against False"),
+            "ALiBi and rotary": (configured(*FALCON, alibi=True), "'alibi' is True, against False"),
             "another share of rotary": (
-                configured(NEOX, {"rope_parameters": ROTARY}, rope_parameters=HALF_ROTARY),
+                configured(
+                    NEOX[0], {"rope_parameters": ROTARY}, rope_parameters={**ROTARY, "partial_rotary_factor": 0.25}
+                ),
                 "has rotary 2, against 4",
             ),
             "another place of norms": (
-                configured(NEOX, {}, use_parallel_residual=False),
-                "'use_parallel_residual' is False, against True",
+                configured(*NEOX, use_parallel_residual=False),
+                "'use_parallel_residual' is False, against",
             ),
             "another activation": (configured("BertForMaskedLM", {}, hidden_act="relu2"), "has degree 2, against 0"),
         }
@@ -239,17 +232,13 @@ FITTING = [
         **OF_RECIPES,
     ),
     in_donor(
-        "NaN in a matched tensor",
-        change(FLOATS, lambda x: x.fill_(torch.nan)),
-        *("up_proj.weight", "NaN", "donor"),
-        recipe=("merge",),
+        "NaN in a tensor", change(FLOATS, lambda x: x.fill_(torch.nan)), "up_proj.weight", "NaN", recipe=("merge",)
     ),
     in_donor(
         "infinity in an embedding",
         change("model.embed_tokens.weight", lambda x: x.fill_(torch.inf)),
         *("embed_tokens.weight", "infinity", "donor"),
-        recipe=("merge",),
-        **OF_RECIPES,
+        **{**OF_RECIPES, "recipe": ("merge",)},
     ),
     Row(
         "architecture that is not supported",

@@ -180,10 +180,6 @@ def test_what_is_near_is_good(name: str, bench: Hub) -> None:
     assert (code, Path("out", "model.safetensors").exists()) == (0, True), (out, err)
 
 
-def test_a_good_gguf_is_read(bench: Hub) -> None:
-    assert rm.average(["whole.gguf"]).state_dict()["lm_head.weight"].shape == (300, 32)
-
-
 def test_a_line_is_all_that_a_user_sees(bench: Hub) -> None:
     """In a process of its own; a traceback on request."""
     Path("recipe.yml").write_text(RECIPE.replace("linear", "lienar"))
@@ -218,7 +214,3 @@ def test_mergekit_pytorch_refuses(bench: Hub) -> None:
 def test_a_configuration_made_in_python_is_refused() -> None:
     with pytest.raises(rm.RotationMergeError, match="tokeniser"):
         MergeConfiguration.model_validate({**yaml.safe_load(RECIPE), "tokeniser": "base"})
-
-
-def test_names_are_unique() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
