@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +14,27 @@ from torch import Tensor
 from rotation_merge.model.tensors import Tensors, as_tensors
 
 
-def die(folder: Path) -> None:
+@dataclass
+class Work:
+    """Every piece calls a function with its number."""
+
+    do: Callable[[int], object]
+
+    def piece(self, step: None, item: int) -> object:
+        return self.do(item)
+
+
+def echo(item: int) -> int:
+    """Its number, the first ones last."""
+    time.sleep(0.2 if item == 0 else 0)
+    return item
+
+
+def fail(error: Exception, item: int) -> None:
+    raise error
+
+
+def die(folder: Path, item: int) -> None:
     """End this process as the system would where memory runs out, and leave a note."""
     (folder / str(os.getpid())).touch()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -25,35 +46,7 @@ def deadly(source: Mapping[str, Tensor], folder: Path) -> Tensors:
 
     def change(name: str, tensor: Tensor) -> Tensor:
         if name == "model.layers.3.mlp.up_proj.weight" and os.getpid() != here and not any(folder.iterdir()):
-            die(folder)
+            die(folder, 0)
         return tensor
 
     return as_tensors(source).map(change)
-
-
-class Failing:
-    """Every piece raises an error."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def piece(self, step: None, item: int) -> None:
-        raise self.error
-
-
-class Echo:
-    """Every piece gives its number, the first ones last."""
-
-    def piece(self, step: None, item: int) -> int:
-        time.sleep(0.2 if item == 0 else 0)
-        return item
-
-
-class Killing:
-    """Every piece kills its worker."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def piece(self, step: None, item: int) -> None:
-        die(self.folder)

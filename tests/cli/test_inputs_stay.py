@@ -4,7 +4,6 @@ parameters and the table of the recipe's keys."""
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 import click
 import pytest
 import yaml
-from cli_support import COMMANDS, app, error_of, run
-from click.testing import CliRunner
-from plugin_support import one_error, recipe_for, twin, write_recipe
+from cli_support import COMMANDS, app, error_of, output_of
+from plugin_support import files_of, merged, mergekit_yaml, one_error, recipe_for, twin, write_recipe
+from programs import run as program
 
 from rotation_merge import RotationMergeError
 from rotation_merge.cli.command import Value
@@ -23,6 +22,7 @@ from rotation_merge.cli.paths import ADAPTER, Reads, Writes
 from rotation_merge.config import Kind
 from rotation_merge.files import FILE
 from rotation_merge.mergekit_plugin.keys import BY_NAME
+from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.record import REPORT_FILE
 
 Pair = tuple[Path, Path]
@@ -75,12 +75,6 @@ def make(place: Path, kind: str) -> Path:
     (place / "config.json").write_text("{}")
     (place / "model.safetensors").write_bytes(b"weights of " + place.name.encode())
     return place
-
-
-def snapshot(root: Path) -> dict[str, bytes | str]:
-    """Every file and link below a folder."""
-    paths = [path for path in sorted(root.rglob("*")) if path.is_symlink() or path.is_file()]
-    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
 
 
 def relations(written: Writes, kind: str) -> Iterator[tuple[str, str, str]]:
@@ -136,9 +130,9 @@ def test_no_option_replaces_an_input(
     for parameter in parameters(name):
         if (word := words.get(parameter.name) or word_for(parameter, tmp_path)) is not None:
             arguments += [*(parameter.opts[:1] if isinstance(parameter, click.Option) else []), word]
-    before = snapshot(tmp_path)
+    before = files_of(tmp_path)
     assert "one of the inputs" in error_of(name, *arguments, "--force")
-    assert snapshot(tmp_path) == before
+    assert files_of(tmp_path) == before
     assert not (tmp_path / "new").exists()
 
 
@@ -148,24 +142,34 @@ def test_words_for_data_name_no_file_where_models_do() -> None:
 
 
 def test_the_table_is_not_empty() -> None:
-    tried = {(case.values[0], case.values[1].name) for case in cases()}
-    assert tried >= {("align", "out"), ("align", "alignment"), ("carry", "out"), ("polish", "out"), ("merge", "out")}
-    assert tried >= {("lora", "out"), ("measure", "out"), ("barrier", "plot"), ("barrier", "save"), ("doctor", "out")}
+    outputs = "align out, align alignment, carry out, polish out, merge out, lora out, measure out, doctor out"
+    tried = {f"{case.values[0]} {case.values[1].name}" for case in cases()}
+    assert tried >= {*outputs.split(", "), "barrier plot", "barrier save"}
 
 
 def test_options_replace_nothing_without_force(tmp_path: Path, pair: Pair) -> None:
     """Nor in places that are not named."""
-    third = twin(pair[0], tmp_path / "third", 5)
-    written = {third / "statistics.safetensors": "inside one of", tmp_path / "barrier.json": "already exists"}
-    written[tmp_path / "path.svg"] = "already exists"
-    for file in written:
-        file.write_text("[]")
+    third, maps, plot = twin(pair[0], tmp_path / "third", 5), tmp_path / "maps", tmp_path / "path.svg"
     barrier = ("barrier", *pair, "--data", "self")
-    calls = ("measure", third, "--data", "self"), (*barrier, "--save", tmp_path), (*barrier, "--plot", [*written][2])
-    for (file, problem), arguments in zip(written.items(), calls, strict=True):
-        assert f"{file.name}: " in (error := error_of(*arguments))
-        assert problem in error
-        assert file.read_text() == "[]"
+    there = "already exists; write somewhere else, or --force"
+    calls = {
+        ("align", *pair, "--learn", "--data", "demo:python", "--alignment", maps): f"{maps}: {there}",
+        ("measure", pair[0], "--data", "self", "--out", maps): f"{maps}: {there}",
+        ("carry", pair[0], tmp_path, "--from", pair[0], "--to", pair[1]): f"{tmp_path}: {there}",
+        ("polish", pair[0], tmp_path, "--teachers", pair[1]): f"{tmp_path}: {there}",
+        (*barrier, "--save", tmp_path): f"{tmp_path / 'barrier.json'}: {there}",
+        (*barrier, "--plot", plot): f"{plot}: {there}",
+        ("measure", third, "--data", "self"): f"{third / 'statistics.safetensors'}: is inside one of",
+        ("align", *pair, "--alignment", maps): f"{maps}: {there}",
+    }
+    for file in (maps, plot, tmp_path / "barrier.json", third / "statistics.safetensors"):
+        file.write_text("[]")
+    before = files_of(tmp_path)
+    for arguments, problem in calls.items():
+        assert problem in error_of(*arguments)
+        assert files_of(tmp_path) == before
+    output_of(*arguments, "--force")
+    assert files_of(tmp_path) != before
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -199,12 +203,6 @@ PLACES = {
 }
 
 
-def mergekit(path: Path, out: Path) -> Any:
-    from mergekit.scripts.run_yaml import main
-
-    return CliRunner().invoke(main, [str(path), str(out), "--quiet"])
-
-
 @pytest.mark.parametrize(
     ("key", "place"),
     [(k, p) for k, p in itertools.product(NAMED, PLACES) if NAMED[k][0] == "model" or p != "OUT inside"],
@@ -217,65 +215,45 @@ def test_no_key_replaces_an_input(key: str, place: str, tmp_path: Path) -> None:
     for name in "AB":
         text = re.sub(rf"\b{name}\b", str(make(tmp_path / "elsewhere" / name, "model")), text)
     file = write_recipe(text, tmp_path / "recipe.yml")
-    before = snapshot(tmp_path)
-    result = mergekit(file, tmp_path / out)
-    assert result.exit_code == 2, result.output
-    assert "one of the inputs" in one_error(result.output)
-    assert snapshot(tmp_path) == before
+    before = files_of(tmp_path)
+    code, _, err = program("mergekit-yaml", str(file), str(tmp_path / out), "--quiet")
+    assert code == 2
+    assert "one of the inputs" in one_error(err)
+    assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("victim", ["maps", "maps of the second donor", "a file of align", "beside the model"])
-def test_keys_replace_nothing_but_what_they_wrote(victim: str, tmp_path: Path, pair: Pair) -> None:
-    out, donors = tmp_path / "out", [pair[1]]
-    names = {"beside the model": "alignment.safetensors", "maps of the second donor": "maps-2"}
-    if victim == "maps of the second donor":
-        donors.append(twin(pair[0], tmp_path / "third", 5))
-    file = out / names.get(victim, "maps")
-    out.mkdir()
-    file.write_text("mine")
-    if victim == "a file of align":
-        assert run("align", *pair, "--alignment", file, "--force").exit_code == 0
-        (out / REPORT_FILE).write_text("{}")  # as if it stood beside an earlier merge
-    saved: Any = True if victim == "beside the model" else "maps"
-    path = write_recipe(recipe_for("linear", pair[0], *donors, save_alignment=saved), tmp_path / "recipe.yml")
-    before = snapshot(tmp_path)
-    result = mergekit(path, out)
-    assert result.exit_code == 2
-    assert f"{file}: already exists" in one_error(result.output)
-    assert snapshot(tmp_path) == before
-    file.unlink()
-    for _ in range(2 if victim == "maps" else 0):
-        assert mergekit(path, out).exit_code == 0
-
-
-@pytest.mark.parametrize("name", ["../maps", "/tmp/maps", "in/../../maps", ".", "config.json"])
-def test_an_alignment_is_saved_inside_the_output(name: str, tmp_path: Path, pair: Pair) -> None:
-    """A recipe from elsewhere writes nowhere else, and no file of the merge; check calls it a fault, too."""
-    path = write_recipe(recipe_for("linear", *pair, save_alignment=name), tmp_path / "recipe.yml")
-    before = snapshot(tmp_path)
-    result = mergekit(path, tmp_path / "out")
-    assert result.exit_code == 2
-    if name == "config.json":
-        assert "'config.json' is a file of the merged model" in one_error(result.output)
-    else:
-        for output in (one_error(result.output), run("check", path).output):
-            assert "is not a name inside the merged model's folder" in output
-    assert snapshot(tmp_path) == before
+def test_keys_replace_nothing_but_what_they_wrote(tmp_path: Path, pair: Pair) -> None:
+    """Neither a file of the user's, nor of `align`, even where they stand beside an earlier merge."""
+    out, donors = tmp_path / "out", (pair[1], twin(pair[0], tmp_path / "third", 5))
+    output_of("align", *pair, "--alignment", out / "maps")
+    (out / REPORT_FILE).write_text("{}")
+    of_align = (out / "maps").read_bytes()
+    for saved, name, content in (
+        ("maps", "maps", of_align),
+        ("maps", "maps-2", b"mine"),
+        (True, "alignment.safetensors", b"mine"),
+        ("maps", "maps", b"mine"),
+    ):
+        (out / "maps").unlink(missing_ok=True)
+        (out / name).write_bytes(content)
+        before = files_of(out)
+        recipe = recipe_for("linear", pair[0], *donors, save_alignment=saved)
+        assert f"{out / name}: already exists" in one_error(mergekit_yaml(recipe, out).output)
+        assert files_of(out) == before
+        (out / name).unlink()
+    for _ in range(2):
+        merged(recipe, out)
 
 
 def test_from_python_and_from_several_recipes(tmp_path: Path, pair: Pair) -> None:
-    from mergekit.scripts.multimerge import main
-
-    from rotation_merge.mergekit_plugin.run import merge_recipe
-
     text = yaml.safe_dump(recipe_for("linear", *pair))
-    before = snapshot(pair[0].parent)
+    before = files_of(pair[0].parent)
     for out, problem in ((pair[0].parent, "holds one of the inputs"), (pair[1], "is one of the inputs")):
         with pytest.raises(RotationMergeError, match=problem):
             merge_recipe(text, str(out))
     many = write_recipe(f"name: first\n{text}", tmp_path / "many.yml")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "first").symlink_to(pair[1])
-    result = CliRunner().invoke(main, [str(many), "-I", str(tmp_path / "work"), "--no-lazy"])
-    assert "one of the inputs" in one_error(result.output)
-    assert snapshot(pair[0].parent) == before
+    _, _, err = program("mergekit-multi", str(many), "-I", str(tmp_path / "work"), "--no-lazy")
+    assert "one of the inputs" in one_error(err)
+    assert files_of(pair[0].parent) == before

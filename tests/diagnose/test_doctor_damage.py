@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from plugin_support import state
-from safetensors.torch import save_file
+from plugin_support import save, state, write_recipe, write_state
+from subjects import scratch
 from tiny_models import ALL, Case, make
 
 from rotation_merge.diagnose.doctor import diagnose, open_case
 
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Tensors, Case], None]
-Merges = Callable[[str], tuple[Case, Path, list[Path]]]
+CASES = {case.family: case for case in reversed(ALL)}
 
 FAMILIES = ("llama", "qwen3", "mixtral", "gemma", "cohere")
 """With queries and keys of their own and RoPE; Cohere's pairs stand side by side, the others' in halves."""
@@ -68,30 +68,15 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def merges(tmp_path_factory: pytest.TempPathFactory) -> Merges:
-    """By family: its case, a merge of two near models, and these."""
-    folder, known = tmp_path_factory.mktemp("damage"), dict[str, tuple[Case, Path, list[Path]]]()
-
-    def merge(family: str) -> tuple[Case, Path, list[Path]]:
-        if family not in known:
-            case = next(case for case in ALL if case.family == family)
-            base, tuned, merged = (folder / family / name for name in ("base", "tuned", "merged"))
-            make(case).float().save_pretrained(base)
-            before, draw = state(base), torch.Generator().manual_seed(1)
-            after = {n: t + 0.03 * torch.randn(t.shape, generator=draw) for n, t in before.items()}
-            written(after, base, tuned)
-            written({name: (before[name] + after[name]) / 2 for name in before}, base, merged)
-            known[family] = case, merged, [base, tuned]
-        return known[family]
-
-    return merge
-
-
-def written(tensors: Tensors, like: Path, where: Path) -> Path:
-    shutil.copytree(like, where, dirs_exist_ok=True)
-    save_file(tensors, where / "model.safetensors", {"format": "pt"})
-    return where
+@cache
+def merge(family: str) -> tuple[Path, list[Path]]:
+    """A merge of two near models, and these."""
+    folder, draw = scratch() / f"damage-{family}", torch.Generator().manual_seed(1)
+    base = save(make(CASES[family]).float(), folder / "base")
+    before = state(base)
+    after = {name: tensor + 0.03 * torch.randn(tensor.shape, generator=draw) for name, tensor in before.items()}
+    middle = {name: (before[name] + after[name]) / 2 for name in before}
+    return write_state(middle, base, folder / "merged"), [base, write_state(after, base, folder / "tuned")]
 
 
 def causes(out: Path, parents: list[Path]) -> list[str]:
@@ -100,36 +85,36 @@ def causes(out: Path, parents: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_called_by_its_name(damage: str, family: str, merges: Merges, tmp_path: Path) -> None:
+def test_damage_is_called_by_its_name(damage: str, family: str, tmp_path: Path) -> None:
     """And by no other."""
-    (case, merged, parents), (name, change) = merges(family), DAMAGES[damage]
+    (merged, parents), (name, change) = merge(family), DAMAGES[damage]
     tensors = state(merged)
     torch.manual_seed(0)
-    change(tensors, case)
-    assert causes(written(tensors, merged, tmp_path / "out"), parents) == [name]
+    change(tensors, CASES[family])
+    assert causes(write_state(tensors, merged, tmp_path / "out"), parents) == [name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_computes_the_same_is_no_damage(family: str, merges: Merges, tmp_path: Path) -> None:
+def test_what_computes_the_same_is_no_damage(family: str, tmp_path: Path) -> None:
     """A whole merge; and one whose neurons stand in another order together."""
-    _, merged, parents = merges(family)
+    merged, parents = merge(family)
     assert causes(merged, parents) == []
     tensors = state(merged)
     for name in [name for name in tensors if ".layers.0.mlp." in name and name.endswith("weight")]:
         if "experts" not in name and "gate.weight" not in name:
             tensors[name] = tensors[name].flip(1 if "down_proj" in name else 0)
-    assert causes(written(tensors, merged, tmp_path / "out"), parents) == []
+    assert causes(write_state(tensors, merged, tmp_path / "out"), parents) == []
 
 
-def test_a_parent_in_the_other_layout(merges: Merges, tmp_path: Path) -> None:
+def test_a_parent_in_the_other_layout(tmp_path: Path) -> None:
     """Seen before anything is merged."""
-    case, merged, (base, tuned) = merges("llama")
-    tensors, recipe = state(tuned), tmp_path / "recipe.yml"
-    other_rope(tensors, case)
-    other = written(tensors, merged, tmp_path / "other")
-    models = "".join(f"  - {{model: {path}, parameters: {{weight: 0.5}}}}\n" for path in (base, other))
-    recipe.write_text(f"merge_method: linear\nmodels:\n{models}dtype: float32\n")
-    (cause, *_) = diagnose(open_case(str(recipe)))
+    merged, (base, tuned) = merge("llama")
+    tensors = state(tuned)
+    other_rope(tensors, CASES["llama"])
+    models = [base, write_state(tensors, merged, tmp_path / "other")]
+    listed = [{"model": str(model), "parameters": {"weight": 0.5}} for model in models]
+    recipe = {"merge_method": "linear", "models": listed, "dtype": "float32"}
+    (cause, *_) = diagnose(open_case(str(write_recipe(recipe, tmp_path / "recipe.yml"))))
     assert cause.name == "RoPE layout"
-    assert str(other) in cause.where
+    assert str(models[1]) in cause.where

@@ -24,6 +24,7 @@ HALF = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor}]"
 PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
 THREE = "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters:"
 SHARE = "from 0 to 1"
+INSIDE = "is not a name inside the merged model's folder"
 OF_LAYERS = "align anchor donor out", "align anchor donor", "inspect anchor"
 LAYERS = {
     "100": "layers from 0 to 1",
@@ -64,6 +65,8 @@ PARAMETERS = [
     ),
     option("exclude: lm_head, up_prj", "contains 'up_prj'", "did you mean 'up_proj'"),
     option("exclude: 3", "'exclude' is 3; it must be names"),
+    *(option(f"save_alignment: {name}", INSIDE) for name in ("../maps", "/tmp/maps", "in/../../maps", ".")),
+    option("save_alignment: config.json", "'config.json' is a file of the merged model", recipe=("merge",)),
     of_donor("{weight: 0.5, finetuned_from: 3}", "'finetuned_from' is 3"),
     of_donor("{weight: 0.5, alignment: [a, b]}", "'alignment' applies"),
     option("untie: yes please", "'untie' is 'yes please'"),

@@ -10,7 +10,6 @@ import models
 import pytest
 import test_architectures as contract
 import test_laws
-import torch
 import transformers
 from measure import residual_groups
 from subjects import Pair, subject_of
@@ -35,20 +34,11 @@ class QuokkaConfig(transformers.PretrainedConfig):
         super().__init__(**{**sizes, "tie_word_embeddings": False})
 
 
-class Gain(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
 class Layer(nn.Module):
     def __init__(self, c: QuokkaConfig) -> None:
         super().__init__()
         self.heads, self.groups, self.size = c.heads, c.groups, c.width // c.heads
-        self.norm1, self.norm2 = Gain(c.width), Gain(c.width)
+        self.norm1, self.norm2 = nn.RMSNorm(c.width, eps=1e-6), nn.RMSNorm(c.width, eps=1e-6)
         self.query = nn.Linear(c.width, c.width, bias=False)
         self.keyvalue = nn.Linear(c.width, 2 * c.groups * self.size, bias=False)
         self.out = nn.Linear(c.width, c.width, bias=False)
@@ -64,31 +54,22 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-class Body(nn.Module):
-    def __init__(self, c: QuokkaConfig) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(c.vocab_size, c.width), nn.Embedding(c.context, c.width)
-        self.blocks = nn.ModuleList(Layer(c) for _ in range(c.depth))
-        self.last = Gain(c.width)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 class QuokkaForCausalLM(transformers.PreTrainedModel):
     config_class: ClassVar[Any] = QuokkaConfig
 
     def __init__(self, config: QuokkaConfig) -> None:
         super().__init__(config)
-        self.body = Body(config)
+        words, places = (nn.Embedding(size, config.width) for size in (config.vocab_size, config.context))
+        blocks, last = nn.ModuleList(Layer(config) for _ in range(config.depth)), nn.RMSNorm(config.width, eps=1e-6)
+        self.body = nn.ModuleDict({"words": words, "places": places, "blocks": blocks, "last": last})
         self.out = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
-        return CausalLMOutput(logits=self.out(self.body(input_ids)))
+        x = self.body["words"](input_ids) + self.body["places"].weight[: input_ids.shape[1]]
+        for block in self.body["blocks"]:
+            x = block(x)
+        return CausalLMOutput(logits=self.out(self.body["last"](x)))
 
 
 @pytest.fixture(params=["grouped", "ungrouped"])

@@ -29,16 +29,24 @@ def test_pictures_are_what_the_script_draws() -> None:
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), f"run make_pictures.py for {name}"
 
 
+MEASURED = re.compile(r"(?<![\d.])\d\.\d{3}(?!\d)|\d\.\d+ ?%|\d nats")
+"""How losses, accuracies and barriers are written."""
+KNOWN = "0.001 0.001) 0.07 nats"
+"""Settings, a goal."""
+
+
 def test_figures_are_those_of_the_results() -> None:
     """No figure, in a table or a sentence, without the file of its benchmark; `benchmarks/record.py` mends it."""
     record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
     for page in record["PAGES"]:
-        text = page.read_text(encoding="utf-8")
-        assert record["filled"](text, page.parent.name == "benchmarks") == text, (
-            f"{page.name}: run benchmarks/record.py"
-        )
-        if page.parent.name == "benchmarks":
-            assert "\n|" not in record["MARK"].sub("", text), f"{page.name}: a table without its results"
+        text, of_benchmarks = page.read_text(encoding="utf-8"), page.parent.name == "benchmarks"
+        assert record["filled"](text, of_benchmarks) == text, f"{page.name}: run benchmarks/record.py"
+        text = record["MARK"].sub("", text)
+        assert not of_benchmarks or "\n|" not in text, f"{page.name}: a table without its results"
+        text = record["INLINE"].sub("", text)
+        text = re.sub(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE | re.DOTALL)
+        found = [text[m.start() : m.end() + 1] for m in MEASURED.finditer(text) if m[0] not in KNOWN]
+        assert found == [], f"{page.name}: write <!-- figure: NAME | column | key=value --><!-- /figure -->"
 
 
 def test_results_are_those_of_the_benchmarks() -> None:
@@ -50,20 +58,6 @@ def test_results_are_those_of_the_benchmarks() -> None:
         assert script.exists(), f"{path.name}: {script.name} is gone"
 
 
-MEASURED = re.compile(r"(?<![\d.])\d\.\d{3}(?!\d)|\d\.\d+ ?%|\d nats")
-"""How losses, accuracies and barriers are written."""
-
-
-def test_no_figure_stands_in_a_sentence_without_its_result() -> None:
-    record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
-    known = ("0.001 ", "0.001)", "0.07 nats")  # settings, a goal
-    for page in record["PAGES"]:
-        text = record["INLINE"].sub("", record["MARK"].sub("", page.read_text(encoding="utf-8")))
-        text = re.sub(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE | re.DOTALL)
-        found = [text[m.start() : m.end() + 1] for m in MEASURED.finditer(text) if m[0] not in " ".join(known)]
-        assert found == [], f"{page.name}: write <!-- figure: NAME | column | key=value --><!-- /figure -->"
-
-
 def anchors(page: Path) -> set[str]:
     """Names that links may use after the #, as mkdocs makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -72,16 +66,13 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
+    """And the page is in the navigation."""
+    assert f" {page.name}\n" in (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for file, anchor in LINK.findall(text):
         target = page if not file else DOCS / file
         assert target.exists(), f"no such file: {file}"
         assert not anchor or anchor[1:] in anchors(target), f"no heading {anchor} in {target.name}"
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
 
 
 @pytest.mark.slow

@@ -1,100 +1,82 @@
-"""Commands behave as a shell expects: pipes, Ctrl-C, colours, errors as JSON, nothing written over without a word."""
+"""Commands behave as a shell expects: pipes, Ctrl-C, what is logged; errors of other libraries are one line."""
 
 from __future__ import annotations
 
-import json
+import logging
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from bad_inputs import NOWHERE
-from cli_support import CHECKPOINTS, COMMANDS, output_of, run
+from cli_support import CHECKPOINTS, COMMANDS, run
+from mergekit.options import MergeOptions
+from plugin_support import merged, recipe_for, write_recipe
+from safetensors import SafetensorError
 
+from rotation_merge import files
 from rotation_merge.cli import app as cli
 from rotation_merge.cli import command, show
-from rotation_merge.errors import RotationMergeError, no_space
-from rotation_merge.files import locked
+from rotation_merge.mergekit_plugin import compile as compiling
 from rotation_merge.mergekit_plugin.console import line
+from rotation_merge.mergekit_plugin.document import Document
+from rotation_merge.mergekit_plugin.recipe import Recipe
+from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.report.plots import save_barrier
+from rotation_merge.run.evaluate import Barrier, Curve
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
-
-
-def test_an_error_is_json_where_json_was_asked_for():
-    result = run("align", LLAMAS[0], "nowhere", "--json")
-    assert result.exit_code == 2
-    assert json.loads(result.stdout) == {
-        "error": {"what": "no such directory", "where": "nowhere", "remedy": "check the path"}
-    }
-
-
 RESUMES = ("align", "barrier", "carry", "measure", "merge", "polish")
 """Commands that continue an interrupted run."""
+
+
+def failing(error: BaseException) -> Callable[..., object]:
+    return lambda *_, **__: (_ for _ in ()).throw(error)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_interrupted_and_read_as_a_shell_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [] if name == "demo" else NOWHERE[name].split()
-
-    def failing(error: BaseException):
-        return lambda *_, **__: (_ for _ in ()).throw(error)
-
+    words = [] if name == "demo" else NOWHERE[name].split()
     monkeypatch.setattr(command, "checked_outputs", failing(KeyboardInterrupt()))
-    interrupted = run(name, *given)
+    interrupted = run(name, *words)
     monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
     monkeypatch.setattr(cli.click.Group, "invoke", lambda *_: show.Answer({}, ["text"]))
     monkeypatch.setattr(cli.click, "echo", failing(BrokenPipeError()))
-    for result, code, said in ((interrupted, 130, "Interrupted"), (run(name, *given), 141, "")):
-        assert (result.exit_code, result.stdout) == (code, ""), result.output
-        assert result.stderr.startswith(said)
-        assert bool(result.stderr) == bool(said)
-        assert ("run the same command to continue" in result.stderr) == (bool(said) and name in RESUMES)
+    unread = run(name, *words)
+    assert (unread.exit_code, unread.output) == (141, "")
+    assert (interrupted.exit_code, interrupted.stdout) == (130, "")
+    assert interrupted.stderr.startswith("Interrupted")
+    assert ("run the same command to continue" in interrupted.stderr) == (name in RESUMES)
 
 
-def test_ctrl_c_while_libraries_come_up_ends_with_130(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "import_module", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+def test_ctrl_c_while_libraries_come_up_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "import_module", failing(KeyboardInterrupt()))
     result = run("check", "recipe.yml")
     assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path):
-    file = tmp_path / "maps.safetensors"
-    file.write_text("mine")
-    for arguments in (
-        ["align", *LLAMAS, "--alignment", file],
-        ["align", *LLAMAS, "--learn", "--data", "demo:python", "--alignment", file],
-        ["measure", LLAMAS[0], "--data", "self", "--out", file],
-        ["align", *LLAMAS, tmp_path],
-        ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
-        ["polish", LLAMAS[0], tmp_path, "--teachers", LLAMAS[1]],
-    ):
-        output = output_of(*arguments, code=2)
-        assert "already exists" in output
-        assert "--force" in output
-    assert file.read_text() == "mine"
-    assert run("align", *LLAMAS, "--alignment", file, "--force").exit_code == 0
-    assert file.read_bytes() != b"mine"
-
-
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_error():
+def test_a_reader_that_goes_away_is_no_error() -> None:
     """`rotation-merge inspect --architectures --json | head -c 1`."""
-    command = [Path(sys.executable).with_name("rotation-merge"), "inspect", "--architectures", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    said = process.stderr.read().decode()
-    assert process.wait() in (0, 141, -signal.SIGPIPE)
-    assert said == ""
+    program = [Path(sys.executable).with_name("rotation-merge"), "inspect", "--architectures", "--json"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode in (0, 141, -signal.SIGPIPE)
 
 
-def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_long_work_says_in_a_log_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At most every half minute; short work says nothing."""
     now = [0.0]
     monkeypatch.setattr(show.time, "perf_counter", lambda: now[0])
@@ -105,62 +87,95 @@ def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err.splitlines() == ["matching 3 of 8, 31 s so far", "matching 5 of 8, 95 s so far"]
 
 
-def test_below_the_line_is_explained():
-    """A path that never rises above the line between its ends has no barrier; how far it falls below is said."""
-    from rotation_merge.run.evaluate import Curve
-
-    better = Curve("aligned", [0.0, 0.5, 1.0], [2.0, 1.5, 2.2], [0.0] * 3)
-    assert better.barrier() == 0.0
-    assert "at 0.5 the loss is 0.6000 below the straight line between its ends" in (better.verdict() or "")
-    for losses in ([2.0, 3.0, 2.0], [2.0, 2.0, 2.0]):
-        assert Curve("plain", [0.0, 0.5, 1.0], losses, [0.0] * 3).verdict() is None
-
-
-def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch):
-    from mergekit.options import MergeOptions
-
-    from rotation_merge.mergekit_plugin import compile as compiling
-    from rotation_merge.mergekit_plugin.document import Document
-    from rotation_merge.mergekit_plugin.recipe import Recipe
-    from rotation_merge.mergekit_plugin.session import Session
-
+def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(compiling, "fetched", lambda model, *_: asked.append(model.path) or LLAMAS[0])
-    models = [{"model": model, "parameters": {"weight": 0.5}} for model in LLAMAS[:2]]
     for source in ("base", "union", LLAMAS[0], "org/name"):
-        recipe = {"merge_method": "rotation_merge", "base_model": LLAMAS[0], "models": models}
-        session = Session(Recipe.of(Document({**recipe, "tokenizer_source": source})), MergeOptions(quiet=True))
+        recipe = recipe_for("linear", *map(Path, LLAMAS)) | {"tokenizer_source": source}
+        session = Session(Recipe.of(Document(recipe)), MergeOptions(quiet=True))
         compiling.compiled(session)
         session.run.end()
     assert asked == ["org/name"]
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from rotation_merge import files
-    from rotation_merge.report.plots import save_barrier
-    from rotation_merge.run.evaluate import Barrier, Curve
-
-    found = Barrier("a", "b", "data", "class", 1, {}, [Curve("plain", [0.0, 1.0], [1.0, 1.0], [0.0, 0.0])])
-    save_barrier(found, str(tmp_path / "path.svg"))
+def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = Barrier("a", "b", "data", "class", 1, {}, [Curve("plain", [0.0, 1.0], [1.0, 1.0], [0.0, 0.0])])
+    save_barrier(barrier, str(tmp_path / "path.svg"))
     before = (tmp_path / "path.svg").read_bytes()
-    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(files.os, "fsync", failing(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        save_barrier(found, str(tmp_path / "path.svg"))
-    assert [path.name for path in tmp_path.iterdir()] == ["path.svg"]
-    assert (tmp_path / "path.svg").read_bytes() == before
+        save_barrier(barrier, str(tmp_path / "path.svg"))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"path.svg": before}
 
 
-def test_what_torch_says_of_a_full_disk():
-    assert no_space(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 24576 vs 24464"))
-    assert not no_space(
-        RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
-    )
+NAMED = "/data/map.safetensors: cannot be read or written (permission denied); "
+ERRORS: list[tuple[Exception, str]] = [
+    (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
+    (SafetensorError("serializing: IoError(Os { code: 28, kind: StorageFull, message: x })"), "the disk is full"),
+    (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 24576 vs 24464"), "the disk is full"),
+    (RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory"), "Pytorch"),
+    (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "grew over the limit"),
+    (SafetensorError("serializing: IoError(Os { code: 27, kind: FileTooLarge, message: x })"), "grew over the limit"),
+    (SafetensorError("serializing: IoError(Os { code: 13, kind: PermissionDenied, message: x })"), "permissions"),
+    (SafetensorError("Error while deserializing header: InvalidHeaderDeserialization"), "corrupt"),
+    (SafetensorError("deserializing header: incomplete metadata, file not fully covered"), "corrupt"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "(tried to allocate 2.00 GiB)"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), "64 bytes)"),
+    (MemoryError(), "this machine ran out of memory"),
+    (PermissionError(13, "Permission denied", "/data/.map.safetensors.partial"), NAMED),
+    (PermissionError(13, "Permission denied", "/data/map.safetensors"), NAMED),
+]
 
 
-def test_a_file_that_cannot_be_written_is_named_by_its_own_name():
-    for name in ("/data/.map.safetensors.partial", "/data/map.safetensors"):
-        told = line(PermissionError(13, "Permission denied", name))
-        assert told.startswith("/data/map.safetensors: cannot be read or written (permission denied); ")
-    with pytest.raises(RotationMergeError, match="/proc/nothing: cannot be written"), locked("/proc/nothing"):
-        pass
+@pytest.mark.parametrize(("error", "means"), ERRORS, ids=lambda x: None if isinstance(x, str) else str(x)[:70])
+def test_errors_of_other_libraries(error: Exception, means: str) -> None:
+    text = line(error)
+    assert text.startswith(means) if means in (NAMED, "Pytorch") else means in text
+
+
+@pytest.fixture
+def levels() -> Iterator[None]:
+    """Loggers end as they were."""
+    before = {logger: logger.level for logger in (logging.getLogger(), logging.getLogger("rotation_merge"))}
+    yield
+    for logger, level in before.items():
+        logger.setLevel(level)
+
+
+def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("rotation_merge") and r.levelno == level]
+
+
+@pytest.mark.usefixtures("levels")
+def test_a_merge_logs_what_was_decided_for_each_donor_and_block(
+    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing unless asked."""
+    merged(recipe_for("linear", *pair), tmp_path / "silent")
+    assert not logged(caplog, logging.INFO)
+    caplog.set_level(logging.DEBUG, "rotation_merge")
+    merged(recipe_for("linear", *pair), tmp_path / "out")
+    info, debug = logged(caplog, logging.INFO), logged(caplog, logging.DEBUG)
+    for block in ("layers.0", "layers.1"):
+        (text,) = [text for text in info if text.startswith(f"{pair[1]}, model.{block}: ")]
+        assert all(words in text for words in ("attn by", "ffn by", "->"))
+        assert any(f"{block}.ffn: " in text and "from the identity" in text for text in debug)
+    assert any(text.startswith(f"{pair[1]} is aligned block by block: AlignConfig(") for text in info)
+    assert any(text.startswith(f"{pair[0]}: llama, ") for text in info)
+
+
+@pytest.mark.usefixtures("levels")
+def test_verbosity_stands_before_or_behind_the_command(
+    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice gives tracebacks."""
+    recipe = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml")
+    for words in (("-v", "check", recipe), ("check", recipe, "-v")):
+        caplog.clear()
+        assert run(*words).exit_code == 0
+        info = "\n".join(logged(caplog, logging.INFO))
+        assert all(words in info for words in ("mergekit 0", f"{pair[1]} is aligned", "done in "))
+        logging.getLogger("rotation_merge").setLevel(logging.WARNING)
+    assert run("check", tmp_path / "none.yml").exit_code == 2
+    assert not isinstance(run("check", tmp_path / "none.yml", "-vv").exception, SystemExit)

@@ -1,34 +1,43 @@
-"""`barrier`: what was planted is found on the path, by options, files, samples and recipes alike."""
+"""`barrier`: what was planted is found on the path, by options, files, samples and recipes alike; its ends are the
+parents, each under its own config, and its own head where it keeps that."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cli_support import output_of, parsed, run
-from plugin_support import from_file, make, recipe_for, twin, write_recipe
-from safetensors.torch import save_file
+from cli_support import output_of, parsed
+from plugin_support import build, from_file, make, merged, recipe_for, save, state, twin, write_recipe
+from safetensors.torch import load_file, save_file
+
+import rotation_merge as rm
 
 Models = dict[str, Path]
 
 WHOLE = {"heads": "permutation", "residual": "signed_permutation"}
 TURNED = ("anchor", "turned")
 BESIDE = ("--compare", "aligned,residual")
+FAST = {"rope_theta": 20.0, "rope_type": "default"}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """An anchor, a twin in other coordinates (of the stream, too), one by local groups alone, a stranger; data."""
+    """An anchor, a twin in other coordinates (of the stream, too), one by local groups alone, a stranger, one whose
+    config differs where a merge becomes questionable; data."""
     folder = tmp_path_factory.mktemp("models")
     anchor = make("llama", folder / "anchor", num_hidden_layers=1)
     save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, folder / "data.safetensors")
+    strange = build("llama", seed=3, num_hidden_layers=1, rms_norm_eps=0.5, rope_parameters=FAST)
     return {
         "anchor": anchor,
         "turned": twin(anchor, folder / "turned", **WHOLE),
         "near": twin(anchor, folder / "near", heads="permutation"),
         "other": make("llama", folder / "other", seed=7, num_hidden_layers=1),
+        "strange": save(strange, folder / "strange"),
         "data": folder / "data.safetensors",
     }
 
@@ -52,7 +61,7 @@ def alike(losses: list[float], rel: float = 1e-6) -> Any:
 @pytest.mark.slow
 def test_options_and_files_align_alike(models: Models, tmp_path: Path) -> None:
     file, flags = tmp_path / "map.safetensors", ("--heads", "permutation", "--residual", "rotation")
-    assert run("align", models["anchor"], models["turned"], *flags, "--alignment", file, "--half").exit_code == 0
+    output_of("align", models["anchor"], models["turned"], *flags, "--alignment", file, "--half")
     ways = (("--heads", "permutation"), flags, ("--alignment", file))
     (local,), (whole,), (by_file,) = (barriers(models, *TURNED, options=options) for options in ways)
     assert list(local) == ["plain", "aligned"]
@@ -82,7 +91,7 @@ def test_maps_chosen_on_samples(match_on: str, models: Models, tmp_path: Path) -
     (by_recipe,) = barriers(models, write_recipe(document, tmp_path / "recipe.yml"))
     assert by_recipe["aligned"] == pytest.approx(by_option["aligned"], abs=1e-6)
     call = ("barrier", tmp_path / "recipe.yml", "--data", models["data"], "--match-on", "both")
-    assert "a recipe already gives the maps" in run(*call).output
+    assert "a recipe already gives the maps" in output_of(*call, code=2)
 
 
 @pytest.mark.slow
@@ -117,3 +126,53 @@ def test_bad_input_is_one_line(models: Models, options: str, words: str) -> None
     output = output_of("barrier", *map(models.get, names), "--data", models["data"], *options.split(), code=2)
     assert words in output
     assert "Traceback" not in output
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def loss(path: Path, data: Path, config: Path | None = None) -> float:
+    """Of a model on its own, or with the weights of one and the config of another."""
+    if config is None:
+        return rm.evaluate(path, str(data))["loss"]
+    return rm.evaluate((state(path), json.loads((config / "config.json").read_text())), [load_file(data)])["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["none", "rotation"])
+def test_each_end_is_the_parent_under_its_own_config(residual: str, models: Models) -> None:
+    anchor, donor, data = models["anchor"], models["strange"], models["data"]
+    ends = loss(anchor, data), loss(donor, data)
+    assert abs(loss(donor, data, config=anchor) - ends[1]) > 1e-2  # its config matters
+    for names, expected in ((("anchor", "strange"), ends), (("strange", "anchor"), ends[::-1])):
+        (curves,) = barriers(models, *names, options=("--residual", residual))
+        for name, losses in curves.items():
+            assert (losses[0], losses[-1]) == pytest.approx(expected, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_models_that_keep_heads_of_other_sizes(tmp_path: Path) -> None:
+    """Each task under its own head: the ends are the parent, and the middle is what a merge writes. Data are counted,
+    and a path has the tasks of its ends."""
+    draw, data = np.random.default_rng(0), [tmp_path / f"{classes}.npz" for classes in (2, 3, 4)]
+    models = [make("bert", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3, 4)]
+    for classes, file in zip((2, 3, 4), data, strict=True):
+        np.savez(file, input_ids=draw.integers(3, 40, (12, 6)), labels=draw.integers(0, classes, 12))
+    recipe = recipe_for("linear", *models, heads_of="each", residual="permutation")
+    words = [part for file in data for part in ("--data", file)]
+    paths = parsed("barrier", write_recipe(recipe, tmp_path / "recipe.yml"), *words, "--points", 3)
+    tasks = [(d, n) for d in (1, 2) for n in (0, d)]
+    assert [(path["donor"], path["head"], path["data"]) for path in paths] == [
+        (str(models[d]), str(models[n]), str(data[n])) for d, n in tasks
+    ]
+    merged(recipe_for("linear", *models[:2], heads_of="each", residual="permutation"), tmp_path / "out")
+    for number, whole in enumerate((tmp_path / "out", tmp_path / "out" / "heads" / "3")):
+        plain, aligned = paths[number]["curves"]
+        for curve in (plain, aligned):
+            assert curve["loss"][-number] == pytest.approx(loss(models[number], data[number]), abs=1e-5)
+        assert aligned["loss"][1] == pytest.approx(loss(whole, data[number]), abs=1e-4)
+    call = ("barrier", *models[:2], *words[:2], "--points", 3)
+    assert "2 models keep heads of their own, data are given 1 times; give it once for each model" in output_of(
+        *call, "--heads-of", "each", code=2
+    )
+    assert "heads_of: each" in output_of(*call, code=2)

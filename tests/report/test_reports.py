@@ -1,4 +1,4 @@
-"""Reports as data: their words, older ones, and those that are none."""
+"""Reports as data: their words, their picture, and older ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rotation_merge import RotationMergeError
 from rotation_merge.model.card import updated_card
 from rotation_merge.record import DISTANCES, MergeReport, SpaceRow, gained
-from rotation_merge.report.files import read_report
 from rotation_merge.report.plots import save_distances
 
 
@@ -59,12 +57,3 @@ def test_distances_by_layer_are_a_picture(tmp_path: Path) -> None:
         assert save_distances(report(without), str(tmp_path)) is None
     assert f"]({DISTANCES})" in updated_card("# x\n", report(*rows), "x", {}, picture=DISTANCES)
     assert DISTANCES not in updated_card("# x\n", report(*rows), "x", {})
-
-
-def test_no_report_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "rotation_merge.json"
-    with pytest.raises(RotationMergeError, match="no such file"):
-        read_report(str(path))
-    path.write_text('{"rows": 3}')
-    with pytest.raises(RotationMergeError, match="is not a report"):
-        read_report(str(path))

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import error_of, run
+from cli_support import error_of, output_of, run
 from memory_support import alive, forget
 from plugin_support import make as make_checkpoint
 from rounding import assert_equal_up_to_rounding
 from safetensors.torch import load_file
-from tiny_models import ALL, Case, inputs, keep_float64, make, save
+from tiny_models import ALL, keep_float64, planted
 
 from rotation_merge import MeasureConfig, RotationMergeError
-from rotation_merge.architecture import resolve
 from rotation_merge.files import TemporaryFolder
 from rotation_merge.model.open import open_model
 from rotation_merge.model.tensors import as_tensors
@@ -30,27 +29,24 @@ from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics import NAME, first_readers
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
-FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
+CASES = {case.family: case for case in reversed(ALL)}
+FULL = OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
-def test_layer_by_layer_finds_what_the_whole_model_shows(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("family", HARD)
+def test_layer_by_layer_finds_what_the_whole_model_shows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs as they are, of one forward of the whole model."""
-    model = make(case)
-    given: Any = inputs(case, model)
-    config, state = save(model, tmp_path / "model")
-    stored = resolve(config, list(state), case.name)
+    subject = planted(CASES[family])
+    model, batch = subject.module, subject.given
+    view = View(family, subject.config, subject.architecture, as_tensors(subject.state))
     monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
     with keep_float64(), torch.no_grad():
-        runner = Runner(View(case.name, config, stored, as_tensors(state)), [given], dtype=torch.float64)
-        found = grams(runner)
-        whole = Runner.of_module(model, [given])
+        found = grams(Runner(view, [batch], dtype=torch.float64))
+        whole = Runner.of_module(model, [batch])
         watched, whole.model = WatchedBlocks(whole), model
         seen = defaultdict[tuple[str, int | None], list[torch.Tensor]](list)
         with Products(watched, lambda name, expert, x, _: seen[name, expert].append(x.flatten(0, -2))):
-            model(**given)
+            model(**batch)
     assert found.tensors.keys() == {f"{axis}.{kind}" for axis in found.axes.values() for kind in ("gram", "count")}
     for axis, name in first_readers(found.axes).items():
         gram, counts = found[f"{axis}.gram"], found[f"{axis}.count"].flatten().tolist()
@@ -79,8 +75,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same statistics after an interruption, and of text that a model writes by layer or as a whole."""
     path = make_checkpoint("llama", tmp_path / "model")
     np.savez(tmp_path / "data.npz", input_ids=np.arange(48).reshape(4, 12) % 40)
-    given = ("measure", path, "--data", tmp_path / "data.npz", "--batch-size", "2")
-    assert run(*given, "--out", tmp_path / "once").exit_code == 0
+    of_file = ("measure", path, "--data", tmp_path / "data.npz", "--batch-size", "2")
+    output_of(*of_file, "--out", tmp_path / "once")
     stock, calls = WatchedBlocks.advance, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -90,15 +86,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return stock(self, *arguments)
 
     monkeypatch.setattr(WatchedBlocks, "advance", interrupted)
-    assert run(*given).exit_code != 0
+    assert run(*of_file).exit_code != 0
     assert not (path / NAME).exists()
-    assert [p.name for p in path.iterdir() if "unfinished" in p.name]
-    assert run(*given).exit_code == 0
+    assert list(path.glob("*unfinished*"))
+    output_of(*of_file)
     assert (path / NAME).read_bytes() == (tmp_path / "once").read_bytes()
-    assert sorted(p.name for p in path.iterdir() if "unfinished" in p.name) == []
-    wanted = [*given[:2], "--data", "self", "--samples", "3", "--length", "12"]
+    assert not list(path.glob("*unfinished*"))
     for how in ("whole", "by-layer"):
-        assert run(*wanted, f"--{how}", "--out", tmp_path / how).exit_code == 0
+        options = ("--data", "self", "--samples", "3", "--length", "12", "--out", tmp_path / how)
+        output_of("measure", path, *options, f"--{how}")
     assert_equal_up_to_rounding(load_file(tmp_path / "by-layer"), load_file(tmp_path / "whole"), units=4096)
 
 
@@ -113,12 +109,11 @@ def test_a_fisher_diagonal_needs_the_whole_model(fits: bool, tmp_path: Path, mon
     assert not (path / NAME).exists()
 
 
-def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> None:
-    case = next(case for case in ALL if case.family == "llama")
-    config, state = save(make(case).float(), tmp_path / "model")
-    reads, architecture = Counter[str](), resolve(config, list(state), case.name)
-    source = as_tensors(state).map(lambda name, tensor: (reads.update([name]), tensor)[1])
-    model = streamed_model(View(case.name, config, architecture, source), "cpu")
+def test_weights_are_read_on_every_run_and_let_go_after_it() -> None:
+    subject, reads = planted(CASES["llama"]), Counter[str]()
+    state = dict(subject.state)
+    source = as_tensors(state).map(lambda name, tensor: (reads.update([name]), tensor.float())[1])
+    model = streamed_model(View("llama", subject.config, subject.architecture, source), "cpu")
     weights = [name for name in state if name.endswith("down_proj.weight")]
     for count in (1, 2):
         with torch.no_grad():
@@ -127,7 +122,7 @@ def test_weights_are_read_on_every_run_and_let_go_after_it(tmp_path: Path) -> No
         assert all(model.get_parameter(name).is_meta for name in state)
     del state[weights[0]]
     with pytest.raises(RotationMergeError, match=rf"no weight {weights[0]}"):
-        streamed_model(View(case.name, config, architecture, as_tensors(state)), "cpu")
+        streamed_model(View("llama", subject.config, subject.architecture, as_tensors(state)), "cpu")
 
 
 @pytest.mark.parametrize("done", [True, False])
@@ -138,7 +133,7 @@ def test_a_full_disk_leaves_what_is_done(done: bool, tmp_path: Path) -> None:
         with unfinished(tmp_path / "out", {}) as store:
             if done:
                 store.put("a", {"a": torch.ones(2)})
-            raise OSError(28, "No space left on device")
+            raise FULL
 
     with pytest.raises(RotationMergeError, match=r"no space left.*the same command continues"):
         measure()
@@ -148,5 +143,5 @@ def test_a_full_disk_leaves_what_is_done(done: bool, tmp_path: Path) -> None:
 def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(RotationMergeError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), TemporaryFolder():
-        raise OSError(28, "No space left on device")
+        raise FULL
     assert not list(tmp_path.iterdir())

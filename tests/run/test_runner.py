@@ -17,7 +17,7 @@ from rotation_merge.run import functions
 from rotation_merge.run.proof import random_batch
 from rotation_merge.run.runner import Runner, StateStore
 
-FIRST = list({case.family: case for case in reversed(ALL)}.values())
+FIRST = {case.family: case for case in reversed(ALL)}
 HARD = [case for case in ALL if case.name in ("classifier, all layers", "t5-mt5", "v2, own keys, convolution")]
 
 
@@ -28,15 +28,13 @@ def runner(case: Case, folder: Path, store: StateStore | None = None) -> tuple[R
     """
     model = make(case)
     draw = random_batch(model, torch.Generator().manual_seed(0))
-    given = {name: x.double() if x.is_floating_point() else x for name, x in draw.items()}
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in draw.items()}
     config, state = save(model, folder)
-    architecture = resolve(config, list(state), case.name)
-    view = View(case.name, config, architecture, as_tensors(state))
-    found = Runner(view, [given, dict(given)], store, dtype=torch.float64)
-    return found, outputs(model, given)
+    view = View(case.name, config, resolve(config, list(state), case.name), as_tensors(state))
+    return Runner(view, [batch, dict(batch)], store, dtype=torch.float64), outputs(model, batch)
 
 
-@pytest.mark.parametrize("case", [*FIRST, *HARD], ids=lambda case: f"{case.family}-{case.name}")
+@pytest.mark.parametrize("case", [*FIRST.values(), *HARD], ids=lambda case: f"{case.family}-{case.name}")
 def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
     run, expected = runner(case, tmp_path)
     filled = []
@@ -52,30 +50,23 @@ def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
     assert max(filled) >= 1
 
 
-def test_states_wait_on_disk(tmp_path: Path) -> None:
-    """Hidden states in a folder give the same as in memory, and the folder is left as it was."""
+def test_states_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states in a folder give the same as in memory, and the folder is left as it was; or it is named."""
     store = StateStore(str(tmp_path / "spill"))
-    case = next(case for case in ALL if case.family == "llama")
-    run, expected = runner(case, tmp_path / "model", store)
+    run, expected = runner(FIRST["llama"], tmp_path / "model", store)
     with keep_float64():
         run.run_through()
         assert len(list((tmp_path / "spill").rglob("*.safetensors"))) == 2
         assert difference(outputs(run.model, run.batches[0]), expected) <= 1e-9
-    store.close()
-    assert list((tmp_path / "spill").iterdir()) == []
 
-
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RotationMergeError, match="cannot be written to"):
-        StateStore(str(tmp_path / "file"))
-
-
-def test_states_that_find_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    store = StateStore(str(tmp_path / "spill"))
     monkeypatch.setattr("rotation_merge.run.runner.save_file", full)
     with pytest.raises(RotationMergeError, match=r"No space left.*name a folder that has more in TMPDIR"):
         store.put("a", [torch.zeros(2)])
+    store.close()
+    assert list((tmp_path / "spill").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RotationMergeError, match="cannot be written to"):
+        StateStore(str(tmp_path / "file"))
