@@ -21,7 +21,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.record import SpaceRow
 from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
-from rotation_merge.symmetry.admitted import SpaceGroup, admitted, asks
+from rotation_merge.symmetry.admitted import SpaceGroup, admitted
 
 CHUNK = 1 << 20
 """Entries that are widened at a time."""
@@ -104,7 +104,7 @@ def wanted_spaces(block: Block, options: AlignConfig) -> list[Space]:
     """The local spaces of a block that these options ask to match."""
     if not options.matches_layer(block.index):
         return []
-    spaces = [space for space in block.spaces.values() if asks(space, options)]
+    spaces = [space for space in block.spaces.values() if admitted(space, options).words != "none"]
     return sorted(spaces, key=lambda space: space.kind != "translation")  # exact whatever the others are: they go first
 
 

@@ -26,11 +26,13 @@ from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
 from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, row_squares
-from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
 from rotation_merge.symmetry.group import Group, Monomials
-from rotation_merge.symmetry.space import PAIRED
+from rotation_merge.symmetry.space import ORDERS
 
+PARTS = ("qk", "vo", "gains", None)
+"""Elements that move coordinates of heads; None: numbers that follow the order of the heads."""
 TURNS = 6
 """Maps and the order of query heads take turns at most so often."""
 GAINED = 1e-12
@@ -67,28 +69,29 @@ class Solution(NamedTuple):
 def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
     """The best order of heads and maps inside them, within the options and the layer's groups."""
     group = admitted(space, options)
-    parts = [part for name in PAIRED if (part := HeadPart.of(space, sides, group, name)) is not None]
-    rows, queries = group.orders
+    parts = [part for name in PARTS if (part := HeadPart.of(space, sides, group, name)) is not None]
+    unmoved = group.identity()
+    rows, queries = unmoved.orders
     pairing, notes = Pairing(rows, rows, queries), list[str]()
     solutions, spectral = [part.solved(pairing) for part in parts], group.order == "spectral"
     if group.order == "fixed" and queries.numel() > 1:
         notes = [FIXED]
-    elif group.reorders and queries.numel() > 1 and parts and (spectral or not _at_home(parts, solutions)):
+    elif group.order != "none" and queries.numel() > 1 and parts and (spectral or not _at_home(parts, solutions)):
         notes = [SPECTRAL] if spectral else [NOTE] if queries.shape[1] > 1 else []
-        candidate = _spectral(group, parts) if spectral else _searched(group, parts)
+        candidate = (_spectral if spectral else _searched)(parts, group.inside)
         candidate_solutions = [part.solved(candidate) for part in parts]
         norm = sum(float(part.squares[0].sum()) for part in parts)
         if spectral or _left(candidate_solutions) < _left(solutions) - GAINED * norm:
             pairing, solutions = candidate, candidate_solutions
     if (shared := HeadPart.of(space, sides, group, "gains", shared=True)) is not None:
         parts, solutions = [*parts, shared], [*solutions, shared.solved(shared.unmoved)]
-    elements = dict(group.identity().elements)
+    orders = map(Monomial.permutation, (pairing.donor[None], pairing.queries))
+    elements = {**unmoved.elements, **dict(zip(ORDERS, orders, strict=True))}
     for part, solution in zip(parts, solutions, strict=True):
         if part.name in elements and elements[part.name].shape == solution.element.shape:
             elements[part.name] = solution.element
     before, anchor = (sum(float(part.squares[which].sum()) for part in parts) for which in (2, 0))
-    transform = Transform("attention", elements, (pairing.donor, pairing.queries))
-    return SpaceMatch(transform, (before, _left(solutions), anchor), notes)
+    return SpaceMatch(Transform("attention", elements), (before, _left(solutions), anchor), notes)
 
 
 def _left(solutions: list[Solution]) -> float:
@@ -126,7 +129,8 @@ class HeadPart:
         sizes, device = space.sizes, sides[0].anchor.device
         size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
         shape = (1, 1, size) if shared else (sizes["groups"], sizes["per_group"], size)
-        roles = ("k_norm", "q_norm") if shared else (*PAIRED[name], *(["gate"] if name == "vo" else []))
+        rules = ROLES["attention"].items()
+        roles = [role for role, rule in rules if rule.element == name and shared == (not rule.levels)]
 
         def apart(x: Tensor) -> Tensor:
             return x.reshape(shape[0], -1, size, x.shape[-1]).to(device)
@@ -252,10 +256,10 @@ def _at_home(parts: list[HeadPart], solutions: list[Solution]) -> bool:
     return False
 
 
-def _searched(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
-    """The donor's KV groups and the query heads inside each in the best order."""
-    rows, count = group.orders[0], len(group.orders[0])
-    if group.inside:
+def _searched(parts: list[HeadPart], inside: bool) -> Pairing:
+    """The donor's KV groups (unless they stay: `inside`) and the query heads in each in the best order."""
+    rows, count = parts[0].unmoved.donor, parts[0].shape[0]
+    if inside:
         return Pairing(rows, rows, _inner_orders(parts, rows, rows)[1])
     gains, queries = _inner_orders(parts, rows.repeat_interleave(count), rows.repeat(count))
     order = assign(gains.reshape(count, count))
@@ -309,13 +313,13 @@ def _turned(parts: list[HeadPart], pairing: Pairing) -> tuple[Tensor, Tensor]:
     return gains, total
 
 
-def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
-    """KV groups (unless they stay) and, inside them, query heads, assigned by the distance of their spectra.
+def _spectral(parts: list[HeadPart], inside: bool) -> Pairing:
+    """KV groups (unless they stay: `inside`) and the query heads in each, assigned by the distance of their spectra.
 
     Distances between the singular values of the anchor's and of the donor's heads, biases included, are summed over
     queries and outputs, (G, r, G, r), and over keys and values.
     """
-    groups, per_group = group.orders[1].shape
+    groups, per_group, _ = parts[0].shape
     shared, every = (torch.zeros(groups, r, groups, r, dtype=torch.float64) for r in (1, per_group))
     for part in (part for part in parts if part.name is not None):
         for total, pairs in zip((shared, every), part.sides[:2], strict=True):
@@ -327,5 +331,5 @@ def _spectral(group: SpaceGroup, parts: list[HeadPart]) -> Pairing:
     queries = _assigned(-inner.flatten(0, 1)).reshape(groups, groups, per_group)
     chosen = inner.gather(3, queries[..., None])[..., 0].sum(-1)
     rows = torch.arange(groups)
-    order = rows if group.inside else assign(-(shared[:, 0, :, 0] + chosen))
+    order = rows if inside else assign(-(shared[:, 0, :, 0] + chosen))
     return Pairing(rows, order, queries[rows, order])

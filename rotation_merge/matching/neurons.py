@@ -28,6 +28,7 @@ from rotation_merge.matching.matrix_pairs import Pairs, PartView, SpaceMatch, Sq
 from rotation_merge.symmetry import Monomial, Transform
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
 from rotation_merge.symmetry.group import Monomials
+from rotation_merge.symmetry.space import ORDERS
 
 ROLES = ("in", "gate", "out")
 ENTRIES = 1 << 19
@@ -148,7 +149,7 @@ def match_neurons(space: Space, parts: Iterable[PartView], options: GroupOptions
         return best_order(Neurons(tuple([(a[i], b[j]) for a, b in pairs] for pairs in stacks.values()), free))
 
     order = torch.arange(count)
-    if group.reorders:
+    if group.order != "none":
         routing = sum((_squares(a, b) for a, b in router), torch.zeros(count, count, dtype=torch.float64))
         likely = _in_groups(-(routing + _likeness(stacks)), space.sizes.get("groups", 1))
         still, moved = (
@@ -156,11 +157,11 @@ def match_neurons(space: Space, parts: Iterable[PartView], options: GroupOptions
             for places in (order, likely)
         )
         order = likely if moved < still else order
-    elements, squares = zip(*(match(i, j) for i, j in enumerate(order.tolist())), strict=True)
-    index, factor = (torch.cat([getattr(element, name) for element in elements]) for name in ("index", "factor"))
-    orders = (order,) if experts else ()
-    transform = Transform(space.kind, {"neurons": Monomial(index, factor, free.degree)}, orders)
-    return SpaceMatch(transform, None if experts else squares[0])
+    matches, squares = zip(*(match(i, j) for i, j in enumerate(order.tolist())), strict=True)
+    index, factor = (torch.cat([getattr(element, name) for element in matches]) for name in ("index", "factor"))
+    elements = {ORDERS[0]: Monomial.permutation(order[None])} if experts else {}
+    elements["neurons"] = Monomial(index, factor, free.degree)
+    return SpaceMatch(Transform(space.kind, elements), None if experts else squares[0])
 
 
 def best_order(neurons: Neurons) -> tuple[Monomial, Squares]:

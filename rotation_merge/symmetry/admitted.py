@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError
-from rotation_merge.symmetry.element import Linear, in_order, is_order
+from rotation_merge.symmetry.element import Linear, Monomial
 from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations, nearest_member
-from rotation_merge.symmetry.space import Space
+from rotation_merge.symmetry.space import ORDERS, Space
 from rotation_merge.symmetry.transform import Transform
 
 STREAM_GROUPS: dict[str, Group] = {
@@ -97,9 +97,8 @@ class SpaceGroup:
 
     Attributes:
         kind: of the space.
-        groups: by the name of an element its group, its batch and its size.
-        heads: numbers of KV groups and of query heads in each; of experts: of the router's groups and of the experts in
-            each.
+        groups: by the name of an element its group, its batch and its size; those of orders first.
+        routing: number of equal groups that a router picks experts in, which stay together.
         order: none (not asked for), permutation (the best), spectral (by singular values), or fixed (asked for where
             the architecture forbids it).
         inside: whether KV groups keep their places, and query heads change theirs inside them.
@@ -108,69 +107,48 @@ class SpaceGroup:
 
     kind: str
     groups: dict[str, tuple[Group, int, int]]
-    heads: tuple[int, int] | None = None
+    routing: int = 1
     order: str = "none"
     inside: bool = False
     shift: int | None = None
-
-    @property
-    def reorders(self) -> bool:
-        """Whether heads or experts may change places."""
-        return self.order in ("permutation", "spectral")
-
-    @property
-    def orders(self) -> tuple[Tensor, ...]:
-        """Every head or expert at its place."""
-        if self.heads is None:
-            return ()
-        if self.kind == "experts":
-            return (torch.arange(self.heads[0] * self.heads[1]),)
-        return torch.arange(self.heads[0]), torch.arange(self.heads[1]).repeat(self.heads[0], 1)
 
     def identity(self) -> Transform:
         """The transform that moves nothing, of the form that matching gives."""
         elements = {name: group.identity(batch, size) for name, (group, batch, size) in self.groups.items()}
         shift = None if self.shift is None else torch.zeros(self.shift, dtype=torch.float64)
-        return Transform(self.kind, elements, self.orders, shift)
+        return Transform(self.kind, elements, shift)
 
     def random(self, generator: torch.Generator) -> Transform:
         """A random transform, for tests and twins."""
-        orders = self._random_orders(generator) if self.reorders else self.orders
         elements = {name: group.random(batch, size, generator) for name, (group, batch, size) in self.groups.items()}
+        if self.routing > 1 and self.order != "none":
+            places = torch.arange(self.groups[ORDERS[0]][2]).reshape(self.routing, -1)
+            rows = (places[number] for number in torch.randperm(self.routing, generator=generator))
+            index = torch.cat([row[torch.randperm(len(row), generator=generator)] for row in rows])
+            elements[ORDERS[0]] = Monomial.permutation(index[None])
         shift = None if self.shift is None else torch.randn(self.shift, dtype=torch.float64, generator=generator)
-        return Transform(self.kind, elements, orders, shift)
-
-    def _random_orders(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        assert self.heads is not None
-        groups, per_group = self.heads
-        outer = torch.arange(groups) if self.inside else torch.randperm(groups, generator=generator)
-        inner = torch.stack([torch.randperm(per_group, generator=generator) for _ in range(groups)])
-        return ((outer[:, None] * per_group + inner).flatten(),) if self.kind == "experts" else (outer, inner)
+        return Transform(self.kind, elements, shift)
 
     def admits(self, transform: Transform) -> bool:
         """Whether a transform of any origin is in the group."""
         return (
             transform.kind == self.kind
             and transform.elements.keys() == self.groups.keys()
-            and self._admits_orders(transform.orders)
             and self._admits_shift(transform.shift)
             and all(
                 nearest_member(group, transform.elements[name], (batch, size)) is not None
                 for name, (group, batch, size) in self.groups.items()
             )
+            and self._keeps_routing(transform)
         )
 
-    def _admits_orders(self, orders: tuple[Tensor, ...]) -> bool:
-        if [order.shape for order in orders] != [order.shape for order in self.orders]:
-            return False
-        if not self.reorders:
-            return all(map(in_order, orders))
-        if not all(map(is_order, orders)):
-            return False
-        if self.kind == "experts" and self.heads is not None:  # those that the router picks together stay together
-            groups = orders[0].reshape(self.heads) // self.heads[1]
-            return bool((groups == groups[:, :1]).all())
-        return not self.inside or in_order(orders[0])
+    def _keeps_routing(self, transform: Transform) -> bool:
+        """Whether experts that the router picks together stay together."""
+        if self.routing == 1:
+            return True
+        groups = transform.orders[0].reshape(self.routing, -1)
+        groups = groups // groups.shape[1]
+        return bool((groups == groups[:, :1]).all())
 
     def _admits_shift(self, shift: Tensor | None) -> bool:
         if self.shift is None or shift is None:
@@ -189,13 +167,14 @@ class SpaceGroup:
     @property
     def words(self) -> str:
         """The group in words."""
-        sides = {name: group.words for name, (group, *_) in self.groups.items()}
-        if self.kind == "attention":
-            sides = {name: f"{SIDES[name]}: {words}" for name, words in sides.items() if words != "none"}
-        parts = [words for words in sides.values() if words != "none"]
+        parts = [
+            f"{SIDES[name]}: {group.words}" if name in SIDES else group.words
+            for name, (group, *_) in self.groups.items()
+            if name not in ORDERS and group.words != "none"
+        ]
         if self.shift:
             return "one vector added to all rows"
-        if self.kind == "experts" and self.reorders:
+        if self.kind == "experts" and self.order != "none":
             return ", ".join(["order of experts", *parts])
         if self.kind == "attention" and self.order != "none":
             parts = [f"head order: {self.order}{' inside KV groups' if self.inside else ''}", *parts]
@@ -216,20 +195,11 @@ def stream_group(word: str, size: int, fixes_ones: bool, kind: str = "stream") -
     return SpaceGroup(kind, {"map": (group, 1, size)})
 
 
-def rotary_pairs(space: Space) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First and second coordinates of the RoPE pairs: (i, i + d/2), or (2i, 2i + 1) if interleaved; in each part."""
-    places = torch.arange(space.rotary).reshape(space.rotary_parts, *((-1, 2) if space.interleaved else (2, -1)))
-    first, second = (places if space.interleaved else places.mT).reshape(-1, 2).T.tolist()
-    return tuple(first), tuple(second)
-
-
-def _ties(space: Space) -> tuple[int, ...] | None:
-    """Numbers of coordinates that are one RoPE pair; None without rotary."""
-    if not space.rotary:
-        return None
-    places = torch.arange(space.sizes["head_dim"])
-    pairs = Planar(pairs=rotary_pairs(space)).blocks(len(places))
-    return tuple((pairs + (places - space.rotary).clamp_min(0)).tolist())
+def _pairs(space: Space) -> tuple[int, ...]:
+    """Numbers of the coordinates' RoPE pairs: (i, i + d/2) are one, or (2i, 2i + 1) if interleaved; in each part."""
+    numbers = torch.arange(space.rotary // 2).reshape(space.rotary_parts, -1)
+    numbers = numbers.repeat_interleave(2, 1) if space.interleaved else numbers.repeat(1, 2)
+    return tuple(numbers.flatten().tolist())
 
 
 def _maps(space: Space, options: GroupOptions, scaled: bool = True) -> Rotations:
@@ -243,18 +213,20 @@ def _turns(space: Space, options: GroupOptions, scaled: bool = True) -> Group:
     if not space.rotary:
         return maps
     unturned = maps if space.rotary < space.sizes["head_dim"] else None
-    return Planar(maps.scaled, maps.sequential, pairs=rotary_pairs(space), unturned=unturned)
+    return Planar(maps.scaled, maps.sequential, pairs=_pairs(space), unturned=unturned)
 
 
 Choose = Callable[[Space, GroupOptions], Group]
 
 
-SIGNED = ("rms_head", "rms_all", "rms_turned", "rms_clipped")
-"""Norms between which and the product of queries and keys a sign for each RoPE pair is free."""
+def _signs(space: Space, options: GroupOptions) -> Group:
+    """A sign for each RoPE pair, which the product behind an RMSNorm leaves free."""
+    return Monomials(signed=True, ties=_pairs(space))
+
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
-    **dict.fromkeys(SIGNED, lambda space, options: Monomials(signed=True, ties=_ties(space))),
+    **dict.fromkeys(("rms_head", "rms_all", "rms_turned", "rms_clipped"), _signs),
     "l2_head": lambda space, options: _turns(space, options, scaled=False),
     "layer_head": lambda space, options: Monomials(signed=True, ties=(0,) * space.sizes["head_dim"]),
     "affine_head": lambda space, options: Monomials(),
@@ -266,7 +238,7 @@ QUERIES: dict[str | None, Choose] = {
 def _exchanged(space: Space, options: GroupOptions) -> Group:
     """What the gains of one norm may give to those of the other."""
     free = options.scaling is not False
-    return Monomials(signed=free, scaled=free, ties=_ties(space))
+    return Monomials(signed=free, scaled=free, ties=_pairs(space))
 
 
 GAINS: dict[str | None, Choose] = {
@@ -296,13 +268,18 @@ def _heads(space: Space, options: GroupOptions) -> SpaceGroup:
     if options.attention == "none":
         sides = dict.fromkeys(sides, Monomials())
     elif options.attention == "permutation" or options.heads == "spectral":
-        sides = {name: group.orders for name, group in sides.items()}
+        sides = {name: Monomials(group.first) for name, group in sides.items()}
     groups, head_dim, value_dim = (space.sizes[name] for name in ("groups", "head_dim", "value_dim"))
     sizes = {"qk": (groups, head_dim), "vo": (groups, value_dim)}
     sizes["gains"] = (groups if space.norm == "rms_all" else 1, head_dim)
     order = options.heads if options.heads == "none" or space.free_order else "fixed"
-    entries = {name: (group, *sizes[name]) for name, group in sides.items()}
-    return SpaceGroup("attention", entries, (groups, space.sizes["per_group"]), order, not space.free_groups)
+    heads = Monomials(0 if order in ("permutation", "spectral") else None)
+    orders = {
+        ORDERS[0]: (heads if space.free_groups else Monomials(), 1, groups),
+        ORDERS[1]: (heads, groups, space.sizes["per_group"]),
+    }
+    maps = {name: (group, *sizes[name]) for name, group in sides.items()}
+    return SpaceGroup("attention", orders | maps, order=order, inside=not space.free_groups)
 
 
 def _neurons(space: Space, options: GroupOptions, count: int) -> dict[str, tuple[Group, int, int]]:
@@ -329,9 +306,10 @@ def admitted(space: Space, options: GroupOptions = WIDEST) -> SpaceGroup:
     if space.kind == "ffn":
         return SpaceGroup("ffn", _neurons(space, options, 1))
     if space.kind == "experts":
-        count, routing = space.sizes["count"], space.sizes.get("groups", 1)
-        order = "none" if options.ffn == "none" else "permutation"
-        return SpaceGroup("experts", _neurons(space, options, count), (routing, count // routing), order)
+        count, order = space.sizes["count"], "none" if options.ffn == "none" else "permutation"
+        experts = {ORDERS[0]: (Monomials(None if order == "none" else 0), 1, count)}
+        groups = experts | _neurons(space, options, count)
+        return SpaceGroup("experts", groups, space.sizes.get("groups", 1), order)
     if space.kind == "latent":
         kind = "rotation" if options.residual == "rotation" else "signed_permutation"
         kind = {"none": "none", "permutation": "permutation"}.get(options.attention, kind)
@@ -340,10 +318,3 @@ def admitted(space: Space, options: GroupOptions = WIDEST) -> SpaceGroup:
         free = options.shift_head if space.head else options.ffn != "none"
         return SpaceGroup("translation", {}, shift=space.sizes["size"] if free else 0)
     raise ArchitectureError(f"no group is known for the kind '{space.kind}'", where=f"space '{space.name}'")
-
-
-def asks(space: Space, options: GroupOptions) -> bool:
-    """Whether a recipe asks to match a local space."""
-    if space.kind == "attention":
-        return options.attention != "none" or options.heads != "none"
-    return admitted(space, options).words != "none"

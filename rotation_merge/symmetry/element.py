@@ -26,11 +26,6 @@ def in_order(index: Tensor) -> bool:
     return bool((index == torch.arange(index.shape[-1], device=index.device)).all())
 
 
-def is_order(index: Tensor) -> bool:
-    """Whether each row of an index, (..., d), is a permutation of 0 to d - 1."""
-    return in_order(index.sort(-1).values)
-
-
 def moved_share(index: Tensor) -> float:
     """The share of the entries of an index, (..., d), that change places."""
     return float((index != torch.arange(index.shape[-1], device=index.device)).double().mean())
@@ -74,7 +69,12 @@ class Monomial:
     @classmethod
     def identity(cls, batch: int, size: int, degree: int = 1) -> Monomial:
         """G identities on d coordinates."""
-        return cls(torch.arange(size).repeat(batch, 1), torch.ones(batch, size, dtype=torch.float64), degree)
+        return replace(cls.permutation(torch.arange(size).repeat(batch, 1)), degree=degree)
+
+    @classmethod
+    def permutation(cls, index: Tensor) -> Monomial:
+        """Permutations alone, by their index."""
+        return cls(index, torch.ones(index.shape, dtype=torch.float64, device=index.device))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class Monomial:
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether the tensors, which may be of any origin, are those of G regular maps of d coordinates."""
         sizes = self.factor.abs()
-        fits = self.index.shape == self.factor.shape == shape and is_order(self.index)
+        fits = self.index.shape == self.factor.shape == shape and in_order(self.index.sort(1).values)
         return fits and bool(((sizes >= 1 / LARGEST_ENTRY) & (sizes <= LARGEST_ENTRY)).all())
 
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
@@ -128,7 +128,7 @@ class Monomial:
 
     def order(self) -> Monomial:
         """The permutation alone."""
-        return replace(self, factor=torch.ones_like(self.factor))
+        return self.permutation(self.index)
 
     def powered(self) -> Monomial:
         """The element of the side behind the activation."""
@@ -154,11 +154,6 @@ class Linear:
 
     matrix: Tensor
     degree = 1
-
-    @classmethod
-    def identity(cls, batch: int, size: int) -> Linear:
-        """G identities on d coordinates."""
-        return cls(torch.eye(size, dtype=torch.float64).repeat(batch, 1, 1))
 
     @property
     def shape(self) -> tuple[int, int]:

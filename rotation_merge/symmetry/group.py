@@ -94,17 +94,18 @@ class Monomials:
     give the same one.
 
     Attributes:
-        first: the first coordinate that may change its place; None: all keep theirs.
+        first: the first coordinate that may change its place, as in Git Re-Basin (2023) and TransFusion (2025); None:
+            all keep theirs, which rotary embedding or a norm ties them to.
         signed, scaled: whether factors may be negative, and of any size.
-        ties: numbers of the coordinates that share a factor (RoPE pairs, all of a head), and keep their places; None:
-            each has its own.
+        ties: numbers of the first coordinates, the same for those that share a factor (RoPE pairs, all of a head); the
+            others have each their own.
         degree: of the activation between both sides: FFN neurons.
     """
 
     first: int | None = None
     signed: bool = False
     scaled: bool = False
-    ties: tuple[int, ...] | None = None
+    ties: tuple[int, ...] = ()
     degree: int = 1
 
     @property
@@ -112,22 +113,14 @@ class Monomials:
         """Its elements, in words."""
         sizes = f"{'signed' if self.signed else 'positive'} rescaling"
         factors = sizes if self.scaled else "signs" if self.signed else ""
-        if factors and self.ties is not None:
-            factors += " of RoPE pairs" if max(self.ties) else " of heads"
+        if factors and self.ties:
+            factors += " of RoPE pairs" if len(self.ties) == 2 * len(set(self.ties)) else " of heads"
         return ", ".join(filter(None, ["permutation" if self.permutes else "", factors])) or "none"
 
     @property
     def permutes(self) -> bool:
         """Whether they are permutations."""
         return self.first is not None
-
-    @property
-    def orders(self) -> Monomials:
-        """The permutations in the group: none where rotary embedding or a norm ties coordinates to their places.
-
-        Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
-        """
-        return Monomials(0 if self.permutes else None)
 
     def identity(self, batch: int, size: int) -> Monomial:
         """Identities, in the form that `solve` gives."""
@@ -177,9 +170,8 @@ class Monomials:
 
     def blocks(self, size: int) -> Tensor:
         """Numbers, (d,), of the blocks of coordinates that maps stay inside."""
-        if self.ties is not None:
-            return torch.tensor(self.ties)
-        return torch.arange(size).clamp_max(size if self.first is None else self.first)
+        alone = torch.arange(size - len(self.ties)).clamp_max(size if self.first is None else self.first)
+        return torch.cat([torch.tensor(self.ties).long(), alone + len(set(self.ties))])
 
 
 @dataclass(frozen=True)
@@ -204,11 +196,11 @@ class Rotations:
         return "orthogonal maps"
 
     @property
-    def orders(self) -> Monomials:
-        return Monomials(0)
+    def first(self) -> int | None:
+        return 0
 
     def identity(self, batch: int, size: int) -> Linear:
-        return Linear.identity(batch, size)
+        return Linear(torch.eye(size, dtype=torch.float64).repeat(batch, 1, 1))
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Linear:
         turn = random_orthogonal(batch, size - self.fixes_ones, generator)
@@ -275,11 +267,11 @@ class Planar(Rotations):
     """A rotation of each RoPE pair, a block that is one complex number, with a positive factor for each (`scaled`).
 
     Attributes:
-        pairs: first and second coordinates of the pairs.
+        pairs: numbers of the pairs that the coordinates belong to: (0, 1, 0, 1), or (0, 0, 1, 1) if interleaved.
         unturned: the group of the coordinates behind them, which rotary embedding leaves alone.
     """
 
-    pairs: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    pairs: tuple[int, ...] = ()
     unturned: Rotations | None = None
 
     @property
@@ -287,23 +279,24 @@ class Planar(Rotations):
         return "a rotation for each RoPE pair" + (f", {self.unturned.words} on the rest" if self.unturned else "")
 
     @property
-    def orders(self) -> Monomials:
-        return Monomials(self._rest.start if self.unturned else None)
+    def first(self) -> int | None:
+        return self._rest.start if self.unturned else None
 
     @property
     def _rest(self) -> slice:
         """The coordinates that no pair has."""
-        return slice(2 * len(self.pairs[0]), None)
+        return slice(len(self.pairs), None)
 
     def blocks(self, size: int) -> Tensor:
-        numbers = torch.full((size,), len(self.pairs[0]))
-        for coordinates in self.pairs:
-            numbers[list(coordinates)] = torch.arange(len(coordinates))
-        return numbers
+        return torch.tensor(self.pairs + (len(self.pairs) // 2,) * (size - len(self.pairs)))
+
+    def _coordinates(self, device: torch.device) -> Tensor:
+        """First and second coordinates of the pairs, (2, p)."""
+        return torch.tensor(self.pairs).argsort(stable=True).reshape(-1, 2).T.to(device)
 
     def _inside(self, products: Tensor) -> Tensor:
         """The sums over each pair, as complex numbers: real along the pair, imaginary across."""
-        i, j = (torch.tensor(x, device=products.device) for x in self.pairs)
+        i, j = self._coordinates(products.device)
         along, across = products[:, i, i] + products[:, j, j], products[:, j, i] - products[:, i, j]
         return torch.complex(along, across)[..., None, None]
 
@@ -313,31 +306,30 @@ class Planar(Rotations):
         flat = size - products.real <= 1e-12 * size
         return torch.where(flat, 1.0, products / torch.where(size == 0, 1.0, size))
 
-    def _joined(self, maps: Tensor, size: int, unturned: Tensor | None) -> Tensor:
-        """Complex factors of the pairs, (N, p, 1, 1), beside a matrix of the rest, as matrices."""
-        z = maps[..., 0, 0]
-        i, j = (torch.tensor(x, device=z.device) for x in self.pairs)
+    def _joined(self, z: Tensor, size: int, unturned: Linear | None) -> Linear:
+        """Complex factors of the pairs, (N, p), beside the maps of the rest."""
+        i, j = self._coordinates(z.device)
         whole = torch.zeros(len(z), size, size, dtype=z.real.dtype, device=z.device)
         whole[:, i, i], whole[:, j, j], whole[:, j, i], whole[:, i, j] = z.real, z.real, z.imag, -z.imag
         if unturned is not None:
-            whole[:, self._rest, self._rest] = unturned
-        return whole
+            whole[:, self._rest, self._rest] = unturned.matrix
+        return Linear(whole)
 
     def _whole(self, maps: Tensor, stats: Stats) -> Linear:
-        unturned = self.unturned.solve(stats.part(self._rest)).matrix if self.unturned else None
-        return Linear(self._joined(maps, stats.donor[0].shape[-1], unturned))
+        unturned = self.unturned.solve(stats.part(self._rest)) if self.unturned else None
+        return self._joined(maps[..., 0, 0], stats.donor[0].shape[-1], unturned)
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Linear:
-        angle = (torch.rand(batch, len(self.pairs[0]), dtype=torch.float64, generator=generator) * 2 - 1) * math.pi
+        angle = (torch.rand(batch, len(self.pairs) // 2, dtype=torch.float64, generator=generator) * 2 - 1) * math.pi
         scale = random_factors(batch, angle.shape[1], generator) if self.scaled else torch.ones_like(angle)
-        unturned = self.unturned.random(batch, size - self._rest.start, generator).matrix if self.unturned else None
-        return Linear(self._joined(torch.polar(scale, angle)[..., None, None], size, unturned))
+        unturned = self.unturned.random(batch, size - self._rest.start, generator) if self.unturned else None
+        return self._joined(torch.polar(scale, angle), size, unturned)
 
     def project(self, element: Any) -> Linear:
         matrix = element.matrices()
-        z = self._inside(matrix) / 2
-        unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])).matrix if self.unturned else None
-        return Linear(self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned))
+        z = self._inside(matrix)[..., 0, 0] / 2
+        unturned = self.unturned.project(Linear(matrix[:, self._rest, self._rest])) if self.unturned else None
+        return self._joined(z if self.scaled else z / z.abs(), matrix.shape[-1], unturned)
 
 
 Group = Monomials | Rotations

@@ -30,6 +30,9 @@ class Role:
 
 _STREAM = {"write": Role("map"), "read": Role("map"), "shift": Role("map"), "gain": Role("map", follows=True)}
 
+ORDERS = ("order0", "order1")
+"""The elements that order groups (or experts), (1, G), and the heads inside each group, (G, r), by their level."""
+
 STILL = ("fixed", "mixer")
 """Kinds of spaces that nothing moves: numbers of coordinates, and state-space mixers or gated convolutions. No block
 lists them; their axes say which tensors are linear maps, and how fused ones are split."""
@@ -70,14 +73,11 @@ ROLES: dict[str, dict[str, Role]] = {
     },
     "fixed": {"fixed": Role("fixed")},
 }
-"""By the kind of a space, what acts on the axes of each role. Attention: keys and values have an entry for each KV
-group, queries and outputs one for each query head of it; gains of norms of queries and keys are those of all heads
-together (`k_gain`, `q_gain`) or shared by them (`k_norm`, `q_norm`); `kv_head` and `head` are one number a head, `gate`
-is a gate of the outputs. FFN neurons: `in` (up, where gated), `gate`, `out`. Mixers: `shared` states of a group, `own`
-channels of a head."""
-
-PAIRED = {"qk": ("k", "q"), "vo": ("v", "o"), "gains": ("k_gain", "q_gain"), None: ("kv_head", "head")}
-"""Of attention, the roles on the primal and on the dual side of each element, by KV group and query head."""
+"""By the kind of a space, what acts on the axes of each role, those of an element's primal side first. Attention: keys
+and values have an entry for each KV group, queries and outputs one for each query head of it; gains of norms of queries
+and keys are those of all heads together (`k_gain`, `q_gain`) or shared by them (`k_norm`, `q_norm`); `kv_head` and
+`head` are one number a head, `gate` is a gate of the outputs. FFN neurons: `in` (up, where gated), `gate`, `out`.
+Mixers: `shared` states of a group, `own` channels of a head."""
 
 _SIZES = {"qk": "head_dim", "gains": "head_dim", "vo": "value_dim", "shared": "shared", "own": "own"}
 """The size of a space that an element's coordinates are, where it is not `size`."""

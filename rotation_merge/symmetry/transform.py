@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from torch import Tensor
 from rotation_merge.symmetry.element import (
     Element,
     Linear,
+    Monomial,
     element_of,
-    gather,
     in_batch_order,
-    in_order,
     moved_share,
     tensors_of,
 )
-from rotation_merge.symmetry.space import ROLES
+from rotation_merge.symmetry.space import ORDERS, ROLES
 
 SEEN = 1e-9
 """Distances from the identity below it are rounding."""
@@ -35,9 +33,8 @@ class Transform:
 
     Attributes:
         kind: of the space.
-        elements: by name, as `ROLES` says.
-        orders: int64, of the groups (or experts), (G,), and of the heads inside each, (G, r): ``aligned group i = donor
-            group orders[0][i]``, and row i of the second indexes the heads of that one. Empty where there is no order.
+        elements: by name, as `ROLES` says. The orders come first (`ORDERS`): ``aligned group i = donor group
+            order0[0, i]``, and row i of the second indexes the heads of that one.
         shift: of a translation, float64, (d,): the vector that is added to every row of a matrix, ``aligned[i] =
             donor[i] + shift``, once all axes have moved, and never to a difference of two models' tensors. A softmax
             does not see it, ``softmax(W x)`` nor ``softmax(W x + 1 v^T x)``: rows of a router and, for probabilities,
@@ -46,7 +43,6 @@ class Transform:
 
     kind: str
     elements: Mapping[str, Element]
-    orders: tuple[Tensor, ...] = ()
     shift: Tensor | None = None
 
     def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
@@ -57,34 +53,24 @@ class Transform:
                 input axis, gradients of an output axis).
         """
         rule = ROLES[self.kind][role]
-        if rule.levels > 0 and self.orders and not self._still[0]:
-            x = x.index_select(dim, self.orders[0].to(x.device))
-        if rule.levels > 1 and len(self.orders) > 1 and not self._still[1]:
-            x = gather(x, self.orders[1], dim, dim + 1)
-        element = self._acting(role)
-        if element is None:
-            return x
-        if rule.stacked:
-            return element.act(x, 0, dim, dual != rule.dual)
-        if rule.levels:
-            return element.act(x, dim, dim + rule.levels, dual != rule.dual)
-        return element.act(x.unsqueeze(0), 0, dim + 1, dual != rule.dual).squeeze(0)
+        for element, level in self._acting(role):
+            if rule.stacked:
+                x = element.act(x, 0, dim, dual != rule.dual)
+            elif level:
+                x = element.act(x, dim, dim + level, dual != rule.dual)
+            else:
+                x = element.act(x.unsqueeze(0), 0, dim + 1, dual != rule.dual).squeeze(0)
+        return x
 
-    def _acting(self, role: str) -> Any:
-        """The element that acts in a role; None if none does, or nothing would move."""
+    def _acting(self, role: str) -> list[tuple[Element, int]]:
+        """The elements that move something in a role, each with the levels of order in front of its dimension."""
         rule = ROLES[self.kind][role]
+        acting: list[tuple[Any, int]] = [(self.elements.get(ORDERS[level]), level) for level in range(rule.levels)]
         element: Any = self.elements.get(rule.element or "")
-        if element is None:
-            return None
-        if rule.follows:
-            element = element.order()
-        if rule.dual:
-            element = element.powered()
-        return None if element.is_identity() else element
-
-    @cached_property
-    def _still(self) -> tuple[bool, ...]:
-        return tuple(in_order(order) for order in self.orders)
+        if element is not None:
+            element = element.order() if rule.follows else element
+            acting.append((element.powered() if rule.dual else element, rule.levels))
+        return [(element, level) for element, level in acting if element is not None and not element.is_identity()]
 
     def added(self, x: Tensor) -> Tensor:
         """Rows (n, d), or of a bias (n,) with d = 1, all axes of which have moved, with the shift on each, if any."""
@@ -95,13 +81,11 @@ class Transform:
 
     def moves(self, role: str) -> bool:
         """Whether an axis of this role has anything done to it; of translations, whether anything is added."""
-        if self.shift is not None:
-            return not self.is_identity()
-        return not all(self._still[: ROLES[self.kind][role].levels]) or self._acting(role) is not None
+        return not self.is_identity() if self.shift is not None else bool(self._acting(role))
 
     def mixes(self, role: str) -> bool:
         """Whether an axis of this role has coordinates added up, so that no diagonal stays one."""
-        return self.shift is None and isinstance(self._acting(role), Linear)
+        return any(isinstance(element, Linear) for element, _ in self._acting(role))
 
     @property
     def turns_stream(self) -> bool:
@@ -110,29 +94,26 @@ class Transform:
 
     def is_identity(self) -> bool:
         shifts = self.shift is not None and bool(self.shift.any())
-        return not shifts and all(self._still) and all(element.is_identity() for element in self.elements.values())
+        return not shifts and all(element.is_identity() for element in self.elements.values())
 
     def inverse(self) -> Transform:
         if self.shift is not None:
             return replace(self, shift=-self.shift)
-        if not self.orders:
-            return replace(self, elements={name: element.inverse() for name, element in self.elements.items()})
-        back = self.orders[0].argsort()
-        elements = {name: in_batch_order(element.inverse(), back) for name, element in self.elements.items()}
-        inside = (order.argsort(dim=1)[back] for order in self.orders[1:])
-        return Transform(self.kind, elements, (back, *inside))
+        elements = {name: element.inverse() for name, element in self.elements.items()}
+        return Transform(self.kind, _reordered(elements, elements))
 
     def compose(self, first: Transform) -> Transform:
         """This after `first`, a transform of the same space."""
         if self.shift is not None and first.shift is not None:
             return replace(self, shift=self.shift + first.shift)
-        orders, before = self.orders, first.elements
-        if orders:
-            inside = (order[orders[0]].gather(1, self.orders[1]) for order in first.orders[1:])
-            before = {name: in_batch_order(element, orders[0]) for name, element in before.items()}
-            orders = (first.orders[0][orders[0]], *inside)
-        elements = {name: element.compose(before[name]) for name, element in self.elements.items()}  # type: ignore[arg-type]
-        return Transform(self.kind, elements, orders)
+        before = _reordered(first.elements, self.elements)
+        return Transform(self.kind, {name: self.elements[name].compose(before[name]) for name in before})
+
+    @property
+    def orders(self) -> tuple[Tensor, ...]:
+        """The order of groups (or experts), (G,), and of the heads inside each, (G, r), as far as there are any."""
+        indices = (x.index for name in ORDERS if isinstance(x := self.elements.get(name), Monomial))
+        return tuple(index if level else index[0] for level, index in enumerate(indices))
 
     def head_order(self) -> Tensor | None:
         """The order of all query heads, int64 (G r,): ``aligned head i = donor head order[i]``; None without heads."""
@@ -141,7 +122,7 @@ class Transform:
         return (self.orders[0][:, None] * self.orders[1].shape[1] + self.orders[1]).flatten()
 
     def _order_distances(self) -> dict[str, float]:
-        """How far it is from the identity in the parts that are no elements."""
+        """How far the orders and the shift are from the identity."""
         heads = self.head_order()
         result = {"heads": moved_share(heads)} if heads is not None else {}
         if len(self.orders) == 1:
@@ -155,6 +136,8 @@ class Transform:
         result = self._order_distances()
         for name, element in self.elements.items():
             parts = element.distances()
+            if name in ORDERS:
+                continue
             if name == "neurons":
                 result |= {"neurons": parts["permutation"], "scale": parts["signs"] + parts["scales"]}
             else:
@@ -166,16 +149,19 @@ class Transform:
         """What the transform consists of, for reports: `heads, qk: rotation, vo: rotation and scales`."""
         words = [part for part, moved in self._order_distances().items() if moved > SEEN]
         for name, element in self.elements.items():
+            if name in ORDERS:
+                continue
             kinds = " and ".join(kind for kind, moved in element.distances().items() if moved > SEEN)
             words += [kinds if name in ("map", "neurons") else f"{name}: {kinds}"] if kinds else []
         return ", ".join(words) or "identity"
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the transform, by name: `order0`, `order1`, `shift`, `qk.matrix`."""
-        result = {f"order{level}": order for level, order in enumerate(self.orders)}
+        """All tensors of the transform, by name: `order0` (G,), `order1`, `shift`, `qk.matrix`."""
+        result = dict(zip(ORDERS, self.orders, strict=False))
         result |= {} if self.shift is None else {"shift": self.shift}
         for name, element in self.elements.items():
-            result |= {f"{name}.{key}": tensor for key, tensor in tensors_of(element).items()}
+            parts = {} if name in ORDERS else tensors_of(element)
+            result |= {f"{name}.{key}": tensor for key, tensor in parts.items()}
         return result
 
     @classmethod
@@ -189,13 +175,21 @@ class Transform:
         for key, tensor in tensors.items():
             name, _, part = key.partition(".")
             parts.setdefault(name, {})[part] = tensor
-        orders = [parts.pop(name)[""].long() for name in ("order0", "order1") if "" in parts.get(name, ())]
         shift = parts.pop("shift")[""].double() if "" in parts.get("shift", ()) else None
-        return cls(kind, {name: element_of(part) for name, part in parts.items()}, tuple(orders), shift)
+        indices = {name: torch.atleast_2d(parts.pop(name)[""].long()) for name in ORDERS if name in parts}
+        orders = {name: Monomial.permutation(index) for name, index in indices.items()}
+        return cls(kind, orders | {name: element_of(part) for name, part in parts.items()}, shift)
 
     def to(self, device: torch.device) -> Transform:
         """The same transform, its tensors on a device."""
         return self.from_tensors(self.kind, {name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+
+def _reordered(elements: Mapping[str, Any], by: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Elements, those that are a batch over groups (or experts) in the order of the groups in `by`."""
+    if ORDERS[0] not in by:
+        return elements
+    return {name: in_batch_order(element, by[ORDERS[0]].index[0]) for name, element in elements.items()}
 
 
 def packed(transforms: Mapping[str, Transform]) -> tuple[dict[str, Tensor], dict[str, str]]:
