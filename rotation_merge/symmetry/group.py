@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.linalg.polar import (
-    RANK_TOLERANCE,
-    complement_of_ones,
-    exp_skew,
-    procrustes,
-    random_orthogonal,
-)
+from rotation_merge.linalg.polar import RANK_TOLERANCE, complement_of_ones, exp_skew, procrustes, random_orthogonal
 from rotation_merge.linalg.scaling import best_scale, cost
 from rotation_merge.symmetry.element import LARGEST_ENTRY, Element, Linear, Monomial, in_order
 

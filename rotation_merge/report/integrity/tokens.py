@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.errors import named, short
-from rotation_merge.model.contents import (
-    CONFIG,
-    GENERATION,
-    TOKENIZER_CONFIG,
-    TOKENIZER_JSON,
-    Contents,
-)
+from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, TOKENIZER_JSON, Contents
 from rotation_merge.report.integrity.defect import Defect, json_entries
 from rotation_merge.report.integrity.keys import embedding_rows, settings_of
 
