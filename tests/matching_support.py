@@ -15,9 +15,8 @@ from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture.model import Architecture, Part, Space, TensorInfo
 from rotation_merge.matching.basis import Basis, Identity
 from rotation_merge.matching.matrix_pairs import PartView, Side
-from rotation_merge.symmetry import Monomial, Transform
+from rotation_merge.symmetry import Transform, orders_of
 from rotation_merge.symmetry.admitted import admitted
-from rotation_merge.symmetry.space import ORDERS
 
 torch.set_num_threads(1)
 
@@ -98,8 +97,7 @@ def head_orders(groups: int, per_group: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def reordered(space: Space, donor: dict[str, Tensor], order: Tensor, queries: Tensor) -> dict[str, Tensor]:
     still = admitted(space, AlignConfig()).identity()
-    orders = dict(zip(ORDERS, map(Monomial.permutation, (order[None], queries)), strict=True))
-    return moved(donor, replace(still, elements={**still.elements, **orders}))
+    return moved(donor, replace(still, elements={**still.elements, **orders_of(order, queries)}))
 
 
 def save_for(

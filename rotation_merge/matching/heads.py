@@ -26,13 +26,10 @@ from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
 from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, row_squares
-from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform, orders_of
 from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
 from rotation_merge.symmetry.group import Group, Monomials
-from rotation_merge.symmetry.space import ORDERS
 
-PARTS = ("qk", "vo", "gains", None)
-"""Elements that move coordinates of heads; None: numbers that follow the order of the heads."""
 TURNS = 6
 """Maps and the order of query heads take turns at most so often."""
 GAINED = 1e-12
@@ -69,9 +66,9 @@ class Solution(NamedTuple):
 def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
     """The best order of heads and maps inside them, within the options and the layer's groups."""
     group = admitted(space, options)
-    parts = [part for name in PARTS if (part := HeadPart.of(space, sides, group, name)) is not None]
-    unmoved = group.identity()
-    rows, queries = unmoved.orders
+    elements = ("qk", "vo", "gains", None)
+    parts = [part for name in elements if (part := HeadPart.of(space, sides, group, name)) is not None]
+    rows, queries = group.identity().orders
     pairing, notes = Pairing(rows, rows, queries), list[str]()
     solutions, spectral = [part.solved(pairing) for part in parts], group.order == "spectral"
     if group.order == "fixed" and queries.numel() > 1:
@@ -85,13 +82,12 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
             pairing, solutions = candidate, candidate_solutions
     if (shared := HeadPart.of(space, sides, group, "gains", shared=True)) is not None:
         parts, solutions = [*parts, shared], [*solutions, shared.solved(shared.unmoved)]
-    orders = map(Monomial.permutation, (pairing.donor[None], pairing.queries))
-    elements = {**unmoved.elements, **dict(zip(ORDERS, orders, strict=True))}
+    best = {**group.identity().elements, **orders_of(pairing.donor, pairing.queries)}
     for part, solution in zip(parts, solutions, strict=True):
-        if part.name in elements and elements[part.name].shape == solution.element.shape:
-            elements[part.name] = solution.element
+        if part.name in best and best[part.name].shape == solution.element.shape:
+            best[part.name] = solution.element
     before, anchor = (sum(float(part.squares[which].sum()) for part in parts) for which in (2, 0))
-    return SpaceMatch(Transform("attention", elements), (before, _left(solutions), anchor), notes)
+    return SpaceMatch(Transform("attention", best), (before, _left(solutions), anchor), notes)
 
 
 def _left(solutions: list[Solution]) -> float:
@@ -129,8 +125,8 @@ class HeadPart:
         sizes, device = space.sizes, sides[0].anchor.device
         size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
         shape = (1, 1, size) if shared else (sizes["groups"], sizes["per_group"], size)
-        rules = ROLES["attention"].items()
-        roles = [role for role, rule in rules if rule.element == name and shared == (not rule.levels)]
+        rules = ROLES["attention"]
+        roles = [role for role in rules if rules[role].element == name and shared != bool(rules[role].levels)]
 
         def apart(x: Tensor) -> Tensor:
             return x.reshape(shape[0], -1, size, x.shape[-1]).to(device)

@@ -25,10 +25,9 @@ from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale
 from rotation_merge.matching.matrix_pairs import Pairs, PartView, SpaceMatch, Squares, row_squares
-from rotation_merge.symmetry import Monomial, Transform
+from rotation_merge.symmetry import Monomial, Transform, orders_of
 from rotation_merge.symmetry.admitted import GroupOptions, admitted
 from rotation_merge.symmetry.group import Monomials
-from rotation_merge.symmetry.space import ORDERS
 
 ROLES = ("in", "gate", "out")
 ENTRIES = 1 << 19
@@ -159,8 +158,8 @@ def match_neurons(space: Space, parts: Iterable[PartView], options: GroupOptions
         order = likely if moved < still else order
     matches, squares = zip(*(match(i, j) for i, j in enumerate(order.tolist())), strict=True)
     index, factor = (torch.cat([getattr(element, name) for element in matches]) for name in ("index", "factor"))
-    elements = {ORDERS[0]: Monomial.permutation(order[None])} if experts else {}
-    elements["neurons"] = Monomial(index, factor, free.degree)
+    orders = orders_of(order) if experts else {}
+    elements = {**orders, "neurons": Monomial(index, factor, free.degree)}
     return SpaceMatch(Transform(space.kind, elements), None if experts else squares[0])
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError
-from rotation_merge.symmetry.element import Linear, Monomial
+from rotation_merge.symmetry.element import Linear
 from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations, nearest_member
 from rotation_merge.symmetry.space import ORDERS, Space
-from rotation_merge.symmetry.transform import Transform
+from rotation_merge.symmetry.transform import Transform, orders_of
 
 STREAM_GROUPS: dict[str, Group] = {
     "none": Monomials(),
@@ -125,7 +125,7 @@ class SpaceGroup:
             places = torch.arange(self.groups[ORDERS[0]][2]).reshape(self.routing, -1)
             rows = (places[number] for number in torch.randperm(self.routing, generator=generator))
             index = torch.cat([row[torch.randperm(len(row), generator=generator)] for row in rows])
-            elements[ORDERS[0]] = Monomial.permutation(index[None])
+            elements |= orders_of(index)
         shift = None if self.shift is None else torch.randn(self.shift, dtype=torch.float64, generator=generator)
         return Transform(self.kind, elements, shift)
 

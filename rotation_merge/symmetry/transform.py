@@ -176,13 +176,17 @@ class Transform:
             name, _, part = key.partition(".")
             parts.setdefault(name, {})[part] = tensor
         shift = parts.pop("shift")[""].double() if "" in parts.get("shift", ()) else None
-        indices = {name: torch.atleast_2d(parts.pop(name)[""].long()) for name in ORDERS if name in parts}
-        orders = {name: Monomial.permutation(index) for name, index in indices.items()}
-        return cls(kind, orders | {name: element_of(part) for name, part in parts.items()}, shift)
+        orders = orders_of(*(parts.pop(name)[""].long() for name in ORDERS if name in parts))
+        return cls(kind, {**orders, **{name: element_of(part) for name, part in parts.items()}}, shift)
 
     def to(self, device: torch.device) -> Transform:
         """The same transform, its tensors on a device."""
         return self.from_tensors(self.kind, {name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+
+def orders_of(*orders: Tensor) -> dict[str, Element]:
+    """The elements that order groups (or experts), by their index (G,), and the heads inside each group, (G, r)."""
+    return {name: Monomial.permutation(torch.atleast_2d(x)) for name, x in zip(ORDERS, orders, strict=False)}
 
 
 def _reordered(elements: Mapping[str, Any], by: Mapping[str, Any]) -> Mapping[str, Any]:

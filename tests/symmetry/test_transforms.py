@@ -19,7 +19,7 @@ from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.apply import transform_axis
 from rotation_merge.run.functions import architecture_of
-from rotation_merge.symmetry import ROLES, Monomial, Transform
+from rotation_merge.symmetry import ROLES, Transform, orders_of
 from rotation_merge.symmetry.admitted import (
     QUERIES,
     STREAM_GROUPS,
@@ -31,7 +31,6 @@ from rotation_merge.symmetry.admitted import (
     stream_group,
 )
 from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations
-from rotation_merge.symmetry.space import ORDERS
 
 ORDERED = GroupOptions(heads="permutation")
 EMPTY = Architecture("none", {}, {}, (), {})
@@ -116,7 +115,7 @@ def test_what_is_not_in_the_group_is_refused(name: str) -> None:
 def ordered(group: SpaceGroup, order: Tensor) -> Transform:
     """Groups (or experts) in another order, and nothing else."""
     still = group.identity()
-    return replace(still, elements={**still.elements, ORDERS[0]: Monomial.permutation(order[None])})
+    return replace(still, elements={**still.elements, **orders_of(order)})
 
 
 def test_orders_that_are_not_free_are_refused() -> None:
