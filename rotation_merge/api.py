@@ -411,7 +411,7 @@ def polish(
     opened, *parents = (open_model(name, unsupported="merge") for name in names)
     with Store(place) as work:
         work.begin("polish")
-        inputs, state = (opened, parents, sources, config, work), work.file("state")
+        inputs, state = (opened, parents, sources, config, work), work.path / "state"
         result = polished(*inputs, state=state, device=device, progress=listener())
         if result.report.gained:
             record = _training_record(names, sources, result.report, config)

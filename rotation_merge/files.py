@@ -332,7 +332,7 @@ class Store:
         if self.is_of(key):
             LOG.info("continuing from %s", self.path)
             return
-        if self.file(KEY).exists():
+        if (self.path / KEY).exists():
             LOG.warning("%s belongs to other weights, options or versions; it is replaced", self.path)
             self.remove()
         elif not self.is_empty():
@@ -340,12 +340,12 @@ class Store:
             raise RotationMergeError("exists, but rotation-merge did not write it", where=str(self.path), remedy=remedy)
         self._new = True
         self.path.mkdir(parents=True, exist_ok=True)
-        self.file(KEY).write_text(key, encoding="utf-8")
+        (self.path / KEY).write_text(key, encoding="utf-8")
 
     def is_of(self, key: str) -> bool:
         """Whether the folder belongs to the run with this key."""
         with suppress(OSError, ValueError):
-            return self.file(KEY).read_text(encoding="utf-8") == key
+            return (self.path / KEY).read_text(encoding="utf-8") == key
         return False
 
     def is_empty(self) -> bool:
@@ -354,7 +354,7 @@ class Store:
 
     def remove(self) -> None:
         """Remove the folder, unless no run wrote it; the key last, so that after a kill the next run knows it."""
-        if not self.file(KEY).exists():
+        if not (self.path / KEY).exists():
             return
         for path in self.path.iterdir():
             if path.is_dir():
@@ -362,10 +362,6 @@ class Store:
             elif path.name != KEY:
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
-
-    def file(self, name: str) -> Path:
-        """The place of a file in the folder."""
-        return self.path / name
 
     def put(self, name: str, part: Any) -> None:
         """Keep a part, atomically: dictionaries and lists of numbers, words and tensors; one of its name is replaced.
@@ -398,4 +394,4 @@ class Store:
 
     def _file(self, name: str) -> Path:
         words = re.sub(r"[^\w.]+", "-", name)[-80:]
-        return self.file(f"{words}-{zlib.crc32(name.encode()):08x}.pt")
+        return self.path / f"{words}-{zlib.crc32(name.encode()):08x}.pt"

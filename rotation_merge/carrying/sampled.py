@@ -247,7 +247,7 @@ class _Sampling:
             parts = [(part[:-size], part[-size:]) for part, size in zip(answered, last, strict=False)]
             training = PolishConfig(steps=config.steps, lora=transfer.rank, seed=config.seed)
             students, rate = [student] * len(parts), OF_FACTORS if transfer.rank else OF_WEIGHTS
-            report = Polish(students, parts, training, rate, AT_A_STEP, work.file("state"), self.progress).run()
+            report = Polish(students, parts, training, rate, AT_A_STEP, work.path / "state", self.progress).run()
         towards = f"towards the logits tuned + {share:g} (new - old)"
         self.lines.append(f"Distilled for {config.steps} steps from the refit {towards}: {report.verdict()}.")
         base, model = transfer.base, student.merge_and_unload() if transfer.rank else student

@@ -206,7 +206,7 @@ def _learned(
 
     with Store(place) as work:
         work.begin("learn")
-        config = replace(config, state=work.file("state"))
+        config = replace(config, state=work.path / "state")
         more: dict[str, Any] = {"untie": pair.anchor.untie, "module": module, "devices": [device]}
         (result,) = rm.fit(pair.anchor, pair.donor, samples.batches, pair.options, config, **more).alignments
         yield replace(result, metadata={**result.metadata, **described(samples), "seed": config.seed})

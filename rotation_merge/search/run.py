@@ -257,7 +257,7 @@ class Search:
 
     def _made(self, name: str, text: str) -> str:
         """The folder with a candidate's merge, made by this recipe."""
-        folder = self.work.file("".join(c if c.isalnum() else "-" for c in name))
+        folder = self.work.path / "".join(c if c.isalnum() else "-" for c in name)
         if Contents(str(folder)).text("mergekit_config.yml") != text:
             shutil.rmtree(folder, ignore_errors=True)
             merge_recipe(text, str(folder), tokenizer=True, device=self.config.device)

@@ -216,13 +216,12 @@ def _turns(space: Space, options: GroupOptions, scaled: bool = True) -> Group:
     return Planar(maps.scaled, maps.sequential, pairs=_pairs(space), unturned=unturned)
 
 
-Choose = Callable[[Space, GroupOptions], Group]
-
-
 def _signs(space: Space, options: GroupOptions) -> Group:
     """A sign for each RoPE pair, which the product behind an RMSNorm leaves free."""
     return Monomials(signed=True, ties=_pairs(space))
 
+
+Choose = Callable[[Space, GroupOptions], Group]
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
@@ -274,12 +273,12 @@ def _heads(space: Space, options: GroupOptions) -> SpaceGroup:
     sizes["gains"] = (groups if space.norm == "rms_all" else 1, head_dim)
     order = options.heads if options.heads == "none" or space.free_order else "fixed"
     heads = Monomials(0 if order in ("permutation", "spectral") else None)
-    orders = {
+    entries = {
         ORDERS[0]: (heads if space.free_groups else Monomials(), 1, groups),
         ORDERS[1]: (heads, groups, space.sizes["per_group"]),
+        **{name: (group, *sizes[name]) for name, group in sides.items()},
     }
-    maps = {name: (group, *sizes[name]) for name, group in sides.items()}
-    return SpaceGroup("attention", orders | maps, order=order, inside=not space.free_groups)
+    return SpaceGroup("attention", entries, order=order, inside=not space.free_groups)
 
 
 def _neurons(space: Space, options: GroupOptions, count: int) -> dict[str, tuple[Group, int, int]]:
@@ -307,8 +306,8 @@ def admitted(space: Space, options: GroupOptions = WIDEST) -> SpaceGroup:
         return SpaceGroup("ffn", _neurons(space, options, 1))
     if space.kind == "experts":
         count, order = space.sizes["count"], "none" if options.ffn == "none" else "permutation"
-        experts = {ORDERS[0]: (Monomials(None if order == "none" else 0), 1, count)}
-        groups = experts | _neurons(space, options, count)
+        places = Monomials(None if order == "none" else 0)
+        groups = {ORDERS[0]: (places, 1, count), **_neurons(space, options, count)}
         return SpaceGroup("experts", groups, space.sizes.get("groups", 1), order)
     if space.kind == "latent":
         kind = "rotation" if options.residual == "rotation" else "signed_permutation"

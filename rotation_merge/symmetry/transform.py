@@ -73,9 +73,8 @@ class Transform:
         return [(element, level) for element, level in acting if element is not None and not element.is_identity()]
 
     def added(self, x: Tensor) -> Tensor:
-        """Rows (n, d), or of a bias (n,) with d = 1, all axes of which have moved, with the shift on each, if any."""
-        if self.shift is None:
-            return x
+        """Rows (n, d), or of a bias (n,) with d = 1, all axes of which have moved, with the shift on each."""
+        assert self.shift is not None
         work = torch.promote_types(x.dtype, torch.float32)
         return (x.to(work) + self.shift.to(device=x.device, dtype=work)).to(x.dtype)
 
@@ -121,23 +120,21 @@ class Transform:
             return None
         return (self.orders[0][:, None] * self.orders[1].shape[1] + self.orders[1]).flatten()
 
-    def _order_distances(self) -> dict[str, float]:
-        """How far the orders and the shift are from the identity."""
+    def _parts(self) -> dict[str, dict[str, float]]:
+        """How far each part is from the identity, by what is done to it."""
         heads = self.head_order()
-        result = {"heads": moved_share(heads)} if heads is not None else {}
+        orders = {"heads": moved_share(heads)} if heads is not None else {}
         if len(self.orders) == 1:
-            result["experts"] = moved_share(self.orders[0])
+            orders["experts"] = moved_share(self.orders[0])
         if self.shift is not None:
-            result["shift"] = float(self.shift.norm()) / max(len(self.shift), 1) ** 0.5
-        return result
+            orders["shift"] = float(self.shift.norm()) / max(len(self.shift), 1) ** 0.5
+        maps = {name: element.distances() for name, element in self.elements.items() if name not in ORDERS}
+        return {name: {name: distance} for name, distance in orders.items()} | maps
 
     def distances(self) -> dict[str, float]:
         """How far the transform is from the identity, by part."""
-        result = self._order_distances()
-        for name, element in self.elements.items():
-            parts = element.distances()
-            if name in ORDERS:
-                continue
+        result = dict[str, float]()
+        for name, parts in self._parts().items():
             if name == "neurons":
                 result |= {"neurons": parts["permutation"], "scale": parts["signs"] + parts["scales"]}
             else:
@@ -147,12 +144,10 @@ class Transform:
     @property
     def words(self) -> str:
         """What the transform consists of, for reports: `heads, qk: rotation, vo: rotation and scales`."""
-        words = [part for part, moved in self._order_distances().items() if moved > SEEN]
-        for name, element in self.elements.items():
-            if name in ORDERS:
-                continue
-            kinds = " and ".join(kind for kind, moved in element.distances().items() if moved > SEEN)
-            words += [kinds if name in ("map", "neurons") else f"{name}: {kinds}"] if kinds else []
+        words = []
+        for name, parts in self._parts().items():
+            kinds = " and ".join(kind for kind, distance in parts.items() if distance > SEEN)
+            words += [f"{name}: {kinds}" if name in ("qk", "vo", "gains") else kinds] if kinds else []
         return ", ".join(words) or "identity"
 
     def tensors(self) -> dict[str, Tensor]:

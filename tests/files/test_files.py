@@ -150,8 +150,8 @@ def test_temporary_folders_that_are_held_and_those_of_others_stay(tmp_path: Path
 def test_a_store_of_another_run_goes_with_its_folders(tmp_path: Path) -> None:
     killed = Store(str(tmp_path / "out"))
     killed.begin("one")
-    killed.file("merge").mkdir()
-    (killed.file("merge") / "model.safetensors").write_text("x")
+    (killed.path / "merge").mkdir()
+    (killed.path / "merge" / "model.safetensors").write_text("x")
     killed.put("record", {"x": 1})
     with Store(str(tmp_path / "out")) as work:
         work.begin("one")
@@ -191,7 +191,7 @@ def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
     work = Store(str(tmp_path / "out"))
     work.begin("mark")
     for name in ("a", "z"):
-        work.file(name).mkdir()
+        (work.path / name).mkdir()
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -200,7 +200,7 @@ def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             work.remove()
-    assert work.file(KEY).exists()
+    assert (work.path / KEY).exists()
     again = Store(str(tmp_path / "out"))
     again.begin("mark")
     again.remove()

@@ -160,15 +160,10 @@ def _unknown_names(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defec
         yield Defect("unknown special token", problem, TOKENIZER_CONFIG, remedy)
 
 
-def _ends(contents: Contents) -> set[int]:
-    """Ids at which writing ends."""
-    ends = contents.mapping(GENERATION).get("eos_token_id", contents.config.get("eos_token_id"))
-    return {number for number in (ends if isinstance(ends, list) else [ends]) if type(number) is int}
-
-
 def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
     """Tokens that should end writing and do not: the tokenizer's, and one with which a template ends turns."""
-    ids, ends = vocabulary.ids, _ends(contents)
+    ids, stated = vocabulary.ids, contents.mapping(GENERATION).get("eos_token_id", contents.config.get("eos_token_id"))
+    ends = {number for number in (stated if isinstance(stated, list) else [stated]) if type(number) is int}
     names = [_special(contents).get("eos_token", "")] if vocabulary.whole else []
     for template in templates_of(contents).values():
         closing = [token for token in SPECIAL.findall(template) if token in ids and re.search("end|eot", token)]
@@ -177,9 +172,9 @@ def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]
     endless = {name: ids[name] for name in names if name in ids and ids[name] not in ends}
     if ends and endless:
         file = GENERATION if GENERATION in contents.names else CONFIG
-        words, stated = named(f"'{name}' ({number})" for name, number in endless.items()), named(map(str, sorted(ends)))
+        words, known = named(f"'{name}' ({number})" for name, number in endless.items()), named(map(str, sorted(ends)))
         corrections = json_entries(file, {"eos_token_id": sorted(ends.union(endless.values()))})
-        problem = f"text or turns end with {words}, eos_token_id is {stated}"
+        problem = f"text or turns end with {words}, eos_token_id is {known}"
         yield Defect("end of text", problem, file, "add its id ('--mend')", fatal=False, corrections=corrections)
 
 
