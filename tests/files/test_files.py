@@ -11,17 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from matching_support import save_for
 from plugin_support import make, merged, recipe_for, twin
 
-from rotation_merge import Alignment
-from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import RotationMergeError, SpaceError
 from rotation_merge.files import KEY, Store, TemporaryFolder, name_when_whole, replacing, write_text
-from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.writing import staged
-from rotation_merge.run.statistics import Statistics
 
 Steps = list[tuple[str, str]]
 
@@ -49,10 +43,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return recorded
 
 
-def statistics() -> Statistics:
-    return Statistics(as_tensors({"b/x.gram": torch.ones(1, 1)}), {}, frozenset(), frozenset())
-
-
 def keep_part(path: Path) -> None:
     store = Store(str(path), "")
     store.begin("key")
@@ -61,8 +51,6 @@ def keep_part(path: Path) -> None:
 
 WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda path: write_text(path, "text"), "a"),
-    "alignment": (lambda path: save_for(path, Alignment({}), Architecture("llama", {}, {}, (), {}), "1", "2"), "a"),
-    "statistics": (lambda path: statistics().write(path), "a"),
     "part of a run": (keep_part, "a/*.pt"),
 }
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import shutil
-import signal
-import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +17,15 @@ import pytest
 import torch
 from cli_support import hasten, run
 from click.testing import Result
-from interrupted_support import at_step, forked
+from interrupted_support import forked
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
-from tiny_models import ALL, planted
 
-from rotation_merge import AlignConfig, Alignment, RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.matching import visit
-from rotation_merge.matching.match import match_model
 from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
-from rotation_merge.run.ledger import NOWHERE, Ledger, kept_beside
+from rotation_merge.run.ledger import Ledger, kept_beside
 
 NEVER = 10**9
 
@@ -92,52 +87,16 @@ def four(far: Path) -> tuple[Path, Path]:
     return anchor, twin(anchor, far.parent / "twin")
 
 
-def tensors(alignment: Alignment) -> Mapping[tuple[str, str], torch.Tensor]:
-    parts = ((name, transform.tensors()) for name, transform in alignment.transforms.items())
-    return {(name, part): tensor for name, values in parts for part, tensor in values.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", ["none", "rotation"])
-def test_wherever_it_is_interrupted_the_result_is_the_same(residual: str, tmp_path: Path, blocks: Counter) -> None:
-    """After any block of any pass, and once more; no more than the pass that was begun is done again."""
-    model = planted(next(case for case in ALL if (case.family, case.name) == ("llama", "llama")))
-    draw = torch.Generator().manual_seed(3)
-    donor = {n: x + 0.5 * x.std() * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
-    options = AlignConfig(heads="permutation", residual=residual)
-    results: list[Alignment] = []
-
-    def match(ledger: Ledger = NOWHERE) -> None:
-        results.append(match_model(model.architecture, model.state, donor, options, ledger=ledger))
-
-    def resumed(out: Path) -> None:
-        with kept_beside(str(out), lambda: "mark") as progress:
-            match(progress)
-
-    whole = blocks.of(match)
-    first = tensors(results[0])
-    for last in range(1, whole, 1 + whole // 8):
-        out = tmp_path / str(last)
-        for stop in (last, 1):
-            with contextlib.suppress(torch.OutOfMemoryError):
-                blocks.of(lambda out=out: resumed(out), stop)
-        assert blocks.of(lambda out=out: resumed(out)) <= whole - last + len(model.architecture.blocks)
-        latest = tensors(results[-1])
-        assert first.keys() == latest.keys()
-        assert all(torch.equal(first[name], latest[name]) for name in first)
-        assert results[-1].summary == results[0].summary
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "again"),
-    [({}, 4), ({"residual": "signed_permutation"}, 2), ({"anchor": "mean"}, 0)],
-    ids=["local", "signed", "mean"],
+    [({}, 4), ({"residual": "rotation"}, 4), ({"anchor": "mean"}, 0)],
+    ids=["local", "stream", "mean"],
 )
 def test_a_recipe_with_two_donors(
     options: dict[str, Any], again: int, four: tuple[Path, Path], far: Path, tmp_path: Path, blocks: Counter
 ) -> None:
-    """Blocks that were begun ahead of one that failed are matched again, `again` at most."""
+    """Blocks of a pass that was begun, and those begun ahead of one that failed, are matched again: `again` at most."""
     recipe, out = recipe_for("linear", *four, far, heads="permutation"), tmp_path / "out"
     recipe["parameters"].update(options)
     whole, unfinished = blocks.of(lambda: done(mergekit_yaml(recipe, tmp_path / "whole"))), "out.matching.unfinished"
@@ -157,7 +116,7 @@ def test_a_recipe_with_two_donors(
 def test_a_barrier(
     four: tuple[Path, Path], far: Path, tmp_path: Path, blocks: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two donors, two paths on each of two curves; it ends among the blocks, on a path, and on a later one."""
+    """Two donors, two paths on each of two curves; it ends among the blocks, and on a path."""
     np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (4, 8)))
     recipe = write_recipe(recipe_for("linear", *four, far, residual="permutation"), tmp_path / "recipe.yml")
     command = ["barrier", recipe, "--data", tmp_path / "data.npz", "--points", 3]
@@ -166,7 +125,7 @@ def test_a_barrier(
     whole = blocks.of(lambda: results.append(run(*command, "--json")))
     expected, count, matched = json.loads(results[0].stdout), points.calls, 0
     points.calls = 0
-    for last, points.last in ((whole // 2, NEVER), (NEVER, count // 2 + 2), (NEVER, count - 2)):
+    for last, points.last in ((whole // 2, NEVER), (NEVER, count // 2 + 2)):
         matched += blocks.of(lambda: failed(run(*command, "--save", tmp_path)), last)
         assert (tmp_path / "barrier.json.matching.unfinished").is_dir()
     points.last = NEVER
@@ -283,7 +242,7 @@ def trained(folder: Path | None, last: int = NEVER) -> torch.Tensor:
     return module.weight.detach()
 
 
-@pytest.mark.parametrize("torn", [None, 0, 7, 40, 0.5, -1])
+@pytest.mark.parametrize("torn", [None, 0, 0.5, -1])
 def test_training_goes_on_bit_for_bit_or_starts_again_where_its_state_is_torn(
     torn: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,56 +259,18 @@ def test_training_goes_on_bit_for_bit_or_starts_again_where_its_state_is_torn(
     assert not (tmp_path / "state").exists()
 
 
-# --- merges that end early never leave a folder that loads as a model that it is not ----------------------------------
-
-
-@pytest.fixture
-def recipe(deep_pair: tuple[Path, Path], tmp_path: Path) -> Path:
-    return write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
+# --- merges that end early leave nothing ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_interrupted_by_the_user(recipe: Path, tmp_path: Path) -> None:
-    """Ctrl-C: nothing is left, not even the directories above the output."""
-    out, count = tmp_path / "deep" / "er" / "out", tmp_path / "count"
-
-    def merged(number: int) -> int:
-        """With Ctrl-C before the step of this number; whether there is an output agrees with the exit code."""
-        interrupted = at_step(number, count, signal.SIGINT)
-        code = forked("mergekit-yaml", recipe, out, "--quiet", prepare=interrupted).returncode
-        assert (tmp_path / "deep").exists() != bool(code)
-        shutil.rmtree(tmp_path / "deep", ignore_errors=True)
-        return code
-
-    assert merged(0) == 0
-    steps = int(count.read_text())
-    assert [merged(number) for number in (1, steps // 3, steps // 2)] == [1, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
-def test_files_that_cannot_grow(recipe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    result = forked(
-        *("mergekit-yaml", recipe, tmp_path / "out", "--quiet", *flags),
-        prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
-    )
-    assert result.returncode == 2, result.stderr
-    error = one_error(result.stderr)
-    assert "grew over the limit" in error or "disk" in error, error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]
-
-
-@pytest.mark.slow
-def test_a_full_disk(recipe: Path, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", small]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        result = forked("mergekit-yaml", recipe, small / "out", "--quiet")
+def test_files_that_cannot_grow(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
+    for flags in ((), ("--no-safe-serialization",), ("--async-write",)):
+        result = forked(
+            *("mergekit-yaml", recipe, tmp_path / "deep" / "out", "--quiet", *flags),
+            prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        )
         assert result.returncode == 2, result.stderr
-        assert "disk is full" in one_error(result.stderr)
-        assert list(small.iterdir()) == []
-    finally:
-        subprocess.run(["umount", small], check=True)
+        error = one_error(result.stderr)
+        assert "grew over the limit" in error or "disk" in error, error
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]

@@ -1,4 +1,4 @@
-"""Models with a LoRA adapter, against what peft makes of them: read lazily, at full precision, anew each time."""
+"""Models with a LoRA adapter, against what peft makes of them: at full precision; of another base they are refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import tiny_models as tiny
 import torch
 import transformers
 from cli_support import error_of, output_of, parsed, run
-from mergekit.io.tasks import LoaderCache
 from plugin_support import (
     error_of_merge,
     files_of,
+    from_file,
     lora,
     make,
     merged,
@@ -171,22 +171,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return anchor, donor, adapter_for(donor, folder / "lora")
 
 
-@pytest.mark.slow
-def test_trained_again(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """The merge is that of today's adapter, in one process and with mergekit's cache of merged models, too."""
-    anchor, donor, _ = models
-    name, results = "model.layers.0.mlp.up_proj.weight", list[dict[str, Tensor]]()
-    for seed in range(2):
-        recipe = recipe_for("linear", anchor, Path(f"{donor}+{adapter_for(donor, tmp_path / 'lora', seed)}"))
-        results.append(merged(recipe, tmp_path / f"out{seed}", "--lora-merge-cache", str(tmp_path / "cache")))
-        fresh = recipe_for("linear", anchor, Path(f"{donor}+{adapter_for(donor, tmp_path / str(seed), seed)}"))
-        LoaderCache.loaders.clear()
-        again = merged(fresh, tmp_path / f"again{seed}")
-        assert all(torch.equal(again[key], results[seed][key]) for key in again)
-    assert not torch.equal(results[0][name], results[1][name])
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.parametrize(("dtype", "of_anchor"), [("float32", False), (None, False), ("float32", True)])
 def test_rounded_once(dtype: str | None, of_anchor: bool, tmp_path: Path) -> None:
     """W + s B A of weights in bfloat16 is not rounded to bfloat16 on the way; without 'dtype' the output is."""
@@ -208,37 +192,6 @@ def test_rounded_once(dtype: str | None, of_anchor: bool, tmp_path: Path) -> Non
         allowed = (1e-6 if dtype else 2**-7) * float(expected.abs().max())
         assert float((result[name].double() - expected).abs().max()) <= allowed, name
     assert not factors
-
-
-COMMANDS = (
-    *("check {recipe}", "inspect {both}", "inspect {recipe}", "align {anchor} {both}"),
-    *("align {anchor} {both} {out}/aligned --residual permutation", "verify {both} {out}/aligned --tolerance 1e-4"),
-    "barrier {anchor} {both} --data {data} --points 3 --batch-size 4",
-    "align {anchor} {both} --learn --data {data} --alignment {out}/learned.safetensors --steps 2 --batch-size 4",
-    "measure {both} --data self --samples 4 --length 8 --batch-size 2 --out {out}/s.safetensors",
-    "merge {anchor} {both} {out}/best --samples 8 --length 8 --batch-size 2 --budget 1s --anyway",
-    *("doctor {recipe}", "doctor {both} {anchor}"),
-)
-
-
-@pytest.mark.slow
-def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    anchor, donor, adapter = models
-    both, data = f"{donor}+{adapter}", tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": [(i * j) % 40 for j in range(8)]}) + "\n" for i in range(1, 9)))
-    recipe = write_recipe(recipe_for("linear", anchor, Path(both)), tmp_path / "recipe.yml")
-    before = files_of(anchor.parent)
-    for command in COMMANDS:
-        words = command.format(recipe=recipe, both=both, anchor=anchor, out=tmp_path, data=data).split()
-        done = run(*words, "--json")
-        assert done.exit_code in ((0, 1) if words[0] == "doctor" else (0,)), done.output
-        assert json.loads(done.stdout), done.output
-    assert "+" in (tmp_path / "best" / "recipe.yml").read_text()
-    assert run("verify", donor, tmp_path / "aligned", "--float64").exit_code == 1
-    alone, adapted = parsed("evaluate", donor, both, "--data", data)
-    assert alone["loss"] != adapted["loss"]
-    assert run("inspect", both, "--fingerprint").output != run("inspect", donor, "--fingerprint").output
-    assert files_of(anchor.parent) == before
 
 
 Spoil = Callable[[Path], object]
@@ -315,32 +268,89 @@ def test_one_line(bad: str, models: tuple[Path, Path, Path], tmp_path: Path) -> 
     assert word in error_of("verify", donor, both)
 
 
-def test_an_embedding_to_which_a_head_is_tied(tmp_path: Path) -> None:
-    model = make("qwen2", tmp_path / "model")
-    adapter = adapter_for(model, tmp_path / "lora", target_modules=["embed_tokens"])
-    with pytest.raises(rm.RotationMergeError, match="tied"):
-        tensors(model, adapter)
-
-
-def test_a_bias_that_the_model_lacks_is_not_that_of_another_map(tmp_path: Path) -> None:
-    """Of the two maps into the stream one has a bias; the adapter has one for both (`lora_bias`)."""
-    base = make("llama", tmp_path / "base", mlp_bias=True)
-    biased = {"target_modules": ["o_proj", "down_proj"], "lora_bias": True, "init_lora_weights": False}
-    adapter = adapter_for(base, tmp_path / "lora", **biased)
-    with pytest.raises(rm.RotationMergeError, match=r"o_proj\.bias', which the model does not store"):
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "words"),
+    [
+        ("qwen2", {}, {"target_modules": ["embed_tokens"]}, "tied"),
+        (
+            "llama",
+            {"mlp_bias": True},  # of the two maps into the stream one has a bias; the adapter has one for both
+            {"target_modules": ["o_proj", "down_proj"], "lora_bias": True, "init_lora_weights": False},
+            r"o_proj\.bias', which the model does not store",
+        ),
+    ],
+)
+def test_what_has_no_place_in_the_model_is_refused(
+    family: str, sizes: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """An embedding to which the head is tied; a bias that the model lacks."""
+    base = make(family, tmp_path / "base", **sizes)
+    adapter = adapter_for(base, tmp_path / "lora", **options)
+    with pytest.raises(rm.RotationMergeError, match=words):
         tensors(base, adapter)
 
 
-def test_check_writes_no_checkpoint(
-    models: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """mergekit would merge an adapter into its model, and keep the result in a cache."""
-    from mergekit.common import ModelReference
+# --- where an adapter may stand --------------------------------------------------------------------------------------
 
+COMMANDS = (
+    *("check {recipe}", "inspect {both}", "inspect {recipe}", "align {anchor} {both} {out}/aligned"),
+    *("verify {both} {out}/aligned --tolerance 1e-4", "barrier {anchor} {both} --data {data} --points 3"),
+    *("measure {both} --data {data} --out {out}/s.safetensors", "doctor {both} {anchor}"),
+)
+
+
+@pytest.mark.slow
+def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     anchor, donor, adapter = models
-    recipe = write_recipe(recipe_for("linear", anchor, Path(f"{donor}+{adapter}")), tmp_path / "recipe.yml")
-    monkeypatch.setattr(ModelReference, "merged", lambda own, **_: own if own.lora is None else pytest.fail("merged"))
-    monkeypatch.setattr("mergekit.io.tensor_writer.TensorWriter.save_tensor", lambda *_: pytest.fail("was written"))
-    monkeypatch.chdir(tmp_path)
-    output_of("check", recipe)
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yml"]
+    both, data = f"{donor}+{adapter}", tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": [(i * j) % 40 for j in range(8)]}) + "\n" for i in range(1, 9)))
+    recipe = write_recipe(recipe_for("linear", anchor, Path(both)), tmp_path / "recipe.yml")
+    before = files_of(anchor.parent)
+    for command in COMMANDS:
+        words = command.format(recipe=recipe, both=both, anchor=anchor, out=tmp_path, data=data).split()
+        done = run(*words, "--json")
+        assert done.exit_code in ((0, 1) if words[0] == "doctor" else (0,)), done.output
+        assert json.loads(done.stdout), done.output
+    alone, adapted = parsed("evaluate", donor, both, "--data", data)
+    assert alone["loss"] != adapted["loss"]
+    assert run("inspect", both, "--fingerprint").output != run("inspect", donor, "--fingerprint").output
+    assert files_of(anchor.parent) == before
+
+
+@pytest.mark.parametrize("place", ["models", "base_model", "mean", "slices", "finetuned_from", "alignment"])
+def test_on_another_base_it_is_refused_in_every_place_of_a_recipe(
+    place: str, models: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    anchor, donor, adapter = models
+    adapted = Path(f"{anchor}+{adapter}")
+    recipe = recipe_for("linear", donor, adapted)
+    if place == "base_model":
+        recipe = recipe_for("linear", adapted, donor)
+    elif place == "mean":
+        recipe["parameters"]["anchor"] = "mean"
+    elif place == "slices":
+        recipe["slices"] = [{"sources": [{**entry, "layer_range": [0, 2]} for entry in recipe.pop("models")]}]
+    elif place == "finetuned_from":
+        recipe = recipe_for("task_arithmetic", donor, anchor)
+        recipe["models"][-1]["parameters"]["finetuned_from"] = str(adapted)
+    elif place == "alignment":
+        rm.align(donor, anchor).save(tmp_path / "maps")
+        recipe = from_file(recipe, tmp_path / "maps")
+    assert "is an adapter of" in error_of_merge(recipe, tmp_path / "out")
+    assert "is an adapter of" in output_of("check", tmp_path / "out.yml", code=1)
+
+
+@pytest.mark.parametrize(
+    ("base", "stated", "note"),
+    [("copy", "{donor}", ""), ("donor", "someone/donor", ""), ("anchor", None, "does not say which base")],
+)
+def test_copies_of_its_base_are_its_base(
+    base: str, stated: str | None, note: str, models: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """By another path, by another name, and by its name alone where its weights are not here."""
+    anchor, donor, adapter = models
+    bases = {"anchor": anchor, "donor": donor, "copy": shutil.copytree(donor, tmp_path / "copy")}
+    lora = shutil.copytree(adapter, tmp_path / "lora")
+    spoil_config(base_model_name_or_path=stated and stated.format(donor=donor))(lora)
+    recipe = recipe_for("linear", donor, Path(f"{bases[base]}+{lora}"))
+    assert note in " ".join(output_of("check", write_recipe(recipe, tmp_path / "recipe.yml")).split())
