@@ -1,8 +1,9 @@
-"""Stored files of every family in GGUF are read as they were when they were written and checked against their models.
+"""Models in GGUF: stored files of every family are read as they were when they were written and checked against their
+models; recipes and commands take them as the checkpoints that they were written from.
 
 The files were written with llama.cpp's names and order of numbers by the writer that this package had (commit
-46596653), whose files were compared with those of llama.cpp's converter. `truth.json` holds the logits of the models
-that they were written from.
+46596653), whose files were compared with those of llama.cpp's converter. `truth.json` holds configs, dtypes, shapes and
+checksums of tensors, and the logits of the models that they were written from; `tokens-*` the tokenizers.
 """
 
 from __future__ import annotations
@@ -17,22 +18,31 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_support import STORED, TEXT, byte_tokenizer, piece_tokenizer, stored_truth
-from plugin_support import load
+from cli_support import output_of, run
+from hub_support import at_home, served
+from plugin_support import load, lora, merged, state, twin
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import rotation_merge as rm
 from rotation_merge.model.gguf import ORIGIN, decoded, quantised
 from rotation_merge.model.gguf_checkpoint import open_gguf
 from rotation_merge.model.open import on_base, open_model
 
-TRUTH = stored_truth()
+STORED = Path(__file__).parent / "gguf"
+TRUTH: dict[str, dict[str, Any]] = json.loads((STORED / "truth.json").read_text())
+TEXT = "The 12 foxes aren't <|end|> here,  über\n\n3.14 東"
 
 pytestmark = pytest.mark.usefixtures("gguf_home")
 
 
 def stored(name: str) -> str:
     return str(STORED / f"{name}.gguf")
+
+
+def first_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """That of the model that a stored file was written from."""
+    return PreTrainedTokenizerFast.from_pretrained(STORED / name)
 
 
 def facts(tensor: torch.Tensor) -> list[Any]:
@@ -72,9 +82,9 @@ def test_types_are_read_as_ggml_reads_them() -> None:
         torch.testing.assert_close(model.read(name), model.read(f"{name}.numbers"), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("name", "first"), [("tokens-bytes", byte_tokenizer()), ("tokens-pieces", piece_tokenizer())])
-def test_the_tokenizer_comes_back(name: str, first: Any) -> None:
-    ours = AutoTokenizer.from_pretrained(decoded(stored(name)))
+@pytest.mark.parametrize("name", ["tokens-bytes", "tokens-pieces"])
+def test_the_tokenizer_comes_back(name: str) -> None:
+    ours, first = AutoTokenizer.from_pretrained(decoded(stored(name))), first_tokenizer(name)
     for text in (TEXT, "the fathers and   the other", ""):
         ids = first(text, add_special_tokens=False).input_ids
         assert ours(text, add_special_tokens=False).input_ids == ids
@@ -86,7 +96,7 @@ def test_the_tokenizer_comes_back(name: str, first: Any) -> None:
 
 
 def test_a_tokenizer_beside_the_file_is_used(tmp_path: Path) -> None:
-    file, tokenizer = shutil.copyfile(stored("tokens-bytes"), tmp_path / "model.gguf"), byte_tokenizer()
+    file, tokenizer = shutil.copyfile(stored("tokens-bytes"), tmp_path / "model.gguf"), first_tokenizer("tokens-bytes")
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path)
     assert "<more>" in AutoTokenizer.from_pretrained(decoded(str(file))).get_vocab()
@@ -158,3 +168,143 @@ def test_shards_are_as_large_as_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(shards) > 2
     assert all(path.stat().st_size < 25_000 for path in shards)
     assert all(torch.equal(model[name], first[name]) for name in first)
+
+
+# --- recipes and commands --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, gguf_home: str) -> Path:
+    """A model as a checkpoint `a`, as a GGUF, and as one alone in a folder; a twin `b` as a checkpoint."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "alone").mkdir()
+    for place in ("a.gguf", "alone/model-F16.gguf"):
+        shutil.copyfile(stored("tokens-bytes"), folder / place)
+    shutil.copytree(decoded(stored("tokens-bytes")), folder / "a", ignore=shutil.ignore_patterns(ORIGIN))
+    twin(folder / "a", folder / "b")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / "a" / file, folder / "b" / file)
+    return folder
+
+
+def recipe(a: Path, b: Path, keys: str = "", parameters: str = "{delegate: linear}") -> str:
+    """Of ours, or without parameters of mergekit's own `linear`."""
+    models = "".join(f"- {{model: {name}, parameters: {{weight: {w}}}}}\n" for name, w in ((a, 0.3), (b, 0.7)))
+    method = f"rotation_merge\nparameters: {parameters}" if parameters else "linear"
+    return f"merge_method: {method}\nbase_model: {a}\ndtype: float32\n{keys}models:\n{models}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", ["{delegate: linear, attention: rotation, heads: permutation}", ""])
+@pytest.mark.parametrize("keys", ["", "tokenizer: {source: union}\nchat_template: chatml\n"])
+def test_a_merge_of_files_is_the_merge_of_the_checkpoints(
+    keys: str, parameters: str, models: Path, tmp_path: Path
+) -> None:
+    first = merged(recipe(models / "b", models / "a", keys, parameters), tmp_path / "first")
+    for donor in (models / "a.gguf", models / "alone"):
+        again = merged(recipe(models / "b", donor, keys, parameters), tmp_path / donor.stem)
+        assert first.keys() == again.keys()
+        for key, tensor in first.items():
+            torch.testing.assert_close(again[key], tensor, rtol=1e-5, atol=1e-5)
+    merged(recipe(models / "a.gguf", models / "b", keys, parameters), tmp_path / "based")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "based")
+    assert tokenizer(TEXT).input_ids == first_tokenizer("tokens-bytes")(TEXT).input_ids
+    assert ("<|im_start|>" in str(tokenizer.chat_template)) == ("chatml" in keys)
+    if parameters:
+        report = json.loads((tmp_path / "based" / "rotation_merge.json").read_text())
+        assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
+        assert set(report["models"]) == {str(models / "a.gguf"), str(models / "b")}
+
+
+def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--org--b-GGUF" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    shutil.copyfile(models / "a.gguf", snapshot / "b.gguf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
+        assert torch.equal(open_model(name)["model.norm.weight"], open_model(models / "a.gguf")["model.norm.weight"])
+    output = output_of("verify", "org/b-GGUF:gone.gguf", models / "b", code=2)
+    assert "org/b-GGUF:gone.gguf: is neither" in output
+
+
+@pytest.mark.slow
+def test_a_repository_of_files_says_how_to_name_one(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, name = tmp_path / "recipe.yml", "org/b-GGUF:b-F16.gguf"
+    path.write_text("merge_method: rotation_merge\nbase_model: org/a\nmodels:\n- model: org/b-GGUF\n")
+    with served() as hub:
+        at_home(hub, tmp_path / "cache", monkeypatch)
+        hub.publish("org/a", models / "a")
+        hub.commit("models/org/b-GGUF", {"b-F16.gguf": (models / "a.gguf").read_bytes(), "README.md": b"text"})
+        for command in (("inspect", "org/b-GGUF"), ("evaluate", "org/b-GGUF", "--data", "demo:bytes"), ("check", path)):
+            words = f"org/b-GGUF: holds models in GGUF: b-F16.gguf; name one of its files, as {name}"
+            assert words in run(*command).output
+        assert "did you mean 'b-F16.gguf'?" in run("inspect", "org/b-GGUF:b-F17.gguf").output
+        assert "llama, " in output_of("inspect", name)
+
+
+@pytest.mark.slow
+def test_commands_and_python_take_files(models: Path, tmp_path: Path) -> None:
+    anchor, donor = models / "b", str(models / "alone")
+    assert "was read from a.gguf" in output_of("inspect", models / "a.gguf")
+    output_of("align", anchor, donor, tmp_path / "aligned")
+    assert "same" in output_of("verify", tmp_path / "aligned", models / "a.gguf")
+    assert not [path for path in (tmp_path / "aligned").iterdir() if "gguf" in path.name]
+    rm.align(anchor, donor, heads="permutation").apply(donor).save_pretrained(tmp_path / "moved")
+    assert "the two models compute the same" in output_of("verify", tmp_path / "moved", models / "a")
+    (tmp_path / "text.txt").write_text("The quick foxes are here. " * 200)
+    sizes = ("--samples", "8", "--length", "16", "--budget", "1s", "--data", tmp_path / "text.txt", "--anyway")
+    output_of("merge", models / "a.gguf", anchor, tmp_path / "out", *sizes)
+    assert f"model: {models / 'a.gguf'}" in (tmp_path / "out" / "recipe.yml").read_text()
+    assert state(tmp_path / "out").keys() == state(anchor).keys()
+
+
+def test_check_reads_the_weights_of_a_file_and_takes_no_model_for_a_recipe(models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yml"
+    path.write_text(recipe(models / "a.gguf", models / "alone"))
+    output = output_of("check", path)
+    assert "was read from" in output
+    assert "no weights" not in output
+    assert "a.gguf: " in output_of("check", models / "a.gguf", code=2)
+
+
+def adapter_of(models: Path, base: Path | None, folder: Path) -> Path:
+    """An adapter of the first model, which says that it was trained on `base`."""
+    lora(folder, load(str(models / "a")), spread=0.2, base_model_name_or_path=base and str(base))
+    return folder
+
+
+@pytest.mark.slow
+def test_an_adapter_belongs_to_its_base_by_whatever_name(models: Path, tmp_path: Path) -> None:
+    """transformers reads a GGUF by its folder, which peft writes down: the file in it, and its checkpoint, are it."""
+    (tmp_path / "base").mkdir()
+    file = shutil.copyfile(models / "a.gguf", tmp_path / "base" / "model-F16.gguf")
+    adapter = adapter_of(models, tmp_path / "base", tmp_path / "lora")
+    for number, base in enumerate((file, models / "a.gguf", models / "a")):
+        output_of("carry", adapter, "--from", base, "--to", models / "b", tmp_path / str(number))
+    output = output_of("carry", adapter, "--from", models / "b", "--to", models / "alone", tmp_path / "out", code=2)
+    assert "is an adapter of" in output
+
+
+def test_an_adapter_on_a_file_in_other_methods(models: Path, tmp_path: Path) -> None:
+    """Merged as it is read, as on the checkpoint, without the cache that mergekit wants for adapters on those."""
+    adapter = adapter_of(models, None, tmp_path / "lora")
+    model = {"model": f"{models / 'a.gguf'}+{adapter}", "parameters": {"weight": 1}}
+    result = merged({"merge_method": "linear", "models": [model], "dtype": "float32"}, tmp_path / "out")
+    expected = load(f"{models / 'a'}+{adapter}").state_dict()
+    for key, value in result.items():
+        torch.testing.assert_close(value, expected[key], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path, tmp_path: Path) -> None:
+    tuned = shutil.copyfile(models / "a.gguf", tmp_path / "tuned.gguf")
+    text = recipe(models / "b", tuned, parameters="{delegate: task_arithmetic}")
+    merged(text.replace("weight: 0.7", f"weight: 1, finetuned_from: {models / 'a'}"), tmp_path / "merged")
+    output_of("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
+    for folder in ("merged", "carried"):
+        notes = json.loads((tmp_path / folder / "rotation_merge.json").read_text())["notes"]
+        assert any("was read from tuned.gguf, whose tensors are" in note for note in notes)

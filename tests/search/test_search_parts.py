@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from cli_support import CHECKPOINTS
-from gguf_support import written
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
@@ -90,8 +89,8 @@ def test_a_config_names_the_model_that_was_trained(
 
 def test_a_base_in_gguf_is_named(tmp_path: Path) -> None:
     """Files beside the models are not tried, as each would be decoded as a whole."""
-    stored = {"base": BASE, "a": ENGLISH, "b": C}
-    files = {name: str(written(Path(model), tmp_path / f"{name}.gguf")) for name, model in stored.items()}
+    stored = Path(__file__).parents[1] / "model" / "gguf" / "llama.gguf"
+    files = {name: str(shutil.copyfile(stored, tmp_path / f"{name}.gguf")) for name in ("base", "a", "b")}
     assert base_of(files["a"], files["b"]) is None
     assert base_of(files["a"], files["b"], name=files["base"]) == (files["base"], "as given")
 
