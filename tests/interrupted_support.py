@@ -20,33 +20,42 @@ from programs import PROGRAMS
 torch.set_num_threads(1)  # a forked process has no other threads
 
 
-def start(name: str, arguments: Sequence[object], said: Path, prepare: Callable[[], object] = int) -> int:
+def forked(name: str, *arguments: object, prepare: Callable[[], object] = int) -> subprocess.CompletedProcess[str]:
     """A command in a forked process, which has imported everything: a tiny merge takes well under a second.
 
     Args:
-        said: folder that takes what it writes, as `out` and `err`.
         prepare: done in the process before.
 
     Returns:
-        The id of the process, to wait for.
+        How it ended; a negative code is the signal that killed it.
     """
     program = PROGRAMS[name].load()
-    child = os.fork()
-    if child:
-        return child
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, stream) for stream in ("out", "err")]
+        if (child := os.fork()) == 0:
+            _become(program, [name, *map(str, arguments)], streams, prepare)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out, err = (path.read_text("utf-8") if path.exists() else "" for path in streams)
+    return subprocess.CompletedProcess([name, *arguments], code, out, err)
+
+
+def _become(
+    program: Callable[[], object], words: list[str], streams: list[Path], prepare: Callable[[], object]
+) -> None:
+    """Be the command, with its two streams in files, and end."""
     code = 1
     try:
         torch.set_num_threads(1)  # whatever a test before left: OpenMP waits forever for threads that are not forked
         gc.freeze()
         prepare()
-        sys.stdout, sys.stderr = (open(said / file, "w", encoding="utf-8") for file in ("out", "err"))  # noqa: SIM115
+        sys.stdout, sys.stderr = (open(path, "w", encoding="utf-8") for path in streams)  # noqa: SIM115
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             os.dup2(stream.fileno(), number)
         logging.root.handlers.clear()
         logging.root.setLevel(logging.WARNING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit it ignored
         LoaderCache.loaders.clear()
-        sys.argv = [name, *map(str, arguments)]
+        sys.argv = words
         program()
         code = 0
     except SystemExit as end:
@@ -59,41 +68,29 @@ def start(name: str, arguments: Sequence[object], said: Path, prepare: Callable[
         os._exit(code)
 
 
-def forked(name: str, *arguments: object, prepare: Callable[[], object] = int) -> subprocess.CompletedProcess[str]:
-    """A command in a forked process, waited for."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = os.waitstatus_to_exitcode(os.waitpid(start(name, arguments, Path(folder), prepare), 0)[1])
-        out, err = (Path(folder, file).read_text("utf-8") for file in ("out", "err"))
-    return subprocess.CompletedProcess([name, *arguments], code, out, err)
-
-
 STEPS = ("replace", "rename", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "fsync")
 """Functions of `os` in front of which a writer may be ended."""
 
 
-def at_step(
-    number: int, count: Path, sent: signal.Signals = signal.SIGKILL, names: Sequence[str] = STEPS
-) -> Callable[[], None]:
-    """Make a process send itself a signal before its step of this number; it counts its steps in a file."""
+def at_step(number: int, count: Path, names: Sequence[str] = STEPS) -> Callable[[], None]:
+    """Make a process kill itself before its step of this number; it counts its steps in a file."""
 
     def prepare() -> None:
         steps, parent = 0, os.getpid()
 
-        def counted(name: str) -> Callable[..., Any]:
-            plain = getattr(os, name)
-
+        def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
             def step(*arguments: Any, **options: Any) -> Any:
                 nonlocal steps
                 if os.getpid() == parent:
                     steps += 1
                     if steps == number:
-                        os.kill(parent, sent)
+                        os.kill(parent, signal.SIGKILL)
                     count.write_text(str(steps))
                 return plain(*arguments, **options)
 
             return step
 
         for name in names:
-            setattr(os, name, counted(name))
+            setattr(os, name, counted(getattr(os, name)))
 
     return prepare

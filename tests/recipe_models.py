@@ -11,7 +11,7 @@ import transformers
 import yaml
 from cli_support import CHECKPOINTS
 from plugin_support import DECODER as SMALL
-from plugin_support import ENCODER, write_adapter
+from plugin_support import ENCODER, lora
 
 from rotation_merge.diagnose.sources import references
 from rotation_merge.mergekit_plugin.document import documents
@@ -63,19 +63,12 @@ def stand_in(name: str, folder: Path) -> Path:
 
 
 def adapter_stand_in(out: Path, family: str) -> Path:
-    """A LoRA for the stand-ins of a family."""
-    sizes = FAMILIES[family][1]
-    draw = torch.Generator().manual_seed(1)
-    width = {"q_proj": sizes["hidden_size"], "up_proj": sizes["intermediate_size"]}
-    factors: dict[str, torch.Tensor] = {}
-    for layer in range(sizes["num_hidden_layers"]):
-        for place in ("self_attn.q_proj", "mlp.up_proj"):
-            module = f"base_model.model.model.layers.{layer}.{place}"
-            rows = width[place.rpartition(".")[2]]
-            factors[f"{module}.lora_A.weight"] = torch.randn(2, sizes["hidden_size"], generator=draw)
-            factors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(rows, 2, generator=draw)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(width)}
-    return write_adapter(config, factors, out)
+    """A LoRA for the stand-ins of a family, which names no base."""
+    class_name, sizes = FAMILIES[family]
+    model_class = getattr(transformers, class_name)
+    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj"], "base_model_name_or_path": None}
+    lora(out, model_class(model_class.config_class(**sizes)), seed=1, **options)
+    return out
 
 
 def names(text: str) -> list[str]:

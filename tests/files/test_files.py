@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge.errors import RotationMergeError, SpaceError
@@ -67,13 +68,11 @@ def test_a_file(kind: str, steps: Steps, tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.with_name("plain").stat().st_mode)
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_model(steps: Steps, exists: bool, tmp_path: Path) -> None:
+def test_a_model(steps: Steps, tmp_path: Path) -> None:
     """Every file and its folder before the first move; the place that it came to after the last."""
     anchor, out = make("llama", tmp_path / "anchor", num_hidden_layers=1), tmp_path / "out"
-    if exists:
-        out.mkdir()
-        (out / "config.json").write_text("{}")
+    out.mkdir()
+    (out / "config.json").write_text("{}")
     recipe = recipe_for("linear", anchor, twin(anchor, tmp_path / "donor"))
     steps.clear()
     merged(recipe, out)
@@ -81,7 +80,7 @@ def test_a_model(steps: Steps, exists: bool, tmp_path: Path) -> None:
     begin = next(i for i, end in enumerate(ends) if steps[i][0] == "move" and out in (end, end.parent))
     synced = {Path(words).name for step, words in steps[:begin] if step == "sync"}
     assert {"model.safetensors", "config.json", "rotation_merge.json", "README.md", "out"} <= synced
-    assert not exists or ("sync", str(out)) in steps[begin:]
+    assert ("sync", str(out)) in steps[begin:]
     assert steps[-1] == ("sync", str(tmp_path))
 
 
@@ -148,6 +147,18 @@ def test_a_store_of_another_run_goes_with_its_folders(tmp_path: Path) -> None:
         assert work.is_empty()
         assert work.get("record") is None
     assert not work.path.exists()
+
+
+@pytest.mark.parametrize("torn", [0, 7, 0.5, -1])
+def test_a_torn_part_is_computed_again(torn: float, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(str(tmp_path / "out"))
+    store.begin("key")
+    store.put("state", {"x": torch.ones(3)})
+    (path,) = store.path.glob("*.pt")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(torn * len(whole)) if 0 < torn < 1 else int(torn)])
+    assert store.get("state") is None
+    assert "is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(

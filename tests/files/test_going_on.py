@@ -8,21 +8,19 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cli_support import hasten, run
+from cli_support import run
 from click.testing import Result
 from interrupted_support import forked
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
 
 from rotation_merge import RotationMergeError
 from rotation_merge.matching import visit
-from rotation_merge.matching.training import Training, kept_in
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import Ledger, kept_beside
@@ -203,60 +201,6 @@ def test_a_full_disk_keeps_nobody_from_matching(
     (message,) = [message for message in caplog.messages if "cannot be written" in message]
     assert message.endswith("; after an interruption the run starts again")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# --- states of training ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Report:
-    """Figures of a training run."""
-
-    after: float = 1e9
-    best_step: int = 0
-    history: list[tuple[float, ...]] = field(default_factory=list)
-
-
-def trained(folder: Path | None, last: int = NEVER) -> torch.Tensor:
-    """What a small training run gives; it is interrupted after its step of this number."""
-    torch.manual_seed(0)
-    module, generator, report = torch.nn.Linear(3, 2), torch.Generator().manual_seed(5), Report()
-    optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=9, cycle_momentum=False)
-
-    def step() -> None:
-        loss = module(torch.randn(4, 3, generator=generator)).square().sum()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-
-    def score() -> tuple[float]:  # what is kept is not the last
-        return (float(module.weight.detach().square().sum()) if len(report.history) < 4 else report.after + 1,)
-
-    def watch(number: int) -> None:
-        if number == last:
-            raise KeyboardInterrupt
-
-    with kept_in(folder, lambda: "key") as progress:
-        Training(module, optimiser, schedule, generator, report, step, score).run(8, 4, watch, progress)
-    return module.weight.detach()
-
-
-@pytest.mark.parametrize("torn", [None, 0, 0.5, -1])
-def test_training_goes_on_bit_for_bit_or_starts_again_where_its_state_is_torn(
-    torn: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    hasten(monkeypatch)
-    for last in (3, 5):
-        with pytest.raises(KeyboardInterrupt):
-            trained(tmp_path / "state", last)
-    if torn is not None:
-        (path,) = (tmp_path / "state").glob("*.pt")
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(torn * len(whole)) if 0 < torn < 1 else int(torn)])
-    assert torch.equal(trained(tmp_path / "state"), trained(None))
-    assert ("is damaged" in caplog.text) == (torn is not None)
-    assert not (tmp_path / "state").exists()
 
 
 # --- merges that end early leave nothing ------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from gguf_support import written
 from spoiling import Row, Step, both, bytes_of, copied, gone, put, step
 
 import rotation_merge as rm
@@ -18,10 +17,31 @@ AGAIN = "download it again"
 PARTS = tuple(f"whole-0000{number}-of-00003.gguf" for number in (1, 2, 3))
 
 
+STORED = Path(__file__).parents[1] / "model" / "gguf" / "tokens-bytes.gguf"
+"""A Llama with a tokenizer of bytes, which lies in the folder of this name."""
+
+
 @step
 def rewritten(split: int = 0, architecture: str = "llama", **metadata: Any) -> None:
-    """Another file of the same model."""
-    written(Path("words"), Path(WHOLE), architecture=architecture, split=split, **metadata)
+    """Another file of the same model.
+
+    Args:
+        split: tensors in a part; 0: all in one file.
+        metadata: in the place of the right ones; None leaves one out.
+    """
+    reader = gguf.GGUFReader(STORED)
+    writer = gguf.GGUFWriter(WHOLE, architecture, split_max_tensors=split)
+    right = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    del right["general.architecture"]
+    for key, value in {**right, **metadata}.items():
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def typed(code: int) -> Step:
@@ -49,7 +69,7 @@ def parts(*missing: str) -> Step:
 
 def swapped() -> None:
     """A tokenizer beside the file, with two words the other way round."""
-    content = json.loads(Path("words/tokenizer.json").read_text())
+    content = json.loads((STORED.with_suffix("") / "tokenizer.json").read_text())
     words = content["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     Path("tokenizer.json").write_text(json.dumps(content))

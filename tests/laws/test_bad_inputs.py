@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from bad_checkpoints import EVERY_READER, NO_READERS, READERS
+from bad_ggufs import STORED
 from bad_inputs import BESIDE, GOOD, NOWHERE, ROWS
-from gguf_support import saved, written
 from hub_support import Hub
 from huggingface_hub import constants
 from interrupted_support import forked
@@ -36,7 +36,7 @@ FILES |= {"list/rotation_merge.json": b"[]", "other/rotation_merge.json": b'{"ve
 
 @pytest.fixture(scope="module")
 def good_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two Llamas, a ViT, an alignment file of the Llamas, samples, a GGUF and its model."""
+    """Two Llamas, a ViT, an alignment file of the Llamas, samples, a GGUF."""
     folder = tmp_path_factory.mktemp("good")
     for seed, name in enumerate(("anchor", "donor")):
         model("LlamaForCausalLM", folder / name, seed)
@@ -45,8 +45,7 @@ def good_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     aligned.save(folder / "map")
     rows = [{"input_ids": list(range(i, i + 8)), "labels": list(range(i, i + 8))} for i in range(16)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    saved(folder / "words")
-    written(folder / "words", folder / "whole.gguf")
+    shutil.copyfile(STORED, folder / "whole.gguf")
     for name, content in FILES.items():
         put(str(folder / name), content)()
     return folder

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from interrupted_support import at_step, start
+from interrupted_support import at_step, forked
 from plugin_support import lora, make, twin
 from safetensors.torch import load_file, save_file
 
@@ -81,13 +82,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(words: str, models: Path, folder: Path, prepare: Callable[[], object] = int) -> int:
-    """A command in a process of its own, and its exit code; negative: the signal that killed it."""
-    name, *arguments = words.replace("{M}", str(models)).replace("{O}", str(folder)).split()
-    said = folder.parent / "said"
-    said.mkdir(exist_ok=True)
+def run(
+    words: str, models: Path, folder: Path, prepare: Callable[[], object] = int
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
     folder.mkdir(exist_ok=True)
-    return os.waitstatus_to_exitcode(os.waitpid(start(name, arguments, said, prepare), 0)[1])
+    name, *arguments = words.replace("{M}", str(models)).replace("{O}", str(folder)).split()
+    return forked(name, *arguments, prepare=prepare)
 
 
 def content(path: Path) -> dict[str, Any] | None:
@@ -108,12 +109,12 @@ def kills(steps: int) -> list[int]:
 def test_killed(name: str, models: Path, tmp_path: Path) -> None:
     """A place where something lay may be empty for a moment; it never holds a part, nor a mixture."""
     writer, place, count = WRITERS[name], tmp_path / "place", tmp_path / "steps"
-    old, err = None, tmp_path / "said" / "err"
+    old = None
     if writer.before:
-        assert run(writer.before, models, place) == 0, err.read_text()
+        assert (done := run(writer.before, models, place)).returncode == 0, done.stderr
         old = content(place / writer.output)
         shutil.copytree(place, tmp_path / "older")
-    assert run(writer.words, models, place, at_step(0, count)) == 0, err.read_text()
+    assert (done := run(writer.words, models, place, at_step(0, count))).returncode == 0, done.stderr
     new, whole = content(place / writer.output), sorted(os.listdir(place))
     assert new not in (old, None)
     shutil.rmtree(place)
@@ -121,10 +122,10 @@ def test_killed(name: str, models: Path, tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "older", place)
     for step in kills(int(count.read_text())):
         count.write_text("0")
-        ended = run(again(writer, place), models, place, at_step(step, count))
+        done = run(again(writer, place), models, place, at_step(step, count))
         assert content(place / writer.output) in (None, old, new), step
-        assert ended == -signal.SIGKILL or int(count.read_text()) < step, err.read_text()
-    assert run(again(writer, place), models, place) == 0, err.read_text()
+        assert done.returncode == -signal.SIGKILL or int(count.read_text()) < step, done.stderr
+    assert (done := run(again(writer, place), models, place)).returncode == 0, done.stderr
     assert content(place / writer.output) == new
     assert sorted(os.listdir(place)) == whole
 

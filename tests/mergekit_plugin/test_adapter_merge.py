@@ -13,7 +13,7 @@ import torch
 from cli_support import error_of, output_of, run
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
-from plugin_support import files_of, lora, make
+from plugin_support import lora, make
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -94,14 +94,11 @@ def three(tmp_path: Path) -> list[str]:
 # --- what is merged --------------------------------------------------------------------------------------------------
 
 
-def test_linear_loses_nothing_and_iso_levels_what_is_spanned(three: list[str], tmp_path: Path) -> None:
+def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
     parts, weights = [of(path) for path in three], (1, 2, 1)
     for module, merged in changes(merge_adapters(three, weights=weights), tmp_path / "out").items():
         terms = (w / 4 * part.get(module, torch.zeros(())) for w, part in zip(weights, parts, strict=True))
         torch.testing.assert_close(merged, sum(terms), atol=1e-6, rtol=1e-6)
-    for merged in changes(merge_adapters(three, "iso"), tmp_path / "iso").values():
-        values = torch.linalg.svdvals(merged)
-        torch.testing.assert_close(values[values > 1e-5], values[:1].expand(int((values > 1e-5).sum())), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +283,7 @@ def test_the_command(three: list[str], tmp_path: Path) -> None:
     facts = json.loads(output)
     assert list(facts["shares"]) == three
     assert all(fact["rank"] == 3 and 0 < fact["energy"] < 1 for fact in facts["maps"].values())
-    again = error_of("lora", *three, tmp_path / "out")
-    assert "is already there" in again or "--force" in again
+    assert "already exists" in error_of("lora", *three, tmp_path / "out")
     output_of("lora", *three, tmp_path / "out", "--force", "--rank", "auto", "--weights", "1,1,2")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["lora_alpha"]) == (BASE, config["r"])
@@ -303,24 +299,9 @@ def test_one_folder_by_two_names_is_one_base(tmp_path: Path, monkeypatch: pytest
         merge_adapters(paths)
 
 
-def test_paths_are_taken_and_nothing_else_is_written_over(three: list[str], tmp_path: Path) -> None:
-    """A folder that holds a model would count as an adapter afterwards, and be of no use as either."""
-    merged = merge_adapters(map(Path, three))
-    merged.save(tmp_path / "out")
-    merged.save(tmp_path / "out", force=True)
-    assert of(tmp_path / "out").keys() == changes(merge_adapters(three), tmp_path / "again").keys()
-    model = make("llama", tmp_path / "model")
-    for place, words in ((model, "model/: already exists"), (Path(three[0]), "is one of the inputs")):
-        before = files_of(place)
-        with pytest.raises(RotationMergeError, match=words):
-            merged.save(f"{place}/")
-        assert files_of(place) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"weights": ["much", 1, 1]}, "'weights' are .*one number for each adapter"),
         ({"weights": 1}, "'weights' are 1"),
         ({"method": None}, "not merged by 'None'"),
         ({"rank": 2, "energy": 0.5}, "'energy' has no effect"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from cli_support import parsed, run
 from mergekit import merge_methods
-from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods.base import InputContract, MergeMethod, TensorGroup
 from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import (
     error_of_merge,
@@ -25,9 +24,6 @@ from plugin_support import (
     write_state,
 )
 
-from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.methods import OwnMethod, Source
-from rotation_merge.averaging.parameters import WEIGHT
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 
@@ -89,17 +85,6 @@ def test_a_delegate_does_what_mergekit_does(
     assert all(torch.equal(ours[name], stock[name]) for name in stock)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
-def test_equal_models_are_merged_bit_for_bit_as_mergekit_does(dtype: str | None, tmp_path: Path) -> None:
-    pair = [make("llama", tmp_path / name, tie_word_embeddings=True) for name in ("anchor", "copy")]
-    recipe = {**recipe_for("linear", *pair), "dtype": dtype}
-    ours = merged(recipe, tmp_path / "ours")
-    stock = merged({**recipe, "merge_method": "linear", "parameters": {}}, tmp_path / "stock")
-    assert ours.keys() == stock.keys()
-    assert all(torch.equal(ours[name], stock[name]) and ours[name].dtype == stock[name].dtype for name in ours)
-
-
 def test_passthrough_gives_the_aligned_donor(models: Models, tmp_path: Path) -> None:
     """Not the anchor: a layer that is not to be matched stays the donor's."""
     recipe = recipe_for("passthrough", *models[:2], layers="0")
@@ -112,16 +97,6 @@ def test_passthrough_gives_the_aligned_donor(models: Models, tmp_path: Path) -> 
 # --- averages of our own ---------------------------------------------------------------------------------------------
 
 
-class Lower(OwnMethod):
-    """The lower of the models' values: a new average is one class."""
-
-    maps_only = False
-    spec = MergeMethodSpec(name="lower", parameters=(WEIGHT,), contract=InputContract(min_inputs=2))
-
-    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> torch.Tensor:
-        return torch.stack([source.weight for source in sources]).amin(0)
-
-
 @merge_method(name="half", pretty_name="Half", contract=InputContract(min_inputs=2))
 def half(group: TensorGroup, share: float = 0.5) -> torch.Tensor:
     """A method of mergekit's kind that only we have."""
@@ -131,8 +106,7 @@ def half(group: TensorGroup, share: float = 0.5) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(half, MergeMethod)
-    for method in (half, Lower()):
-        monkeypatch.setitem(delegates.OWN, method.spec.name, method)
+    monkeypatch.setitem(delegates.OWN, "half", half)
 
 
 def delegated(name: str, *models: Path, **parameters: Any) -> dict[str, Any]:
@@ -142,18 +116,10 @@ def delegated(name: str, *models: Path, **parameters: Any) -> dict[str, Any]:
     return {**recipe, "models": [{"model": str(path)} for path in models]}
 
 
-def test_a_recipe_of_ours_merges_with_it(models: Models, tmp_path: Path) -> None:
+def test_recipes_merge_with_it_also_by_its_name_alone(models: Models, tmp_path: Path) -> None:
     result = merged(delegated("half", *models[:2], share=0.25), tmp_path / "out")
     for name, tensor in state(models[0]).items():
         torch.testing.assert_close(result[name], tensor / 2, rtol=1e-4, atol=1e-4)
-    lower = delegated("lower", *models[:2], **STILL)
-    lower["parameters"]["weight"] = 1
-    result, states = merged(lower, tmp_path / "lower"), [state(path) for path in models[:2]]
-    assert all(torch.equal(x, torch.minimum(states[0][name], states[1][name])) for name, x in result.items())
-
-
-def test_a_recipe_may_name_it_alone(models: Models, tmp_path: Path) -> None:
-    """The same as the delegate of a recipe in which nothing moves."""
     recipe = delegated("half", *models[:2], **STILL)
     alone = {**recipe, "merge_method": "half", "parameters": {}}
     states = [merged(content, tmp_path / str(number)) for number, content in enumerate((alone, recipe))]
