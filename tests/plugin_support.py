@@ -9,27 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from click.testing import CliRunner, Result
 from mergekit import merge_methods
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rotation_merge as rm
 from rotation_merge.mergekit_plugin.keys import OPTIONS
@@ -45,18 +31,15 @@ DECODER = {
 }
 """Few positions, as models write texts of their own up to those."""
 ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**ENCODER, "vocab_size": 40, "max_position_embeddings": 16}
 
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, DECODER),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {**DECODER, "tie_word_embeddings": True}),
-    "mistral": (MistralConfig, MistralForCausalLM, {**DECODER, "head_dim": 12}),
-    "bert": (BertConfig, BertForSequenceClassification, {**ENCODER, "vocab_size": 40, "max_position_embeddings": 16}),
-    "roberta": (
-        RobertaConfig,
-        RobertaForSequenceClassification,
-        {**ENCODER, "vocab_size": 40, "max_position_embeddings": 16},
-    ),
-    "vit": (ViTConfig, ViTForImageClassification, {**ENCODER, "image_size": 16, "patch_size": 8, "num_labels": 3}),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", DECODER),
+    "qwen2": ("Qwen2ForCausalLM", {**DECODER, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {**DECODER, "head_dim": 12}),
+    "bert": ("BertForSequenceClassification", TEXT),
+    "roberta": ("RobertaForSequenceClassification", TEXT),
+    "vit": ("ViTForImageClassification", {**ENCODER, "image_size": 16, "patch_size": 8, "num_labels": 3}),
 }
 
 EVERYTHING = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
@@ -64,10 +47,11 @@ EVERYTHING = {"attention": "rotation", "heads": "permutation", "ffn": "permutati
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model with random weights, norms and biases included."""
-    config, model_class, sizes = FAMILIES[family]
+    name, sizes = FAMILIES[family]
+    model_class = getattr(transformers, name)
     torch.manual_seed(seed)
-    model = model_class(config(**{**sizes, **changes}))
-    for _, parameter in model.named_parameters():
+    model: PreTrainedModel = model_class(model_class.config_class(**{**sizes, **changes}))
+    for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1)
     return model
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import re
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import FileFinder, SourceFileLoader
 from importlib.metadata import version
@@ -162,17 +163,30 @@ def test_a_merge_from_python_in_a_fresh_process(pair: tuple[Path, Path], tmp_pat
     assert max(relative_distances(state(tmp_path / "out"), state(pair[0])).values()) <= 1e-5
 
 
-@pytest.mark.parametrize(("program", "steps"), [("mergekit-yaml", ["at exit", False, "frozen"]), ("python", [True])])
+HELD = ["at exit", False, "frozen"]
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "steps"),
+    [("mergekit-yaml", None, HELD), ("mergekit-yaml", ImportError, HELD), ("python", None, [True])],
+)
 def test_the_collector_is_held_while_commands_start(
-    program: str, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+    program: str, error: type[Exception] | None, steps: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
-    loader = SimpleNamespace(exec_module=lambda module: done.append(gc.isenabled()))
+
+    def execute(module: ModuleType) -> None:
+        done.append(gc.isenabled())
+        if error is not None:
+            raise error
+
+    loader = SimpleNamespace(exec_module=execute)
     monkeypatch.setattr(gc, "freeze", freeze := lambda: done.append("frozen"))
     monkeypatch.setattr(atexit, "register", lambda work: done.append(work is freeze and "at exit"))
     monkeypatch.setattr(hooks, "extend", lambda module, name: None)
     monkeypatch.setattr(sys, "argv", [f"/bin/{program}", "recipe.yml"])
     hooks.extend_after(loader, "mergekit.scripts.run_yaml")  # type: ignore[arg-type]
-    loader.exec_module(ModuleType("mergekit.scripts.run_yaml"))
+    with suppress(ImportError):
+        loader.exec_module(ModuleType("mergekit.scripts.run_yaml"))
     assert gc.isenabled()
     assert done == steps

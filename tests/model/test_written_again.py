@@ -13,7 +13,7 @@ from cli_support import run
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
-from plugin_support import build, make, recipe_for, state
+from plugin_support import build, make, recipe_for, state, write_adapter
 
 import rotation_merge as rm
 
@@ -31,6 +31,15 @@ def aligned_by_command(changing: str, first: str, second: str, out: Path) -> Map
     return state(out)
 
 
+def with_adapter(changing: str, first: str, second: str, out: Path) -> Mapping[str, Any]:
+    """With an adapter that is trained again in its folder: its factors are numbers of the changing model."""
+    weight, module = state(Path(changing))["lm_head.weight"], "base_model.model.lm_head"
+    factors = {f"{module}.lora_A.weight": weight[:2], f"{module}.lora_B.weight": weight[:, :2]}
+    shutil.rmtree(out.parent / "lora", ignore_errors=True)
+    lora = write_adapter({"peft_type": "LORA", "r": 2, "lora_alpha": 2}, factors, out.parent / "lora")
+    return rm.average([first, f"{first}+{lora}"]).state_dict()
+
+
 CALLS: dict[str, Callable[[str, str, str, Path], Mapping[str, Any]]] = {
     "transfer": lambda a, b, c, _: rm.transfer(a, b, c).state_dict(),
     "transfer of files, tuned": lambda a, b, c, _: rm.transfer(a, b, c, rank=2).tensors,
@@ -41,6 +50,7 @@ CALLS: dict[str, Callable[[str, str, str, Path], Mapping[str, Any]]] = {
     "evaluate": lambda a, b, c, _: rm.evaluate(a, SAMPLES),
     "barrier": lambda a, b, c, _: {"loss": torch.tensor(rm.barrier(b, a, SAMPLES).loss)},
     "refit": lambda a, b, c, _: rm.refit([b, a], SAMPLES).state_dict(),
+    "adapter": with_adapter,
     "recipe": merged_by_recipe,
     "command": aligned_by_command,
 }
