@@ -183,23 +183,10 @@ def test_an_unknown_model_is_cut_into_layers_by_its_names_alone() -> None:
     assert unaligned(one).layers_key == {"default": "num_hidden_layers"}
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("a or b // 2", 4),
-        ("kinds[i] == 'x' if kinds else True", True),
-        ("nested.size + 1", 4),
-        ("missing.size", None),
-        ("'x' in word and not (i > 1)", True),
-        ("-1 < i < 2", True),
-        (True, True),
-        (7, 7),
-        (None, None),
-    ],
-)
-def test_expressions(expression: Any, value: Any) -> None:
-    config = {"b": 8, "i": 1, "kinds": ["y", "x"], "nested": {"size": 3}, "word": "axe"}
-    assert evaluate(expression, config) == value
+def test_expressions() -> None:
+    """What no shipped file has: a sign, comparisons in a row, an entry of what is not there."""
+    values = [evaluate(text, {"i": 1}) for text in ("-1 < i <= 1", "-1 < i <= 0", "missing.size", "missing[2]")]
+    assert values == [True, False, None, None]
 
 
 @pytest.mark.parametrize("expression", ["1 +", "a + 1", "f(1)", "[x for x in y]", "1 // 0", "__import__('os')"])
