@@ -178,9 +178,9 @@ def test_an_unknown_model_is_cut_into_layers_by_its_names_alone() -> None:
     assert set(architecture.named()) == set(stored)
     tensors = {name: torch.ones(2, 3) for name in stored}
     assert all(read_block(block, tensors) for block in architecture.blocks)
-    one = ["x", "h.0.w", "h.1.w"]
-    assert unaligned(one, {"n_heads": 2, "n_layer": 2}).layers_key == {"default": "n_layer"}
-    assert unaligned(one).layers_key == {"default": "num_hidden_layers"}
+    short = ["x", "h.0.w", "h.1.w"]
+    assert unaligned(short, {"n_heads": 2, "n_layer": 2}).layers_key == {"default": "n_layer"}
+    assert unaligned(short).layers_key == {"default": "num_hidden_layers"}
 
 
 def test_expressions() -> None:

@@ -170,25 +170,25 @@ def _words_and_images(case: Case, config: Any, generator: torch.Generator) -> di
     image = next(getattr(config, key) for key in ("image_token_id", "image_token_index") if hasattr(config, key))
     words = torch.randint(3, 50, (2, case.image_tokens + 7), generator=generator)
     words[:, 2 : 2 + case.image_tokens] = image
-    given = {name: torch.tensor(value) for name, value in case.images.items() if name != "pixel_values"}
+    sizes = {name: torch.tensor(value) for name, value in case.images.items() if name != "pixel_values"}
     pixels = torch.randn(case.images["pixel_values"], generator=generator, dtype=torch.float64)
-    return {"input_ids": words, "mm_token_type_ids": (words == image).int(), "pixel_values": pixels, **given}
+    return {"input_ids": words, "mm_token_type_ids": (words == image).int(), "pixel_values": pixels, **sizes}
 
 
-def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def outputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every floating tensor that the model gives back by default, those of its parts too; caches are for itself."""
     with torch.no_grad(), keep_float64():
-        return dict(floating("", model(**given)))
+        return dict(floating("", model(**batch)))
 
 
-def floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(found, Tensor):
-        if found.is_floating_point():
-            yield name, found
-    elif isinstance(found, Mapping | list | tuple):
-        inside = found.items() if isinstance(found, Mapping) else enumerate(found)
-        for key, value in inside:
-            yield from floating(f"{name}.{key}" if name else str(key), value)
+def floating(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in parts:
+            yield from floating(f"{name}.{key}" if name else str(key), part)
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

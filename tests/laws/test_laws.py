@@ -73,9 +73,9 @@ def carried(subject: Subject, pair: Pair) -> float:
     folder, expected = trained(subject)
     base = subject.checkpoint(pair.residual)
     drawn, twin = subject.drawn(base, pair.residual)
-    there = fresh("carried")
-    rm.transfer(folder, base, twin, rm.TransferConfig(alignment=drawn)).save_pretrained(there)
-    moved = peft.PeftModel.from_pretrained(twin.to_module(), there, autocast_adapter_dtype=False)
+    result = fresh("carried")
+    rm.transfer(folder, base, twin, rm.TransferConfig(alignment=drawn)).save_pretrained(result)
+    moved = peft.PeftModel.from_pretrained(twin.to_module(), result, autocast_adapter_dtype=False)
     return difference(subject.outputs_of(moved.merge_and_unload().eval()), expected) / size(expected)
 
 

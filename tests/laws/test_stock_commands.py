@@ -102,10 +102,10 @@ def recipe(models: Models) -> float:
 
 def slerp(models: Models) -> float:
     """A delegate of mergekit's."""
-    wanted = models.recipe(delegate="slerp", t=0.3)
-    for model in wanted["models"]:
+    document = models.recipe(delegate="slerp", t=0.3)
+    for model in document["models"]:
         del model["parameters"]
-    return apart(merged(wanted), models.average("slerp", t=0.3))
+    return apart(merged(document), models.average("slerp", t=0.3))
 
 
 def ties(models: Models) -> float:
@@ -166,11 +166,11 @@ def half(models: Models) -> float:
     folders = fresh("half-anchor"), fresh("half-donor")
     for folder, model in zip(folders, (models.anchor, models.donor), strict=True):
         rm.average([model]).to(torch.bfloat16).save_pretrained(folder)
-    wanted = {**models.recipe(), "base_model": str(folders[0]), "dtype": "bfloat16"}
-    for entry, folder in zip(wanted["models"], folders, strict=True):
+    document = {**models.recipe(), "base_model": str(folders[0]), "dtype": "bfloat16"}
+    for entry, folder in zip(document["models"], folders, strict=True):
         entry["model"] = str(folder)
     alignment = rm.align(*folders, **models.groups)
-    return apart(merged(wanted), rm.average([alignment.apply_anchor(folders[0]), alignment.apply(folders[1])]))
+    return apart(merged(document), rm.average([alignment.apply_anchor(folders[0]), alignment.apply(folders[1])]))
 
 
 def tokenizer(models: Models) -> float:
@@ -216,12 +216,12 @@ def tuned(models: Models) -> float:
     base = rm.average([models.donor])
     state = {name: x + 0.05 * noise(x, generator).float() for name, x in base.state_dict().items()}
     rm.average([(state, base.config)]).save_pretrained(fine)
-    wanted = models.recipe(fine, delegate="task_arithmetic")
-    wanted["models"] = [{"model": str(fine), "parameters": {"weight": 1.0, "finetuned_from": str(models.donor)}}]
+    document = models.recipe(fine, delegate="task_arithmetic")
+    document["models"] = [{"model": str(fine), "parameters": {"weight": 1.0, "finetuned_from": str(models.donor)}}]
     delta = rm.Delta.between(models.donor, fine).moved(
         rm.align(models.anchor, models.donor, **models.groups), models.anchor
     )
-    return apart(merged(wanted), delta.applied())
+    return apart(merged(document), delta.applied())
 
 
 LAWS: dict[str, Callable[[Models], float]] = {
