@@ -294,22 +294,6 @@ def test_long_changes_of_other_tensors_are_shortened_too(
         torch.testing.assert_close(result[name], expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_an_embedding_that_is_the_head_is_merged_as_a_map(tmp_path: Path) -> None:
-    """By a recipe, in memory, and with a tensor for the head alone, whose embedding is none."""
-    base = checkpoint("llama", "llama, tied, biases", tmp_path / "base")
-    models = [base, *(tuned(base, tmp_path / str(seed), seed) for seed in (1, 2))]
-    start = base.state[EMBEDDING]
-    changes = [model.state[EMBEDDING] - start for model in models[1:]]
-    as_map = (start.double() + change("tsv", [c.double() for c in changes])).float()
-    close = {"atol": 1e-6, "rtol": 1e-5}
-    torch.testing.assert_close(merged(of(models, "tsv"), tmp_path / "out")[EMBEDDING], as_map, **close)
-    torch.testing.assert_close(rm.average([model.path for model in models], "tsv")[EMBEDDING], as_map, **close)
-    apart = merged(of(models, "tsv", untie=True), tmp_path / "apart")
-    torch.testing.assert_close(apart[EMBEDDING], start + sum(changes) / 2, **close)
-    torch.testing.assert_close(apart["lm_head.weight"], as_map, **close)
-
-
 def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
     """GPT-2 stores (inputs, outputs): the rule is not the same along the other side."""
     base = checkpoint("gpt2", "untied", tmp_path / "base")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import error_of, output_of, run
-from plugin_support import error_of_merge, merged, mergekit_yaml, one_error, write_adapter
+from cli_support import output_of, run
+from plugin_support import error_of_merge, merged
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rotation_merge as rm
 from rotation_merge.carrying.bases import Bases
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.fold import folded_tensors
 
 
@@ -189,33 +188,6 @@ def test_vocabularies_that_cannot_be_carried(words: Any, tmp_path: Path) -> None
     message = error_of_merge(cases[2][0], tmp_path / "out")
     assert f"has 53 tokens that differ from {anchor.path} (`other0`, `other1`)" in message
     assert "carry between bases of one vocabulary" in message
-
-
-def test_added_tokens_are_refused(words: Any, tmp_path: Path) -> None:
-    """In one line that names them, before anything is written: by command, recipe and in Python."""
-    anchor, old, fine, rows = words
-    longer = other_vocabulary(fine, tmp_path / "fine", list(range(len(fine.state[VOCABULARY[0]]))), extra=2)
-    name, weight = next((name, x) for name, x in old.state.items() if "q_proj" in name)
-    module = f"base_model.model.{name.removesuffix('.weight')}"
-    factors = {"lora_A": torch.randn(2, weight.shape[1]), "lora_B": torch.randn(weight.shape[0], 2)}
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    tensors = {f"{module}.{part}.weight": x for part, x in factors.items()}
-    lora = write_adapter({**config, "base_model_name_or_path": str(old.path)}, tensors, tmp_path / "adapter")
-    expected = f"has 1 tokens that differ from {old.path} (`<|im_start|>`)"
-    for place in (longer.path, lora):
-        tokenizer([*(f"w{i}" for i in rows), "<|im_start|>"], place)
-        assert f"{place}: {expected}; remove the tokens that it added" in error_of(
-            "carry", place, "--from", old.path, "--to", anchor.path, tmp_path / "out"
-        )
-    done = mergekit_yaml(transport(anchor, (longer, old), residual="none"), tmp_path / "out")
-    assert expected in one_error(done.output)
-    for call in (
-        lambda: rm.transfer(longer.path, old.path, anchor.path),
-        lambda: rm.Delta.between(old.path, longer.path),
-    ):
-        with pytest.raises(RotationMergeError, match="has 1 tokens"):
-            call()
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

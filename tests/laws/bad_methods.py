@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from bad_checkpoints import FLOATS, LLAMA
+from bad_checkpoints import BLOOM, FLOATS, LLAMA
 from spoiling import (
     BOTH,
     DONORS,
@@ -23,6 +23,7 @@ from spoiling import (
     model,
     models,
     put,
+    python,
     step,
     tensors,
     tokenizer,
@@ -73,6 +74,11 @@ def of_statistics(delegate: str, place: str, *words: str, spoil: Step = lambda: 
 
 NAN = tensors(lambda stored: stored[FLOATS].fill_(torch.nan))
 SHORT = put("short.jsonl", '{"input_ids": [3, 4, 5, 6]}\n')
+LATE = both(
+    tensors(lambda stored: stored["model.embed_tokens.weight"][39].fill_(torch.nan)),
+    put("late.jsonl", '{"input_ids": [3, 4, 5, 6]}\n' * 17 + '{"input_ids": [3, 39, 5, 6]}\n'),
+)
+UNKNOWN = both(*(put(f"{name}/config.json", BLOOM) for name in ("anchor", "donor")))
 ELSEWHERE = "under the recipe's 'parameters'"
 OWN = f"donor/{NAME}"
 DELEGATES = [
@@ -96,6 +102,10 @@ DELEGATES = [
     delegated("regmean", "{weight: 0.5, finetuned_from: donor, carry: refit}", "needs statistics of"),
     delegated("regmean", HALF, "rotation-merge measure anchor --data DATA"),
     delegated("fisher\n  attention: none", HALF, "rotation-merge measure anchor --data DATA --kinds fisher"),
+    *(
+        delegated(f"{name}\n  unsupported: merge", HALF, f"delegate {name} does not know this", spoil=UNKNOWN, **MERGE)
+        for name in ("regmean", "ot_fusion", "refit")
+    ),
     delegated("wudi\n  lengths: evn", HALF, "'lengths' is 'evn'", "auto, keep"),
     delegated("wudi\n  ridge: -1", HALF, "'ridge' is -1"),
     delegated("iso", "{weight: 1.0, lambda: 0.5}", "'lambda' has no effect with delegate iso here", ELSEWHERE),
@@ -120,19 +130,54 @@ POLISH = [
         spoil=both(another(CLASSES, "anchor", num_labels=2), another(CLASSES, num_labels=5)),
     ),
 ]
-CARRY = [
-    call(f"carry donor --from anchor --to anchor out {options}", words)
-    for options, words in {
-        "--carry refit --steps 5": "carry by distil",
-        "--data texts.txt": "--scale auto",
-        "--scale much": "auto, a number",
-        "--scale nan": "auto, a number",
-        "--carry refit --data nowhere.txt": "nowhere.txt",
-        "--carry refit --match-on both --alignment file": "--match-on has no effect",
-        "--heads permutation --alignment file": "--heads has no effect",
-    }.items()
+ANSWERS = [
+    *(
+        call(line, "answers with NaN", spoil=NAN)
+        for line in (
+            "measure donor --data samples.jsonl --out out",
+            "polish donor out --teachers anchor",
+            "polish anchor out --teachers donor --data samples.jsonl",
+            "polish anchor out --teachers donor",
+        )
+    ),
+    *(call(f"measure donor --data late.jsonl --kinds {kind}", "NaN", spoil=LATE) for kind in ("gram", "fisher")),
 ]
 
+TUNED = "{weight: 1.0, finetuned_from: anchor"
+LORA = both(adapter("lora", "anchor"), tokenizer("lora", "AB", "new"))
+ADDED = both(LORA, tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new"))
+NEW = "has 1 token", "(`new`)"
+WIDER = another(LLAMA, intermediate_size=64)
+NO_PLACE = "its change has no place; add 'untie'"
+TIED = partial(model, LLAMA, "tied", 2, tie_word_embeddings=True)
+VITS = partial(shutil.copytree, "vit", "vit2")
+CARRY = [
+    *(
+        call(f"carry donor --from anchor --to anchor out {options}", words)
+        for options, words in {
+            "--carry refit --steps 5": "carry by distil",
+            "--data texts.txt": "--scale auto",
+            "--scale much": "auto, a number",
+            "--scale nan": "auto, a number",
+            "--carry refit --data nowhere.txt": "nowhere.txt",
+            "--carry refit --match-on both --alignment file": "--match-on has no effect",
+            "--heads permutation --alignment file": "--heads has no effect",
+        }.items()
+    ),
+    *(
+        call(f"carry donor --from anchor --to tied out --residual none --force{options}", NO_PLACE, spoil=TIED)
+        for options in ("", " --scale auto", " --carry refit")
+    ),
+    call("carry vit --from vit --to vit2 out --carry refit --data synthetic", "carry by weights alone", spoil=VITS),
+    delegated("task_arithmetic", f"{TUNED}, carry: refit, steps: 4}}", "carrying by refit takes no steps"),
+    delegated("task_arithmetic", "{weight: 1.0, carry: refit}", "finetuned_from"),
+    python("steps of a refit", lambda: rm.transfer("donor", "anchor", "anchor", method="refit", steps=4), "no steps"),
+    call("carry lora --from anchor --to anchor out", *NEW, "remove the tokens that it added", spoil=ADDED),
+    delegated("task_arithmetic", f"{TUNED}}}", *NEW, spoil=ADDED),
+    Row("change with tokens more", NEW, ADDED, python=lambda: rm.Delta.between("anchor", "donor")),
+    Row("transfer with tokens more", NEW, ADDED, python=lambda: rm.transfer("donor", "anchor", "anchor")),
+    Row("change of another width", ("donor", "gate_proj"), WIDER, python=lambda: rm.Delta.between("anchor", "donor")),
+]
 
 WORDS = [f"w{number}" for number in range(38)]
 LORAS = both(adapter("lora", "anchor"), adapter("other", "org/base"), adapter("third", "org/base"))
@@ -150,7 +195,7 @@ SEARCH = [
     call(
         "merge vit vit2 out --data text.txt",
         "ViTForImageClassification takes pixel_values",
-        spoil=partial(shutil.copytree, "vit", "vit2"),
+        spoil=VITS,
     ),
     call("merge anchor donor out --dtype float31", "did you mean 'float32'"),
     call("merge anchor donor out --base third", "is not the base of", spoil=partial(model, LLAMA, "third", 2)),
@@ -175,4 +220,4 @@ SEARCH = [
     ),
 ]
 
-METHODS = [*DELEGATES, *POLISH, *CARRY, *SEARCH]
+METHODS = [*DELEGATES, *POLISH, *ANSWERS, *CARRY, *SEARCH]
