@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from plugin_support import one_error
 
@@ -47,3 +48,17 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a minute pass with every look at the clock: states of unfinished work are written at once."""
     clock = itertools.count(step=60.0)
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
+
+
+def stop_training(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
+    """Let a training end as Ctrl-C ends it at its so manieth step; the list grows by one with each step."""
+    train, steps = torch.optim.AdamW.step, list[int]()
+
+    def step(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        steps.append(1)
+        if len(steps) == at:
+            raise KeyboardInterrupt
+        return train(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    return steps

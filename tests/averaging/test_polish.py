@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import hasten, output_of, parsed, run
+from cli_support import hasten, output_of, parsed, run, stop_training
 from plugin_support import make, merged, state
 from torch import Tensor
 from transformers import (
@@ -43,15 +43,7 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
     done = parsed("polish", merge, tmp_path / "out", *flags)
     assert done["after"] < done["before"]
     hasten(monkeypatch)
-    train, steps = torch.optim.AdamW.step, []
-
-    def stop(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 7:
-            raise KeyboardInterrupt
-        return train(self, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", stop)
+    steps = stop_training(monkeypatch, 7)
     assert run("polish", merge, tmp_path / "again", *flags).exit_code != 0
     (answers,) = (tmp_path / "again.unfinished").glob("answers-*.pt")
     answers.write_bytes(answers.read_bytes()[:100])  # damaged: the teacher answers again

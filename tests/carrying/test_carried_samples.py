@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from carry_support import carry, lift_of, noisy, texts
-from cli_support import run
+from cli_support import run, stop_training
 from click.testing import Result
 from plugin_support import load, make, merged, recipe_for, state, twin, write_state
 from recipe_models import stand_in
@@ -289,15 +289,7 @@ def test_distilling_goes_on_where_it_was_stopped(far: Models, tmp_path: Path, mo
     assert done.exit_code == 0, done.output
     assert "Distilled for 4 steps" in done.output
     assert "**trained**" in (tmp_path / "whole" / "README.md").read_text()
-    train, steps, unfinished = torch.optim.AdamW.step, list[int](), tmp_path / "again.unfinished"
-
-    def step(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        steps.append(1)
-        if len(steps) == STOPPED_AT:
-            raise KeyboardInterrupt
-        return train(self, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    steps, unfinished = stop_training(monkeypatch, STOPPED_AT), tmp_path / "again.unfinished"
     rows = [json.loads(line)["input_ids"] for line in far["data"].read_text().splitlines()]
     same = texts(tmp_path, rows)
     assert distilled(tmp_path / "again", far, same).exit_code != 0

@@ -63,11 +63,9 @@ def test_weights_scale_and_changes_of_several_bases_add_up(trio: Any, tmp_path: 
         return merged(document, tmp_path / name)
 
     pairs = (fine, old), (second, second_base)
-    one, two, both = result("one", pairs[0]), result("two", pairs[1]), result("both", *pairs)
+    half, two, both = result("half", pairs[0], weight=0.5), result("two", pairs[1]), result("both", *pairs)
     base, name = anchor.folded(), "model.layers.0.mlp.down_proj.weight"
-    half = result("half", pairs[0], weight=0.5)
-    torch.testing.assert_close(half[name], (base[name] + one[name]) / 2, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(both[name], one[name] + two[name] - base[name], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(both[name], 2 * half[name] + two[name] - 2 * base[name], atol=1e-5, rtol=1e-4)
     carried = {f"{model.path} (carried over from {origin.path})" for model, origin in pairs}
     assert set(report(tmp_path / "both")["summary"]) == carried
 
