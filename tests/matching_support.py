@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,15 +99,8 @@ def reordered(space: Space, donor: dict[str, Tensor], order: Tensor, queries: Te
     return moved(donor, replace(still, elements={**still.elements, **orders_of(order, queries)}))
 
 
-def save_for(
-    path: Path,
-    alignment: Alignment,
-    architecture: Architecture,
-    anchor: str,
-    donor: str,
-    made: Mapping[str, Any] | None = None,
-) -> None:
+def save_for(path: Path, alignment: Alignment, architecture: Architecture, anchor: str, donor: str) -> None:
     """Write an alignment of two models of which only the architecture and the fingerprints are known."""
     basis = Basis({}, {}, False, Identity(anchor, anchor, {}), Identity(donor, donor, {}))
     vars(basis)["architecture"] = architecture  # instead of resolving it from the config
-    replace(alignment, basis=basis, metadata=made or {}).write(path)
+    replace(alignment, basis=basis).write(path)

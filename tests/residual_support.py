@@ -14,6 +14,7 @@ from tiny_models import ALL, Case, difference, inputs, make, outputs, save
 from torch import Tensor
 
 import rotation_merge as rm
+from rotation_merge.architecture import Architecture, resolve
 
 
 def case(family: str, name: str) -> Case:
@@ -38,11 +39,9 @@ class Checkpoint:
         return state(self.path)
 
     @property
-    def architecture(self) -> Any:
+    def architecture(self) -> Architecture:
         """The labels of its tensors."""
-        still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-        model = self.state, self.config
-        return rm.Alignment.random(model, untie=self.untied, **still).apply(model).architecture
+        return resolve(self.config, list(self.state), self.case.name, untie=self.untied)
 
     @property
     def whole_state(self) -> dict[str, Tensor]:

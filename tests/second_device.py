@@ -28,10 +28,6 @@ _INDEXING = {
 }
 
 
-class DevicesMixed(Exception):
-    """An operation was given tensors of two devices."""
-
-
 class Far(Tensor):
     """A tensor that says it is on the second device."""
 
@@ -53,9 +49,6 @@ class Far(Tensor):
 
     def tolist(self) -> Any:
         return self.held.tolist()
-
-    def __repr__(self) -> str:
-        return f"Far({self.held!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +75,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (asked := named.get("device")) is not None:
         far, named["device"] = torch.device(asked) == DEVICE, torch.device("cpu")
     if far and named.get("generator") is not None:
-        raise DevicesMixed(f"{func}: a generator of the CPU draws on the second device")
+        raise AssertionError(f"{func}: a generator of the CPU draws on the second device")
     if func is torch.ops.aten._conj.default:
         func = torch.ops.aten._conj_physical.default  # a conjugate bit is lost below a wrapper
     found = func(*plain, **named)
@@ -112,7 +105,7 @@ def _check(func: Any, args: Any, given: list[Tensor]) -> None:
     if func in _INDEXING and isinstance(args[0], Far) and all(isinstance(x, Far) or not x.ndim for x in args[2:3]):
         return
     shapes = [(tuple(x.shape), str(x.device)) for x in given]
-    raise DevicesMixed(f"{func} is given tensors of two devices: {shapes}")
+    raise AssertionError(f"{func} is given tensors of two devices: {shapes}")
 
 
 @contextlib.contextmanager

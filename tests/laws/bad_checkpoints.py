@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -181,6 +182,7 @@ ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor"
 SMOL = "SmolLM3ForCausalLM", {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": 0}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 COHERE = "Cohere2ForCausalLM", {"num_key_value_heads": 2, **KINDS, "pad_token_id": 0}
+FINE = {"id2label": {"0": "bad", "1": "fine"}, "label2id": {"bad": 0, "fine": 1}}
 BLOOM = '{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}'
 CODES = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 BACK = "'quantization_config' back"
@@ -220,8 +222,29 @@ FITTING = [
                 configured(*NEOX, use_parallel_residual=False),
                 "'use_parallel_residual' is False, against",
             ),
+            "other names of classes": (
+                configured("BertForSequenceClassification", {"id2label": {0: "bad", 1: "good"}}, **FINE),
+                "'id2label' is ('bad', 'fine')",
+            ),
             "another activation": (configured("BertForMaskedLM", {}, hidden_act="relu2"), "has degree 2, against 0"),
         }
+    ),
+    *rows(
+        {
+            "another factor of the embedding": (
+                config(model_type="granite", architectures=["GraniteForCausalLM"], embedding_multiplier=12.0),
+                "'embedding_multiplier' is 12.0, against 1.0",
+            ),
+            "another window": (
+                config(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16),
+                "'sliding_window' is 16, against None",
+            ),
+            "activation of another kind": (
+                config(model_type="mistral", architectures=["MistralForCausalLM"], hidden_act="gelu"),
+                "'hidden_act' is 'gelu', against 'silu'",
+            ),
+        },
+        **OF_RECIPES,
     ),
     in_donor("other vocabulary", another(LLAMA, vocab_size=41), "[41, 32]", "tokenizer: {", faults=2, **OF_RECIPES),
     in_donor("missing tensor", tensors(lambda stored: stored.pop(QUERY)), QUERY, "missing", commands=ALIGN_AND_VERIFY),
@@ -351,6 +374,10 @@ ALIGNMENTS: dict[str, tuple[Change, str]] = {
     "no family": (lambda _, header: header["head"].pop("family"), "damaged (it lacks 'family')"),
     "record that is no mapping": (in_head(made="x"), "damaged (made: "),
     "head without end": (lambda _, header: header.update(head="[" * 100000), "damaged ("),
+    "class twice": (in_head(rows={"lm_head.weight": [0, [0, 0]]}), "'lm_head.weight' loses classes"),
+    "figure that is no number": (lambda _, header: header["head"]["figures"][0][0].update(seconds=math.nan), "finite"),
+    "another family": (in_head(family="vit"), "was made for vit models, not for llama"),
+    "another version": (lambda _, header: header.update(format="rotation_merge.alignment.1"), "another version"),
 }
 ALIGNED = [
     *(Row(f"alignment: {name}", ("map", words), mapped(change), BOTH) for name, (change, words) in ALIGNMENTS.items()),
@@ -362,6 +389,12 @@ ALIGNED = [
             ("merge",),
         )
         for number, name in enumerate(("anchor", "donor"))
+    ),
+    Row(
+        "alignment of layers without end",
+        (f"map: its config says {ENDLESS} layers",),
+        mapped(lambda _, header: header["head"]["config"].update(num_hidden_layers=ENDLESS)),
+        python=lambda: rm.Alignment.load("map"),
     ),
     Row("alignment that is not there", ("map", "o such file"), both(gone("map"), WITH_ALIGNMENT), BOTH),
     Row("alignment that is a model", ("map: is not an al",), both(copied(DONOR, "map"), WITH_ALIGNMENT), BOTH),

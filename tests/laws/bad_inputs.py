@@ -68,6 +68,8 @@ LINES = [
     call("align anchor donor out --device gpu", "'gpu' cannot be used"),
     call("align anchor donor out --device meta", "use --device cpu, or auto"),
     call("align anchor vit out", "vit: architecture is vit, that of anchor is llama"),
+    call("align anchor donor out --samples 8", "uses no samples"),
+    call("align anchor donor out --match-on both --data nowhere.txt", "nowhere.txt"),
     call("align anchor donor out --nonsense", "No such option '--nonsense'"),
     call("align anchor donor out --backend spark", "'--backend' is 'spark'; it must be one of: threads, ray, dask"),
     call("carry donor --from anchor --to anchor out", "donor: has 1 token", "remove the tokens that", spoil=NEW_TOKEN),

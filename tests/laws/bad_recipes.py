@@ -76,6 +76,7 @@ PARAMETERS = [
     option("ffn: [{filter: up_proj, value: none}, {value: permutation}]", "'up_proj'", "model.layers.0"),
     option("exclude: 3\n  attention: rotate", "parameters.exclude: ", "(1 more: rotation-merge", recipe=("merge",)),
     option("data: self", "'data' has no effect with delegate linear"),
+    option("match_on: both\n  anchor: mean", "'match_on' cannot be used: 'anchor: mean'"),
     of_donor("{weight: 0.5, alignment: map, ffn: none}", "has no effect", "ffn"),
     models(f"{PAIR} {{delegate: slerp, t: 7}}", "'t' is 7", SHARE),
     models(f"{SETTINGS} {{delegate: ties, density: -1}}", "'density' is -1", SHARE),
@@ -108,6 +109,14 @@ STRUCTURE = [
     models(slices(FIRST, "donor, layer_range: [0, 1]"), "slices[0]", "its sources have 2, 1 layers"),
     models(slices("anchor, layer_range: [2, 0]", "donor, layer_range: [2, 0]"), "layer_range is [2, 0]", faults=2),
     models("slices: [{sources: []}]", "it has no sources"),
+    models(
+        slices(
+            "anchor, layer_range: [0, 1]",
+            "donor, layer_range: [1, 2]",
+            parameters="delegate: slerp, t: 0.5, save_alignment: true",
+        ),
+        "'save_alignment' cannot be used: the slices pair layers differently",
+    ),
     models(slices(*(f"{name}, layer_range: [1, 4]" for name in ("anchor", "donor"))), "the model has 2", "layer_range"),
     models("models: [anchor, donor]", "models[0]", "valid dictionary", "write '- model: anchor'", faults=2),
     models("models: {model: donor}", "models", "input should be a valid list"),

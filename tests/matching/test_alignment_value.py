@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zlib
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from cli_support import output_of
 from plugin_support import reads_of_files
 from residual_support import Checkpoint, checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import difference, inputs, outputs
+from tiny_models import ALL, difference, inputs, outputs, planted
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError
@@ -71,23 +70,37 @@ def test_an_alignment_of_independent_models(family: str, name: str, tmp_path: Pa
     anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
     alignment = rm.align(anchor.path, donor.path, heads="permutation", residual="rotation")
     moved, stored, folded = alignment.apply(donor.path), donor.state, alignment.apply_anchor(anchor.path)
-    assert difference(answers(moved, donor, tmp_path / "moved"), donor.outputs()) <= 1e-4
+    back = alignment.inverse().apply(moved)
+    for name, model, view in (("moved", donor, moved), ("folded", anchor, folded), ("back", donor, back)):
+        assert difference(answers(view, model, tmp_path / name), model.outputs()) <= 1e-4
     assert not equal(moved, stored)
     assert {name: tensor.dtype for name, tensor in moved.items()} == {n: t.dtype for n, t in stored.items()}
-    assert difference(answers(folded, anchor, tmp_path / "folded"), anchor.outputs()) < 1e-4
     assert equal(alignment.apply((stored, donor.config)), moved.state_dict())
     module = loaded(donor, dtype=torch.float64)
     computed, given = alignment.apply(module, strict=False).to_module(), inputs(donor.case, module)
     assert difference(outputs(computed, given), outputs(module, given)) <= 1e-4
-    back = alignment.inverse().apply(moved)
-    assert difference(answers(back, donor, tmp_path / "back"), donor.outputs()) <= 1e-4
-    assert alignment.irreversible_notes()
     for models in ([anchor.path, moved], [moved, anchor.path]):
         with pytest.raises(RotationMergeError, match=rf"{anchor.path}: '.*' is not folded into its .*apply_anchor"):
             rm.average(models)
     with pytest.raises(RotationMergeError, match="is not folded into its readers"):
         rm.barrier(anchor.path, moved, tokens(1))
     assert equal(rm.average([tmp_path / "folded", moved]), rm.average([folded, moved]))
+
+
+@pytest.mark.parametrize("options", [{"heads": "spectral"}, {"heads": "permutation", "layers": "0-3"}])
+def test_layers_that_meet_the_keys_and_values_of_another_one(options: dict[str, str], tmp_path: Path) -> None:
+    """Of five layers the last two meet those of the second and third; in the third, keys are values.
+
+    Their coordinates stay, query heads move inside their groups: a donor with nothing in common keeps its function.
+    """
+    model = planted(next(case for case in ALL if (case.family, case.name) == ("gemma4", "shared keys")))
+    draw = torch.Generator().manual_seed(3)
+    donor = {n: x + 9 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
+    alignment = rm.align(model.pair, (donor, model.config), **options)
+    moved = alignment.apply((donor, model.config)).state_dict()
+    assert model.differs(moved) == pytest.approx(model.differs(donor), abs=1e-8)
+    alignment.save(tmp_path / "file")
+    assert rm.Alignment.load(tmp_path / "file").transforms.keys() == alignment.transforms.keys()
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[2].values()))}")
@@ -99,9 +112,9 @@ def test_a_random_alignment_is_saved_and_inverted_like_any(
     twin = alignment.apply(parent.path)
     assert not equal(other.apply(parent.path), twin)
     for name, value in {"twin": alignment, "inverse": alignment.inverse()}.items():
-        value.save(tmp_path / name)
-    assert equal(rm.Alignment.load(tmp_path / "twin").apply(parent.path), twin)
-    back = rm.Alignment.load(tmp_path / "inverse").apply(twin)
+        value.save(tmp_path / "new" / name)
+    assert equal(rm.Alignment.load(tmp_path / "new" / "twin").apply(parent.path), twin)
+    back = rm.Alignment.load(tmp_path / "new" / "inverse").apply(twin)
     assert difference(answers(back, parent, tmp_path / "back"), parent.outputs()) <= 1e-4
     for name, tensor in {} if alignment.irreversible_notes() else parent.state.items():
         torch.testing.assert_close(back[name], tensor, atol=1e-5, rtol=1e-4)
@@ -148,26 +161,6 @@ def test_a_model_that_changed_after_it_was_aligned_is_not_saved_for(anchor: Chec
     for use in (lambda: alignment.save(tmp_path / "map"), lambda: alignment.apply(donor.path).state_dict()):
         with pytest.raises(RotationMergeError, match="was changed after it was aligned"):
             use()
-
-
-@pytest.mark.parametrize("form", ["folder", "module"])
-def test_classes_in_another_order_take_their_names_along(form: str, tmp_path: Path) -> None:
-    anchor, donor = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
-    names = [f"class {number}" for number in range(len(donor.config["id2label"]))]
-    for path, order in {anchor.path: names, donor.path: names[::-1]}.items():
-        config = json.loads((path / "config.json").read_text())
-        config |= {"id2label": dict(enumerate(order)), "label2id": {name: i for i, name in enumerate(order)}}
-        (path / "config.json").write_text(json.dumps(config))
-    models = [anchor.path, donor.path] if form == "folder" else [loaded(anchor), loaded(donor)]
-    alignment = rm.align(*models, heads="permutation")
-    moved = alignment.apply(models[1])
-    assert torch.equal(moved["classifier.bias"], donor.state["classifier.bias"].flip(0))
-    mean = rm.average([alignment.apply_anchor(models[0]), moved])
-    for name in ("classifier.bias", "bert.encoder.layer.0.intermediate.dense.weight"):
-        torch.testing.assert_close(mean[name], (anchor.state[name] + moved[name]) / 2)
-    moved.save_pretrained(tmp_path / "out")
-    assert [*json.loads((tmp_path / "out" / "config.json").read_text())["id2label"].values()] == names
-    assert [*moved.to_module().config.id2label.values()] == names
 
 
 def test_gradients_flow_through_a_view(anchor: Checkpoint, donor: Checkpoint) -> None:
@@ -273,8 +266,9 @@ def scene(anchor: Checkpoint, donor: Checkpoint, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("scene")
     grown = {**donor.config, "vocab_size": donor.config["vocab_size"] + 8}
     donor.case.model_class(donor.case.model_class.config_class.from_dict(grown)).save_pretrained(folder / "grown")
+    (folder / "file").write_text("kept")
     return {
-        **{"A": anchor.path, "B": donor.path, "a": loaded(anchor), "b": loaded(donor)},
+        **{"file": folder / "file", "A": anchor.path, "B": donor.path, "a": loaded(anchor), "b": loaded(donor)},
         **{"state": donor.state, "config": donor.config},
         "arrays": {name: tensor.numpy() for name, tensor in donor.state.items()},
         "bert": checkpoint("bert", "classifier", folder / "bert").path,
@@ -285,6 +279,7 @@ def scene(anchor: Checkpoint, donor: Checkpoint, tmp_path_factory: pytest.TempPa
     }
 
 
+LOCAL = rm.AlignConfig(attention="none", scaling=False, residual="permutation")
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda s: rm.align(s.state, s.A), "state dict without its config"),
     (lambda s: rm.align(s.A, (s.config, s.state)), "donor: entry '.*' is of type .* in its state dict"),
@@ -310,6 +305,13 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda s: s.maps.apply(s.B).to("cpu"), "'dtype' is .*; it must be one of: torch.bfloat16"),
     (lambda s: rm.fit(s.a, s.b, s.far), "token id 4000 is outside"),
     (lambda s: rm.fit(s.a, [], s.batches), "no donors are given"),
+    (lambda s: rm.fit(s.a, s.bert, s.batches), "only models of one architecture"),
+    (lambda s: rm.fit(s.a, s.b, s.batches[:1]), "two batches"),
+    (lambda s: rm.fit(s.a, s.b, s.batches, LOCAL, rm.FitConfig(steps=1)), "nothing to learn"),
+    (lambda s: rm.fit(s.a, s.b, s.batches, options=rm.FitConfig(objective="labels")), "needs data with labels"),
+    (lambda s: rm.fit(s.a, s.b, s.batches, options=rm.FitConfig(coefficients=(1.0,))), "1 'coefficients' for 2 models"),
+    (lambda s: rm.fit(s.a, s.b, s.batches, options=rm.FitConfig(state=s.file)), "is in the way"),
+    (lambda s: rm.fit(s.a, s.b, s.batches, options=rm.FitConfig(state=s.A)), "did not write"),
     (lambda s: rm.fit(s.a, s.b, s.batches, rm.FitConfig()), "of type FitConfig; it must be of type AlignConfig"),
     (lambda s: rm.fit(s.a, s.b, s.batches, options={"steps": 2}), "of type dict; it must be of type FitConfig"),
     (lambda s: rm.measure(s.a, s.batches, {"kinds": "gram"}), "of type dict; it must be of type MeasureConfig"),
@@ -320,6 +322,9 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
         (lambda s, call=call: call(s.A, s.grown, s.batches), r"grown: tensor '.*' is \[58, 32\], in .* is \[50, 32\]")
         for call in (rm.barrier, rm.fit)
     ),
+    (lambda s: s.maps.apply(s.B).save_pretrained(s.B), "already exists; write to a new folder"),
+    (lambda s: s.maps.apply(s.B).save_pretrained(s.file), "is a file, which is in the way"),
+    (lambda s: s.maps.save(s.file / "alignment.safetensors"), "a file stands in the way"),
     (lambda s: rm.polish(s.A, [s.grown], s.batches), r"0: no tokenizer says .*50, 58 tokens"),
 ]
 
@@ -329,25 +334,3 @@ def test_what_cannot_be_is_one_line(call: Callable[[Any], Any], words: str, scen
     with pytest.raises(RotationMergeError, match=words) as error:
         call(SimpleNamespace(**scene))
     assert "\n" not in str(error.value)
-
-
-def test_places_that_cannot_be_stay_as_they_are(aligned: rm.Alignment, donor: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(RotationMergeError, match="already exists; write to a new folder"):
-        aligned.apply(donor.path).save_pretrained(donor.path)
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(RotationMergeError, match="is a file, which is in the way"):
-        aligned.apply(donor.path).save_pretrained(tmp_path / "file")
-    with pytest.raises(RotationMergeError, match="a file stands in the way"):
-        aligned.save(tmp_path / "file" / "alignment.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    aligned.save(tmp_path / "new" / "folder" / "alignment.safetensors")
-    assert rm.Alignment.load(tmp_path / "new" / "folder" / "alignment.safetensors").basis is not None
-
-
-@pytest.mark.slow
-def test_a_transfer_takes_an_alignment_or_its_file(tmp_path: Path) -> None:
-    new, old = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
-    alignment = rm.align(new.path, old.path, residual="rotation")
-    alignment.save(tmp_path / "file")
-    expected = rm.transfer(old.path, old.path, new.path, alignment=alignment).state_dict()
-    assert equal(rm.transfer(old.path, old.path, new.path, alignment=tmp_path / "file"), expected)

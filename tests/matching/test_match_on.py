@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import error_of, output_of
-from plugin_support import error_of_merge, merged, recipe_for, state
+from cli_support import output_of
+from plugin_support import merged, recipe_for, state
 from residual_support import report
 from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, planted
 
@@ -121,15 +121,3 @@ def test_commands_and_recipes_match_on_activations(pair: tuple[Path, Path], tmp_
     made = report(tmp_path / "out")
     assert any("matched on weights and activations" in note for note in made["notes"])
     assert made["data"] == [{"of": f"matching {pair[1]}", "source": "self", "samples": 16}]
-    mean = recipe_for("linear", *pair, match_on="both")
-    mean["parameters"]["anchor"] = "mean"
-    assert "'match_on' cannot be used: 'anchor: mean'" in error_of_merge(mean, tmp_path / "mean")
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [(("--samples", 8), "uses no samples"), (("--match-on", "both", "--data", "nowhere.txt"), "nowhere.txt")],
-)
-def test_what_cannot_be_matched_so(given: tuple[Any, ...], words: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    assert words in error_of("align", *pair, tmp_path / "out", *given)
-    assert not (tmp_path / "out").exists()

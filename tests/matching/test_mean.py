@@ -11,10 +11,16 @@ import pytest
 import torch
 from plugin_support import error_of_merge, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, case, recipe, report, transport, twin
+from test_devices import gen, weights
 from tiny_models import make, save
 from torch import Tensor
 
 import rotation_merge as rm
+from rotation_merge.architecture import table
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.matching.mean import _relative
+from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.stream import random_gauge
 
 Kind = tuple[str, str, str]
 KINDS = [("llama", "llama", "rotation"), ("vit", "classifier", "rotation"), ("bert", "classifier", "permutation")]
@@ -59,6 +65,23 @@ def test_maps_compose_around_every_cycle(kind: Kind, tmp_path: Path) -> None:
         there = to_b[name].apply(models[name].path)
         assert largest_difference(there, once) > 0.5
         assert largest_difference(once, to_a["b"].apply(there, strict=False)) <= 0.02
+
+
+@pytest.mark.parametrize("family", ["vit", "gpt_neox", "mixtral"])
+def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
+    """A model moved into the common frame and from there into the base's coordinates is moved by the relative frame."""
+    architecture = table.sample(shipped()[family])
+    options = rm.AlignConfig(heads="permutation", residual=architecture.residual_groups[-1])
+    base, other = (random_gauge(architecture, options, gen(seed)) for seed in (1, 2))
+    state = {name: x.double() for name, x in weights(architecture, 3).items()}
+    common = dict(moved_tensors(architecture, state, other))
+    shifts = {name: t for name, t in base.items() if t.kind == "translation"}
+    there = dict(moved_tensors(architecture, common, {name: t.inverse() for name, t in shifts.items()}))  # added last
+    there = dict(moved_tensors(architecture, there, {n: t.inverse() for n, t in base.items() if n not in shifts}))
+    straight = dict(moved_tensors(architecture, state, _relative(architecture, base, other)))
+    for name, tensor in there.items():
+        torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
+    assert _relative(architecture, {}, other) == other
 
 
 @pytest.mark.slow

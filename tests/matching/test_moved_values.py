@@ -1,15 +1,14 @@
-"""Deltas and statistics that an alignment moves are those of the moved model: of all families, in float64."""
+"""Statistics that an alignment moves are those of the moved model: of all families, in float64."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from residual_support import checkpoint
+from test_devices import FAMILIES
 from tiny_models import ALL, Case, inputs, keep_float64, make
 from torch import nn
 from variants import ONE
@@ -22,25 +21,12 @@ from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.statistics import behind_norm
 
 STILL = ("signed_permutation", "permutation", "none")
-EACH_FAMILY = pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
+
+FEW = [pytest.param(c, id=c.family, marks=[pytest.mark.slow] * (c.family not in FAMILIES)) for c in ONE]
+"""All families, of which those are quick that have spaces of every kind."""
 
 Samples = list[dict[str, torch.Tensor]]
-Models = Callable[[str, int], tuple[nn.Module, Samples]]
 FISHER = rm.MeasureConfig(kinds=("fisher",))
-NAMES = {"llama": "llama", "vit": "classifier", "bert": "classifier"}
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Models:
-    """Makes a tiny model in float64, and samples of what it takes."""
-
-    def make(family: str, seed: int = 0) -> tuple[nn.Module, Samples]:
-        stored = checkpoint(family, NAMES[family], tmp_path / str(seed), seed=seed)
-        module = stored.case.model_class.from_pretrained(stored.path, dtype=torch.float64, attn_implementation="eager")
-        module.config._experts_implementation = "eager"
-        return module, [inputs(stored.case, module.eval())]
-
-    return make
 
 
 def agree(moved: rm.Statistics, measured: rm.Statistics, *kinds: str) -> int:
@@ -59,6 +45,13 @@ def samples_of(case: Case, model: nn.Module) -> Samples:
     return [{name: x for name, x in inputs(case, model).items() if name in takes}]
 
 
+def model(family: str, seed: int = 0) -> tuple[nn.Module, Samples]:
+    """A tiny model in float64, and samples of what it takes."""
+    case = next(case for case in ONE if case.family == family)
+    module = make(case, seed)
+    return module, samples_of(case, module)
+
+
 def drawn(model: nn.Module, groups: tuple[str, ...], **options: Any) -> rm.Alignment:
     """A random alignment; of the streams by the first of some groups that all of them admit."""
     streams = architecture_of(model).stream_groups.values()
@@ -66,11 +59,8 @@ def drawn(model: nn.Module, groups: tuple[str, ...], **options: Any) -> rm.Align
     return rm.Alignment.random(model, heads="permutation", residual=residual, untie=True, **options)
 
 
-# --- statistics
-
-
 @pytest.mark.slow
-@EACH_FAMILY
+@pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
 def test_moved_statistics_are_those_of_the_moved_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what norms do, put back by multiplication from what was normalised, is what maps really read."""
     model = make(case)
@@ -89,7 +79,7 @@ def test_moved_statistics_are_those_of_the_moved_model(case: Case, monkeypatch: 
             torch.testing.assert_close(gram, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
 
 
-@EACH_FAMILY
+@pytest.mark.parametrize("case", FEW)
 def test_fisher_diagonals_move_with_permutations_alone(case: Case) -> None:
     model = make(case)
     samples = samples_of(case, model)
@@ -100,7 +90,7 @@ def test_fisher_diagonals_move_with_permutations_alone(case: Case) -> None:
         moved, again = still.apply(measured), rm.measure(still.apply(model), samples, FISHER)
         assert agree(moved, again, "fisher") >= 4
         turned = drawn(model, STILL).apply(measured)
-        if case.family in NAMES:
+        if case.family in ("llama", "vit", "bert"):
             with pytest.raises(rm.RotationMergeError, match=r"cannot be kept.*attention: none"):
                 dict.fromkeys(turned[key] for key in moved)
 
@@ -117,7 +107,7 @@ def test_expectations_over_labels_are_exact() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "residual"), [("llama", "none"), ("llama", "rotation"), ("vit", "rotation")])
-def test_moved_statistics_weigh_like_measured_ones(family: str, residual: str, model: Any, tmp_path: Path) -> None:
+def test_moved_statistics_weigh_like_measured_ones(family: str, residual: str, tmp_path: Path) -> None:
     """Those of a folded anchor belong to its view: biases that softmax cannot see are its own."""
     (anchor, samples), (donor, _) = (model(family, seed) for seed in range(2))
     alignment = rm.align(anchor, donor, heads="permutation", residual=residual)
@@ -138,7 +128,7 @@ def test_moved_statistics_weigh_like_measured_ones(family: str, residual: str, m
             call()
 
 
-def test_a_layer_in_two_places_has_inputs_of_its_own_in_each(model: Any) -> None:
+def test_a_layer_in_two_places_has_inputs_of_its_own_in_each() -> None:
     """Names may change, and a layer may stand twice: each place is moved by the maps that it has there."""
     donor, samples = model("llama")
     alignment, measured = rm.Alignment.random(donor, heads="permutation"), rm.measure(donor, samples)
@@ -151,41 +141,10 @@ def test_a_layer_in_two_places_has_inputs_of_its_own_in_each(model: Any) -> None
     assert torch.equal(moved[0], alignment.apply(measured).gram(names[0]))
 
 
-def test_moved_numbers_keep_their_type_or_have_the_one_that_is_named(model: Any) -> None:
+def test_moved_numbers_keep_their_type_or_have_the_one_that_is_named() -> None:
     donor, samples = model("llama")
     alignment, measured = rm.Alignment.random(donor.float()), rm.measure(donor.float(), samples)
     key = next(key for key in measured if key.endswith("attn.o.gram"))
     plain, precise = alignment.apply(measured)[key], alignment.apply(measured, torch.float64)[key]
     assert (measured[key].dtype, plain.dtype, precise.dtype) == (torch.float32, torch.float32, torch.float64)
     assert torch.equal(precise.float(), plain)
-
-
-# --- changes
-
-
-def tuned(base: nn.Module, scale: float = 0.01) -> dict[str, torch.Tensor]:
-    """A fine-tune: every weight a little different."""
-    generator = torch.Generator().manual_seed(9)
-    return {
-        name: x + scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.is_floating_point() else x
-        for name, x in base.state_dict().items()
-    }
-
-
-def test_moving_keeps_the_rank_and_the_scale_of_a_delta(model: Any) -> None:
-    base, _ = model("llama")
-    name, state = "model.layers.0.mlp.up_proj.weight", base.state_dict()
-    column, row = (torch.randn(size, 1, dtype=torch.float64) for size in state[name].shape)
-    delta = rm.Delta.between(base, ({**state, name: state[name] + column @ row.T}, base.config))
-    alignment = rm.Alignment.random(base, residual="rotation", heads="permutation")
-    moved, whole = (alignment.apply(change).state_dict()[name] for change in (0.5 * delta, delta))
-    values = torch.linalg.svdvals(moved)
-    assert values[1] <= 1e-5 * values[0]
-    torch.testing.assert_close(moved, 0.5 * whole, atol=1e-8, rtol=1e-6)
-
-
-def test_a_delta_of_another_base_is_refused(model: Any) -> None:
-    (base, _), (other, _) = (model("llama", seed) for seed in range(2))
-    delta = rm.Alignment.random(base).apply(rm.Delta.between(other, (tuned(other), other.config)))
-    with pytest.raises(rm.RotationMergeError, match="is not that of"):
-        delta.applied().state_dict()

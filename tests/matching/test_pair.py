@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
-from cli_support import COMMANDS, run
-from plugin_support import mergekit_yaml, recipe_for
-from tiny_models import ALL, Case, planted, save
-from variants import FIRST, ONE, try_make
+from bad_checkpoints import READERS
+from cli_support import COMMANDS, output_of, run
+from plugin_support import make, mergekit_yaml, state
+from safetensors.torch import save_file
+from spoiling import DONORS, RECIPE
+from tiny_models import ALL, Case, Planted, planted
+from variants import FIRST, ONE
 
 import rotation_merge as rm
 from rotation_merge.architecture import resolve
@@ -38,18 +42,12 @@ def test_a_tied_head_forbids_rotations(case: Case) -> None:
     if stream not in model.rotatable:
         return
 
-    def folded(one: Any, **options: Any) -> tuple[str, ...]:
-        return rm.Alignment.random(one, residual="largest", **options, **STILL).folded[: len(model.rotatable)]
-
-    own, words = model.untied, rf"'{head}' is tied .*untie: true.*residual: \w*permutation"
-    for one in ((model.state, model.config), (own.state, model.config)):
-        alone = len(model.architecture.streams) > len(model.rotatable)
-        for asked in [f"{stream}=rotation", *([] if alone else ["rotation"])]:
-            with pytest.raises(rm.RotationMergeError, match=words):
-                rm.Alignment.random(one, residual=asked)
-        assert stream not in folded(one)
-        assert folded(one, untie=True) == model.rotatable
-    assert folded(own.pair) == model.rotatable
+    words = rf"'{head}' is tied .*untie: true.*residual: \w*permutation"
+    for tensors in (model.state, model.untied.state):
+        tied = tensors, model.config
+        with pytest.raises(rm.RotationMergeError, match=words):
+            rm.Alignment.random(tied, residual=f"{stream}=rotation")
+        assert stream not in rm.Alignment.random(tied, residual="largest", **STILL).folded
 
 
 @pytest.mark.slow
@@ -134,6 +132,63 @@ def test_the_unknown_may_not_stay_while_the_stream_moves(case: Case) -> None:
             assert check_pair(one, one, moving, excluded=lambda name: "surplus" in name).streams
 
 
+# --- layers that predict further tokens (MTP): they stay while their stream does
+
+
+def written(model: Planted, tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    """A checkpoint in float64, with the config of a tiny model."""
+    folder.mkdir()
+    (folder / "config.json").write_text((model.folder / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def drawn_for(model: Planted) -> Mock:
+    """In the place of the best alignment: any."""
+
+    def drawn(architecture: Any, anchor: Any, donor: Any, options: rm.AlignConfig, *_: Any, **__: Any) -> rm.Alignment:
+        return rm.Alignment.random(model.pair, options, seed=5)
+
+    return Mock(side_effect=drawn)
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
+    residual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`align` copies what transformers does not read; where the stream moves, it says that it leaves it out."""
+    model = planted(next(case for case in ONE if case.family == "qwen3_5"))
+    further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
+    anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
+    monkeypatch.setattr("rotation_merge.matching.match.match_model", drawn_for(model))
+    output = output_of("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
+    after, moves = state(tmp_path / "out"), residual != "none"
+    assert ("mtp.fc.weight" in after) != moves
+    assert ("Left out, because the model does not read them: mtp.fc.weight." in output) == moves
+    assert ("mtp.fc.weight" in (tmp_path / "out" / "README.md").read_text()) == moves
+
+
+@pytest.mark.parametrize(("family", "further"), [("qwen3_5", "mtp.fc.weight"), ("deepseek", "model.layers.2.eh_proj")])
+def test_the_python_api_leaves_them_out_as_well(
+    family: str, further: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not moved by `align`, which names what it leaves out; nor need the other model have it. `carry` turns nothing."""
+    model = planted(next(case for case in ONE if case.family == family))
+    whole = {**model.state, further: torch.eye(4, dtype=torch.float64)}
+    monkeypatch.setattr("rotation_merge.api._matcher", lambda *_: drawn_for(model))
+    for residual in ("none", "rotation"):
+        moves = residual != "none"
+        donor, anchor = (whole, model.config), (model.state, model.config)
+        alignment = rm.align(anchor, donor, residual=residual)
+        aligned, again = alignment.apply(donor), rm.transfer(donor, donor, donor, residual=residual)
+        assert again.keys() == whole.keys()
+        assert aligned.keys() == (model.state if moves else whole).keys()
+        assert model.differs({name: aligned[name] for name in model.state}) <= 1e-9
+        words = f"Left out, because the model does not read them: {further}."
+        for notes in (alignment.report.notes, aligned.notes, caplog.messages):
+            assert (words in notes) == moves
+
+
 # --- every path asks
 
 
@@ -141,82 +196,56 @@ class Asked(rm.RotationMergeError):
     """check_pair was asked."""
 
 
-def recipe(a: Path, b: Path, folder: Path, donor: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """A recipe with something said of the donor; where that is a file of maps, options of matching have no effect."""
-    folder.mkdir(exist_ok=True)
-    document = dict(recipe_for("linear", a, b))
-    document["parameters"] = {**document.get("parameters", {}), **settings}
-    if donor:
-        document["models"][-1]["parameters"] = {"weight": 1.0, **donor}
-        document["parameters"] = {
-            **({} if "alignment" in donor else document["parameters"]),
-            "delegate": "task_arithmetic",
-        }
-    (folder / "recipe.yml").write_text(yaml.safe_dump(document))
-    return folder / "recipe.yml"
-
-
-def merge(a: Path, b: Path, out: Path, donor: dict[str, Any] | None = None, **settings: Any) -> Any:
-    return mergekit_yaml(recipe(a, b, out, donor, **settings).read_text(), out / "merged")
-
-
-def carry(a: Path, b: Path, out: Path, *options: object) -> Any:
-    return run("carry", a.parent / "tuned", out, "--from", b, "--to", a, *options)
-
-
-SMALL = ("--samples", "8", "--length", "8", "--batch-size", "4")
-LEARN = ("--learn", "--data", "self", "--limit", "8", "--batch-size", "4")
-
-PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
-    "api": lambda a, b, out: rm.align(a, b),
-    "align": lambda a, b, out: run("align", a, b, out),
-    "align --alignment": lambda a, b, out: run("align", a, b, "--alignment", out),
-    "align without OUT": lambda a, b, out: run("align", a, b),
-    "barrier": lambda a, b, out: run("barrier", a, b, "--data", "self"),
-    "align --learn": lambda a, b, out: run("align", a, b, *LEARN, "--alignment", out / "file"),
-    "inspect": lambda a, b, out: run("inspect", recipe(a, b, out)),
-    "inspect model": lambda a, b, out: run("inspect", a),
-    "check": lambda a, b, out: run("check", recipe(a, b, out)),
-    "recipe": merge,
-    "recipe, residual": lambda a, b, out: merge(a, b, out, residual="permutation"),
-    "recipe, mean": lambda a, b, out: merge(a, b, out, anchor="mean"),
-    "recipe, alignment": lambda a, b, out: merge(a, b, out, {"alignment": str(a.parent / "map")}),
-    "recipe, finetuned_from": lambda a, b, out: merge(a, a.parent / "tuned", out, {"finetuned_from": str(b)}),
-    "recipe, finetuned_from, alignment": lambda a, b, out: merge(
-        a, a.parent / "tuned", out, {"finetuned_from": str(b), "alignment": str(a.parent / "map")}
-    ),
-    "merge": lambda a, b, out: run("merge", a, b, out, *SMALL, "--data", "self", "--budget", "1m"),
-    "carry": carry,
-    "carry --alignment": lambda a, b, out: carry(a, b, out, "--alignment", a.parent / "map"),
-    "carry --carry refit": lambda a, b, out: carry(a, b, out, "--carry", "refit", "--samples", "32"),
-    "doctor": lambda a, b, out: run("doctor", a, a, b),
-    "doctor RECIPE": lambda a, b, out: run("doctor", recipe(a, b, out)),
+CARRY = "carry donor --from donor --to anchor out"
+LINES = {
+    **{name: line for name, line in READERS.items() if name not in ("evaluate", "measure", "polish", "verify")},
+    "merge": "merge anchor donor out --data self --samples 8 --length 8 --batch-size 4 --budget 1m",
+    "align --alignment": "align anchor donor --alignment out",
+    "inspect RECIPE": "inspect recipe.yml",
+    "doctor RECIPE": "doctor recipe.yml",
+    "carry": CARRY,
+    "carry --alignment": f"{CARRY} --alignment map",
+    "carry --carry refit": f"{CARRY} --carry refit --data samples.jsonl --samples 16",
 }
+"""Commands that match two models."""
 
-APART = {"verify", "polish", "evaluate", "measure", "lora", "push", "pull", "demo"}
+OPTION = "delegate: linear"
+RECIPES = {
+    "recipe": (OPTION, OPTION),
+    "recipe, residual": (OPTION, f"{OPTION}\n  residual: permutation"),
+    "recipe, mean": (OPTION, f"{OPTION}\n  anchor: mean"),
+    "recipe, alignment": (DONORS, "{weight: 0.5, alignment: map}\np"),
+    "recipe, finetuned_from": (DONORS, "{weight: 0.5, finetuned_from: donor}\np"),
+    "recipe, finetuned_from, alignment": (DONORS, "{weight: 0.5, finetuned_from: donor, alignment: map}\np"),
+}
+"""What stands in the good recipe in the place of something."""
+
+APART = {"verify", "polish", "evaluate", "measure", "lora", "push", "demo"}
 """Commands that match nothing themselves."""
 
 
 def test_every_command_is_a_path_or_matches_nothing() -> None:
-    assert {path.split()[0].strip(",") for path in PATHS} - {"api", "recipe"} == COMMANDS.keys() - APART
+    assert {line.split()[0] for line in LINES.values()} == COMMANDS.keys() - APART
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    case = next(case for case in ALL if case.family == "llama")
-    for seed, name in enumerate("ab"):
-        model = try_make(case)
-        assert model is not None
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(seed * torch.randn_like(parameter))
-        save(model.float(), folder / name)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.5)
-    save(model, folder / "tuned")
-    assert run("align", folder / "a", folder / "b", "--alignment", folder / "map").exit_code == 0
-    return folder / "a", folder / "b"
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two Llamas, an alignment file of them, samples, a recipe."""
+    folder = tmp_path_factory.mktemp("good")
+    anchor, donor = (make("llama", folder / name, seed) for seed, name in enumerate(("anchor", "donor")))
+    rm.align(anchor, donor).save(folder / "map")
+    rows = [{"input_ids": list(range(i, i + 8))} for i in range(16)]
+    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "recipe.yml").write_text(RECIPE)
+    return folder
+
+
+def asked(path: str) -> Any:
+    if path in LINES:
+        return run(*LINES[path].split())
+    return (
+        mergekit_yaml(RECIPE.replace(*RECIPES[path]), Path("out")) if path in RECIPES else rm.align("anchor", "donor")
+    )
 
 
 MODULES = [importlib.import_module(info.name) for info in pkgutil.walk_packages(rm.__path__, "rotation_merge.")]
@@ -225,14 +254,14 @@ MODULES = [importlib.import_module(info.name) for info in pkgutil.walk_packages(
 MATCHING = ("match_model", "match_block", "match_to_mean")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_every_path_into_matching_asks(
-    path: str, two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("path", [*LINES, *RECIPES, "api"])
+def test_every_path_into_matching_asks(path: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a `check_pair` that refuses everything, nothing is matched, and its one line is what the user sees.
 
     Nor with one that lets two models meet, and refuses to match any of their spaces.
     """
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     matches = "alignment" not in path.replace("align --alignment", "")
     for whatever in (True, False) if matches else (True,):
 
@@ -249,11 +278,9 @@ def test_every_path_into_matching_asks(
             for name, other in (("check_pair", refuse), *((name, never) for name in MATCHING)):
                 for module in (module for module in MODULES if name in vars(module)):
                     patch.setattr(module, name, other)
-            out = tmp_path / f"out-{whatever}"
             try:
-                result = PATHS[path](*two, out)
+                result = asked(path)
             except Asked:
                 result = None
             assert result is None or (result.exit_code != 0 and "refused by the test" in result.output), result.output
-        assert not (out / "merged").exists()
-        assert not (out / "model.safetensors").exists()
+        assert not Path("out").exists()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import AlignmentError
-from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry import Linear, Stats, Transform
 from rotation_merge.symmetry.admitted import SpaceGroup
 from rotation_merge.symmetry.element import Element, element_of, in_batch_order, tensors_of
 from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations, learnable, moved
@@ -95,18 +95,6 @@ def test_elements_act_along_any_dimension(group: Group, shape: tuple[int, ...], 
         straight = g.act(x.double().movedim((batch_dim, dim), (0, 1)).contiguous(), 0, 1)
         off = (result.double().movedim((batch_dim, dim), (0, 1)) - straight).abs().max()
         assert off <= 8 * torch.finfo(dtype).eps * straight.abs().max()
-
-
-def test_by_hand() -> None:
-    turn = Linear(torch.tensor([[[0.0, -2.0], [2.0, 0.0]]]).double())
-    swap = Monomial(torch.tensor([[1, 0]]), torch.tensor([[1.0, -2.0]]).double(), degree=2)
-    for element, x, dual, expected in (
-        (turn, [1.0, 0.0], False, [0.0, 2.0]),
-        (turn, [1.0, 0.0], True, [0.0, 0.5]),
-        (swap, [3.0, 5.0], False, [5.0, -6.0]),
-        (swap.powered(), [3.0, 8.0], True, [8.0, 0.75]),
-    ):
-        close(element.act(torch.tensor([x]).double(), 0, 1, dual), torch.tensor([expected]).double())
 
 
 # --- the best element
@@ -209,10 +197,10 @@ def test_signed_scaled_orders_against_brute_force() -> None:
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_map_and_scale_in_turn_find_what_a_search_finds(spread: float) -> None:
     """For O(2): all angles, orientations and scales. A scale after the map gains less, and leaves the map alone."""
-    angle = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
+    angle = torch.linspace(0, 2 * math.pi, 361, dtype=torch.float64)
     turns = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(-1, 2, 2)
     maps = torch.cat([turns, turns @ torch.diag(torch.tensor([1.0, -1.0]).double())])
-    scale = torch.linspace(-3, 3, 601, dtype=torch.float64).exp()
+    scale = torch.linspace(-3, 3, 301, dtype=torch.float64).exp()
     a, b = (
         [normal(40, 2, 5, seed=k + side) * (spread * normal(40, 1, 1, seed=k + side + 3)).exp() for side in (0, 1)]
         for k in (0, 9)

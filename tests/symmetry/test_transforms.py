@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_groups import broken, close, gen, normal
-from tiny_models import ALL, make
 from torch import Tensor
 
-from rotation_merge import AlignConfig, RotationMergeError
+from rotation_merge import RotationMergeError
 from rotation_merge.architecture import families, table
 from rotation_merge.architecture.model import Architecture, Space
 from rotation_merge.architecture.schema import ArchitectureSpec
-from rotation_merge.matching.stream import random_gauge
-from rotation_merge.model.apply import transform_axis
-from rotation_merge.run.functions import architecture_of
 from rotation_merge.symmetry import ROLES, Transform, orders_of
 from rotation_merge.symmetry.admitted import (
     QUERIES,
@@ -140,41 +136,6 @@ def test_translations() -> None:
     close(g.compose(h).added(rows), g.added(h.added(rows)))
     close((g.added(rows) @ x).softmax(0), (rows @ x).softmax(0))
     assert g.added(rows.bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary", [8, 4])
-def test_maps_commute_with_rotary_embedding(rotary: int, interleaved: bool, parts: int) -> None:
-    sizes = {"groups": 1, "per_group": 1, "head_dim": 8, "value_dim": 8}
-    space = Space("attn", "attention", sizes, rotary=rotary, interleaved=interleaved, rotary_parts=parts)
-    g, x = admitted(space).random(gen(1)), normal(1, 8, 3)
-    turned, width = torch.eye(8, dtype=torch.float64), rotary // parts
-    for part, pair in [(part, pair) for part in range(parts) for pair in range(width // 2)]:
-        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
-        at, angle = torch.tensor([part * width + i, part * width + j]), torch.tensor(0.3 + part + pair).double()
-        turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).reshape(2, 2)
-        turned[at[:, None], at] = turn
-    close(g.act(turned @ x, "k", 0), turned @ g.act(x, "k", 0))
-    assert not torch.equal(g.act(x, "k", 0), x)
-
-
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt_neox", "mixtral", "phi3", "qwen3"])
-def test_pairings_are_kept_along_every_axis(family: str) -> None:
-    """<w, x>, w moved as weights are and x as what they are paired with: activations, gradients."""
-    architecture = architecture_of(make(next(case for case in ALL if case.family == family)))
-    gauge = random_gauge(architecture, AlignConfig(heads="permutation", residual="permutation"), gen())
-    for info in architecture.tensors():
-        shape = tuple(axis.size or 3 for axis in info.axes)
-        if any(part.role == "gain" for axis in info.axes for part in axis.parts):
-            continue  # a gain multiplies, it is paired with nothing
-        w, x = normal(*shape), normal(*shape, seed=1)
-        before = (w * x).sum()
-        for dim, axis in [(d, a) for d, a in enumerate(info.axes) if a.parts]:
-            w, x = transform_axis(w, dim, axis, gauge), transform_axis(x, dim, axis, gauge, dual=True)
-        close((w * x).sum(), before)
-    g = GROUPS["norms of heads"].random(gen())  # only what adds coordinates up mixes
-    assert [role for role in ROLES["attention"] if g.mixes(role)] == ["v", "o"]
 
 
 # --- which space admits which
