@@ -6,20 +6,20 @@
     python benchmarks/train_checkpoints.py evaluate NAME ...
     python benchmarks/train_checkpoints.py texts
 
-    vit-0, vit-0-digits-01234       a ViT of seed 0, one that has seen these digits alone
+    vit-0                           a ViT of seed 0
     llama-0, llama-0-english, llama-0-english-long      a Llama of bytes, its short and its long fine-tune on a domain
     llama-0-lora-english            an adapter of llama-0 that learns what llama-0-english answers
     encoder-0, encoder-0-c10        a BERT of bytes, a classifier of tokens on top of it
 
-Each training writes a Hugging Face checkpoint in float32 to OUT/NAME; a base is sought in OUT, then in the package. It
-needs no network: the ViTs see scikit-learn's digits, the Llamas bytes (token id = byte) of files that come with Python.
+Each training writes a Hugging Face checkpoint in float32 to OUT/NAME; a base is sought in OUT, then in the package.
+ViTs and Llamas get config, tokenizer and preprocessor of those in the package. It needs no network: the ViTs see
+scikit-learn's digits, the Llamas bytes (token id = byte) of files that come with Python.
 The files of a domain are sorted by name and every tenth is held out; `texts` cut the shipped evaluation texts from
 held-out files of CPython 3.11.7. Another version of Python has other files, so a checkpoint trained with it may have
 seen parts of those texts.
 """
 
 import argparse
-import json
 import math
 import shutil
 import time
@@ -30,79 +30,35 @@ from typing import Any
 import kinds
 import shipped
 import torch
+import transformers
 from corpora import documents, excerpt, training_tokens, unseen
 from shipped import CHECKPOINTS, NAMES, TEXTS, held_out_images, load, loss
 from torch import Tensor, nn
-from transformers import (
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BertForMaskedLM, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
 import rotation_merge as rm
+from rotation_merge.model.writing import staged
 from rotation_merge.run.sources import self_written
 
 CONTEXT = 128
-DIGITS = "0123456789"
-SCHEDULES = {"short": (300, 3e-4), "long": (2000, 3e-3)}  # steps, peak learning rate
-
-
-# ---- Models ----
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer whose token ids are the UTF-8 bytes of the text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the alphabet of byte-level tokenizers
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def new_vit() -> ViTForImageClassification:
-    config = ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=128,
-        image_size=8,
-        patch_size=2,
-        num_channels=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        id2label={digit: str(digit) for digit in range(10)},
-        label2id={str(digit): digit for digit in range(10)},
-    )
-    return ViTForImageClassification(config)
-
-
-def new_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+SCHEDULES: dict[str, tuple[int, float, dict[str, Any]]] = {
+    "vit": (1200, 0.0, {"lr": 2e-3, "weight_decay": 0.05, "betas": (0.9, 0.99)}),
+    "llama": (2000, 0.05, {"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
+    "llama, short": (300, 0.05, {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
+    "llama, long": (2000, 0.05, {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
+    "encoder": (400, 0.05, {"lr": 2e-3, "weight_decay": 0.01}),
+    "classifier": (300, 0.05, {"lr": 1e-3, "weight_decay": 0.01}),
+}
+"""Steps, the share of the learning rate that is left in the end, and AdamW's options."""
 
 
 # ---- Training ----
+
+
+def new(like: str) -> PreTrainedModel:
+    """A model with random weights and the config of one that comes with the package."""
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / like)
+    return getattr(transformers, config.architectures[0])(config)
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -146,15 +102,8 @@ def warm_cosine(steps: int, warm_up: int, floor: float) -> Callable[[int], float
     return factor
 
 
-def known(labels: Tensor, digits: str) -> Tensor:
-    """Which examples are of some digits."""
-    return torch.isin(labels, torch.tensor([int(digit) for digit in digits]))
-
-
-def image_batches(generator: torch.Generator, digits: str = DIGITS, size: int = 64) -> Iterator[dict[str, Tensor]]:
+def image_batches(generator: torch.Generator, size: int = 64) -> Iterator[dict[str, Tensor]]:
     pixels, labels, _, _ = shipped.digits()
-    chosen = known(labels, digits)
-    pixels, labels = pixels[chosen], labels[chosen]
     while True:
         for rows in torch.randperm(len(pixels), generator=generator).split(size):
             yield {"pixel_values": pixels[rows], "labels": labels[rows]}
@@ -170,59 +119,11 @@ def text_batches(domain: str, generator: torch.Generator, size: int = 16) -> Ite
         yield {"input_ids": ids, "labels": ids}
 
 
-def train_vit(seed: int, steps: int | None, digits: str = DIGITS) -> PreTrainedModel:
-    """A ViT that has seen images of some digits only; its head has ten outputs all the same."""
-    model = new_vit()
-    steps = steps or 60 * math.ceil(int(known(shipped.digits()[1], digits).sum()) / 64)
-    batches = image_batches(torch.Generator().manual_seed(seed), digits)
-    fit(model, batches, steps, warm_cosine(steps, 100, 0.0), lr=2e-3, weight_decay=0.05, betas=(0.9, 0.99))
-    return model
-
-
-def train_llama(seed: int, steps: int | None) -> PreTrainedModel:
-    model = new_llama()
-    steps = steps or 2000
-    batches = text_batches("python", torch.Generator().manual_seed(seed))
-    fit(
-        model,
-        batches,
-        steps,
-        warm_cosine(steps, min(100, steps // 10), 0.05),
-        lr=2e-3,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-    )
-    return model
-
-
-def train_encoder(seed: int, steps: int | None) -> PreTrainedModel:
-    """A byte-level BERT that fills in hidden bytes of Python code."""
-    model, steps = kinds.encoder(BertForMaskedLM), steps or 400
-    batches = kinds.masked(torch.Generator().manual_seed(seed))
-    fit(model, batches, steps, warm_cosine(steps, steps // 10, 0.05), lr=2e-3, weight_decay=0.01)
-    return model
-
-
-def train_classifier(base: Path, domain: str, seed: int, steps: int | None) -> PreTrainedModel:
+def classifier(base: Path) -> PreTrainedModel:
     """An encoder with a head of its own that tells kinds of tokens in one domain."""
-    model, steps = kinds.encoder(BertForSequenceClassification), steps or 300
+    model = kinds.encoder(BertForSequenceClassification)
     body = BertForMaskedLM.from_pretrained(base, dtype=torch.float32).bert.state_dict()
     model.bert.load_state_dict(body, strict=False)  # the pooler is new
-    batches = kinds.labelled(domain, torch.Generator().manual_seed(seed))
-    fit(model, batches, steps, warm_cosine(steps, steps // 10, 0.05), lr=1e-3, weight_decay=0.01)
-    return model
-
-
-def finetune(base: Path, domain: str, schedule: str, seed: int, steps: int | None) -> PreTrainedModel:
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    planned, rate = SCHEDULES[schedule]
-    steps = steps or planned
-    batches = text_batches(domain, torch.Generator().manual_seed(seed))
-    factor = warm_cosine(steps, min(100, steps // 10), 0.05)
-    fit(model, batches, steps, factor, lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
-    change = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
-    print(f"squared change relative to the base: {float(change.square().sum() / before.square().sum()):.4f}")
     return model
 
 
@@ -265,34 +166,12 @@ def evaluate(model: PreTrainedModel) -> dict[str, float]:
 
 def save(model: PreTrainedModel, path: Path) -> None:
     """Checkpoint at `path`, whole or not there: a byte tokenizer beside a Llama, a preprocessor beside a ViT."""
-    part = path.parent / f".{path.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    if model.config.model_type == "vit":
-        (part / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
-    else:
-        (part / "generation_config.json").unlink(missing_ok=True)
-        byte_tokenizer().backend_tokenizer.save(str(part / "tokenizer.json"), pretty=False)
-        (part / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
-    shutil.rmtree(path, ignore_errors=True)
-    part.rename(path)
-
-
-PREPROCESSOR = {
-    "image_processor_type": "ViTImageProcessor",
-    "do_resize": False,
-    "do_rescale": True,
-    "rescale_factor": 1 / 16,
-    "do_normalize": True,
-    "image_mean": [0.5],
-    "image_std": [1.0],
-    "size": {"height": 8, "width": 8},
-}
-TOKENIZER = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "model_max_length": CONTEXT,
-    "clean_up_tokenization_spaces": False,
-}
+    like = CHECKPOINTS / ("vit-0" if model.config.model_type == "vit" else "llama-0")
+    with staged(str(path)) as folder:
+        model.save_pretrained(folder)
+        Path(folder, "generation_config.json").unlink(missing_ok=True)
+        for file in (*like.glob("tokenizer*"), *like.glob("preprocessor*")):
+            shutil.copy(file, folder)
 
 
 def ship(source: Path, out: Path) -> None:
@@ -335,16 +214,23 @@ def train(name: str, out: Path, steps: int | None) -> None:
     """Train a checkpoint as its name says, with the seed in it."""
     kind, number, *rest = name.split("-")
     base, seed = place(f"{kind}-{number}", out), int(number)
+    draw, schedule = torch.Generator().manual_seed(seed), kind
     torch.manual_seed(seed)
     if rest[:1] == ["lora"]:
         return adapter(base, place(f"{kind}-{number}-{rest[1]}", out), seed, out / name)
     if kind == "vit":
-        model = train_vit(seed, steps, *rest[1:])
+        model, batches = new("vit-0"), image_batches(draw)
     elif kind == "llama":
-        schedule = "long" if rest[1:] else "short"
-        model = finetune(base, rest[0], schedule, seed, steps) if rest else train_llama(seed, steps)
+        model = load(base) if rest else new("llama-0")
+        batches = text_batches(rest[0] if rest else "python", draw)
+        schedule = "llama, long" if rest[1:] else "llama, short" if rest else "llama"
+    elif rest:
+        model, batches, schedule = classifier(base), kinds.labelled(rest[0], draw), "classifier"
     else:
-        model = train_classifier(base, rest[0], seed, steps) if rest else train_encoder(seed, steps)
+        model, batches = kinds.encoder(BertForMaskedLM), kinds.masked(draw)
+    planned, floor, adam = SCHEDULES[schedule]
+    steps = steps or planned
+    fit(model, batches, steps, warm_cosine(steps, min(100, steps // 10), floor), **adam)
     save(model, out / name)
     print(f"{name}: {_line(evaluate(model))}")
 

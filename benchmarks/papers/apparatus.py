@@ -6,7 +6,7 @@
 A script is one table or figure. It has `TABLES` (columns by name of the table: `benchmarks/results/NAME.json`, some of
 them shown on docs/results.md) and `rows`, which yields (name of a table, row). It ends with `run(__name__)`.
 
-What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.jsonl, it is not computed
+What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.json, it is not computed
 again. `--quick` uses what comes with the package, one seed, few samples,
 and writes to a folder of its own.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -102,11 +101,6 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
                 raise SystemExit(f"{table}: columns {list(row)}, promised were {list(module.TABLES[table])}")
             tables[table].add(row)
     return {table: written.rows for table, written in tables.items()}
-
-
-def rows_of(table: str, results: Path = RESULTS) -> list[Row]:
-    """A table's rows as they were written."""
-    return list(json.loads((results / f"{table}.json").read_text(encoding="utf-8"))["rows"])
 
 
 def scripts() -> Iterator[ModuleType]:

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from apparatus import Given, run, spread
-from digits import pair
-from landscape import distance, moved
-from merges import MATCHINGS, RESIDUAL, Pair
+from merges import MATCHINGS, RESIDUAL, Pair, distance, vits
 from merging import STILL, halves, merge
 from record import Row
 
@@ -39,9 +37,9 @@ WAYS: dict[str, AlignConfig | dict[str, Any] | None] = {
 
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
-    opened = [pair(given, seeds) for seeds in given.pairs()]
+    pairs = vits(given, WAYS)
     for words in list(WAYS)[: 2 if given.quick else None]:
-        found = [given.kept(f"distance, {one.donor}, {words}", lambda p=one, w=words: share(p, w)) for one in opened]
+        found = [given.kept(f"distance, {pair.name}, {words}", lambda p=pair, w=words: share(p, w)) for pair in pairs]
         yield NAME, {"matching": words, "distance": spread(found, "{:.4f}")}
 
 
@@ -54,7 +52,7 @@ def share(pair: Pair, words: str) -> float:
         merge(pair.anchor, halves(pair.anchor, pair.donor), pair.scratch / "halfway", way)
         middle, first, second = map(open_model, (pair.scratch / "halfway", pair.anchor, pair.donor))
         return 2 * distance(middle, first) / distance(second, first)
-    first, second, third = moved(pair.anchor, pair.donor, way)
+    first, second, third = pair.moved(words)
     return distance(third, first) / distance(second, first)
 
 

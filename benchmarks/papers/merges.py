@@ -1,21 +1,24 @@
-"""Two models half and half: every way to average them after every way to match them."""
+"""Pairs of models: every way to match them, to move one to the other, and to average them half and half."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from apparatus import Given
 from merging import STILL, halves, merge
-from shipped import load
+from shipped import digits, load
+from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
+from rotation_merge.model.view import View
 
 NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
 PAPER = AlignConfig(scaling="sequential")
@@ -44,6 +47,8 @@ AVERAGES: dict[str, dict[str, Any]] = {
 QUICK = ("Simple",)
 """Those of a quick run."""
 MEASURED = {"regmean": "gram", "fisher": "fisher"}
+SAMPLES = 200
+"""Training images without labels, for statistics, plans, learned matching and refit."""
 
 
 @dataclass
@@ -51,34 +56,60 @@ class Pair:
     """Two checkpoints.
 
     Attributes:
-        data: file of samples, without labels.
-        batches: the same as batches, for learned matching; `steps` of it from `start`.
+        samples: inputs of the models, without labels.
         parameters: of every recipe.
-        matchings: options by name.
+        matchings: options by name; None: the donor stays as it is.
     """
 
+    given: Given
     anchor: Path
     donor: Path
-    scratch: Path
-    data: Path
-    batches: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 300
-    start: str = "auto"
+    samples: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
-    matchings: dict[str, AlignConfig | None] = field(default_factory=lambda: MATCHINGS)
+    matchings: Mapping[str, Any] = field(default_factory=lambda: MATCHINGS)
+
+    @property
+    def name(self) -> str:
+        return f"{self.anchor.name}_{self.donor.name}"
+
+    @cached_property
+    def scratch(self) -> Path:
+        """A folder of their own."""
+        folder = self.given.scratch / self.name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    @cached_property
+    def data(self) -> str:
+        """The file of the samples."""
+        file = self.scratch / "samples.npz"
+        np.savez(file, **{name: tensor.numpy() for name, tensor in self.samples.items()})
+        return str(file)
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.samples.values())))
 
     def ends(self, matching: str) -> tuple[Any, Any]:
         """Anchor and donor as they are matched: modules for learning, else checkpoints."""
         return (load(self.anchor), load(self.donor)) if matching == LEARNED else (self.anchor, self.donor)
 
-    def alignment(self, matching: str) -> rm.Alignment | None:
-        """How the donor is moved; None: not at all."""
-        chosen, ends = self.matchings[matching], self.ends(matching)
-        if chosen is None:
-            return None
-        if matching == LEARNED:
-            return rm.fit(*ends, self.batches, chosen, rm.FitConfig(steps=self.steps, start=self.start)).alignments[0]
-        return rm.align(*ends, chosen)
+    def alignment(self, matching: str) -> rm.Alignment:
+        """How the donor is moved."""
+        options, ends = self.matchings[matching], self.ends(matching)
+        if matching != LEARNED:
+            return rm.align(*ends, options)
+        steps, start, size = (2, "identity", 16) if self.given.quick else (300, "auto", 32)
+        starts = range(0, self.count, size)
+        batches = [{name: tensor[i : i + size] for name, tensor in self.samples.items()} for i in starts]
+        config = rm.FitConfig(steps=steps, start=start)
+        return rm.fit(*ends, batches, options, config).alignments[0]
+
+    def moved(self, matching: str) -> tuple[View, View, View]:
+        """Anchor, donor, and donor as it is matched, in float32, all with norms folded where matching folds them."""
+        alignment, (anchor, donor), exact = self.alignment(matching), self.ends(matching), torch.float32
+        folded = replace(alignment, transforms={})
+        return alignment.apply_anchor(anchor, exact), folded.apply(donor, exact), alignment.apply(donor, exact)
 
     def aligned(self, matching: str) -> tuple[Path, Path]:
         """Both as checkpoints in float32 in the same coordinates, neither with another function."""
@@ -87,37 +118,45 @@ class Pair:
         folded = "-folded" if options.residual == "rotation" else ""
         paths = self.scratch / f"anchor{folded}", self.scratch / f"donor-{matching.replace(' ', '-')}"
         if not paths[1].exists():
-            alignment, (anchor, donor) = self.alignment(matching), self.ends(matching)
-            assert alignment is not None
-            alignment.apply(donor, torch.float32).save_pretrained(paths[1])
+            anchor, _, donor = self.moved(matching)
+            donor.save_pretrained(paths[1])
             if not paths[0].exists():
-                alignment.apply_anchor(anchor, torch.float32).save_pretrained(paths[0])
+                anchor.save_pretrained(paths[0])
         return paths
 
     def merged(self, average: str, matching: str) -> Path:
         """The merge of the two."""
         parameters = {**AVERAGES[average], **STILL, **self.parameters}
-        paths = self.aligned(matching)
-        kind = MEASURED.get(parameters["delegate"])
+        paths, kind = self.aligned(matching), MEASURED.get(parameters["delegate"])
         if parameters.pop("data", None):
-            parameters["data"] = str(self.data)
+            parameters["data"] = self.data
         if parameters["delegate"] == "ot_fusion" and parameters.get("heads_of") == "each":
             parameters["stream"] = "identity"  # which heads that stay would not follow
         if parameters["delegate"] == "refit":
-            parameters["samples"] = sum(len(next(iter(batch.values()))) for batch in self.batches)
-        out = self.scratch / "merged"
+            parameters["samples"] = self.count
         models = halves(*paths)
         if kind:
             models = {path: {**models[path], "statistics": str(self.measure(path, kind))} for path in paths}
-        return merge(paths[0], models, out, parameters)
+        return merge(paths[0], models, self.scratch / "merged", parameters)
 
     def measure(self, path: Path, kind: str) -> Path:
         """The statistics of one model on the samples, once."""
         file = self.scratch / f"{path.name}-{kind}.safetensors"
         if not file.exists():
             few = 64 if kind == "fisher" else None
-            rm.measure(path, str(self.data), rm.MeasureConfig((kind,), samples=few)).save(file)
+            rm.measure(path, self.data, rm.MeasureConfig((kind,), samples=few)).save(file)
         return file
+
+
+def vits(given: Given, matchings: Mapping[str, Any] = MATCHINGS) -> list[Pair]:
+    """Pairs of ViTs on scikit-learn's digits, trained from different seeds."""
+    images = {"pixel_values": digits()[0][: 32 if given.quick else SAMPLES]}
+    names = [(f"vit-{a}", f"vit-{b}") for a, b in given.pairs()]
+    return [Pair(given, given.model(a), given.model(b), images, matchings=matchings) for a, b in names]
+
+
+def distance(a: View, b: View) -> float:
+    return float(sum((a[name].double() - b[name].double()).square().sum() for name in a)) ** 0.5
 
 
 Judged = dict[tuple[str, str], list[Any]]
@@ -127,19 +166,18 @@ Judged = dict[tuple[str, str], list[Any]]
 def judged(
     given: Given,
     key: str,
-    pairs: Mapping[str, Callable[[], Pair]],
+    pairs: Iterable[Pair],
     judge: Callable[[Path, Pair], Any],
-    matchings: Iterable[str] = MATCHINGS,
+    matchings: Iterable[str],
     averages: Iterable[str] = AVERAGES,
 ) -> Judged:
     """The judge's word on every merge of every pair, kept from run to run under the pair's name."""
-    opened = cache(lambda name: pairs[name]())
     found: Judged = {}
-    for name, matching, average in itertools.product(pairs, matchings, QUICK if given.quick else averages):
+    for pair, matching, average in itertools.product(pairs, matchings, QUICK if given.quick else averages):
 
-        def one(name: str = name, average: str = average, matching: str = matching) -> Any:
-            return judge(opened(name).merged(average, matching), opened(name))
+        def one(pair: Pair = pair, average: str = average, matching: str = matching) -> Any:
+            return judge(pair.merged(average, matching), pair)
 
-        said = given.kept(f"{key}, {name}, {average}, {matching}", one)
+        said = given.kept(f"{key}, {pair.name}, {average}, {matching}", one)
         found.setdefault((average, matching), []).append(said)
     return found

@@ -14,19 +14,16 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-import digits
 import kinds
-import texts
+import table1
 import torch
 from apparatus import Given, run, spread
-from merges import AVERAGES, Pair
+from merges import AVERAGES, Pair, vits
 from record import Row
-from train_checkpoints import fit, image_batches, new_vit, warm_cosine
+from train_checkpoints import fit, image_batches, new, warm_cosine
 from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
 
-from rotation_merge import AlignConfig
-from rotation_merge.architecture import resolve
-from rotation_merge.matching.match import match_model
+import rotation_merge as rm
 
 NAME = "papers-table3"
 OURS = ("ViT", "encoder", "RoBERTa-base, fine-tune", "RoBERTa-base, drawn anew")
@@ -43,9 +40,9 @@ TABLES = {NAME: ("what", *OURS, "paper, ViT", "paper, RoBERTa")}
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
     found: dict[str, list[dict[str, float]]] = {column: [] for column in OURS}
-    for number, seeds in enumerate(given.pairs()):
+    for number, (seeds, pair) in enumerate(zip(given.pairs(), vits(given), strict=True)):
         works: tuple[Callable[[], dict[str, float]], ...] = (
-            lambda s=seeds: of_pair(given, digits.pair(given, s), vit_training(given), "both"),
+            lambda p=pair: of_pair(p, vit_training(given), "both"),
             lambda n=number: of_encoders(given, n),
             lambda s=seeds: of_roberta(given.quick, s, 0.02),
             lambda s=seeds: of_roberta(given.quick, s, None),
@@ -72,7 +69,7 @@ def trained(model: Any, batches: Any, steps: int, quick: bool) -> float:
 
 
 def vit_training(given: Given) -> float:
-    return trained(new_vit(), image_batches(torch.Generator().manual_seed(0)), 1200, given.quick)
+    return trained(new("vit-0"), image_batches(torch.Generator().manual_seed(0)), 1200, given.quick)
 
 
 def of_encoders(given: Given, base: int) -> dict[str, float]:
@@ -80,15 +77,16 @@ def of_encoders(given: Given, base: int) -> dict[str, float]:
     model = kinds.encoder(BertForSequenceClassification)
     ids, labels = torch.randint(256, (32, 1 + kinds.LENGTH)), torch.randint(len(kinds.KINDS), (32,))
     batches = itertools.repeat({"input_ids": ids, "labels": labels})
-    pair = texts.classifiers(given, (f"encoder-{base}-c", f"encoder-{base}-c10"))
-    return of_pair(given, pair, trained(model, batches, 300, given.quick), texts.MATCH)
+    pair = table1.opened(given, (f"encoder-{base}-c", f"encoder-{base}-c10"))
+    return of_pair(pair, trained(model, batches, 300, given.quick), table1.MATCH)
 
 
-def of_pair(given: Given, pair: Pair, training: float, matching: str) -> dict[str, float]:
+def of_pair(pair: Pair, training: float, matching: str) -> dict[str, float]:
+    """Refit is measured where heads are not kept apart."""
     pair.aligned(matching)
     found = {"training": training, "matching": median(seconds(lambda: pair.alignment(matching)) for _ in range(3))}
-    for average in list(AVERAGES)[: 1 if given.quick else None]:
-        if average != "refit" or pair.batches:
+    for average in list(AVERAGES)[: 1 if pair.given.quick else None]:
+        if average != "refit" or not pair.parameters:
             found[average] = seconds(lambda a=average: pair.merged(a, matching))
     return found
 
@@ -98,18 +96,19 @@ def of_roberta(quick: bool, seeds: tuple[int, int], noise: float | None) -> dict
     config = RobertaConfig(vocab_size=50265, num_hidden_layers=1 if quick else 12, max_position_embeddings=514)
     if quick:
         config.update({"vocab_size": 64, "hidden_size": 48, "intermediate_size": 96})
-    torch.manual_seed(seeds[0])
-    anchor = RobertaForMaskedLM(config).state_dict()
+    anchor, donor = (roberta(config, seed) for seed in (seeds if noise is None else seeds[:1] * 2))
     torch.manual_seed(seeds[1])
-    donor = RobertaForMaskedLM(config).state_dict()
-    if noise is not None:
-        donor = {
-            name: x + noise * (x.std() if x.numel() > 1 else 0) * torch.randn_like(x) for name, x in anchor.items()
-        }
-    values = {**config.to_dict(), "architectures": ["RobertaForMaskedLM"]}
-    architecture = resolve(values, list(anchor), "RoBERTa-base")
-    matching = seconds(lambda: match_model(architecture, anchor, donor, AlignConfig()))
-    return {"matching": matching, "Simple": seconds(lambda: [(anchor[name] + donor[name]) / 2 for name in anchor])}
+    with torch.no_grad():
+        for x in donor.parameters() if noise else ():
+            x += noise * x.std() * torch.randn_like(x)
+    first, second = anchor.state_dict(), donor.state_dict()
+    averaging = seconds(lambda: [(first[name] + second[name]) / 2 for name in first])
+    return {"matching": seconds(lambda: rm.align(anchor, donor)), "Simple": averaging}
+
+
+def roberta(config: RobertaConfig, seed: int) -> RobertaForMaskedLM:
+    torch.manual_seed(seed)
+    return RobertaForMaskedLM(config)
 
 
 run(__name__)

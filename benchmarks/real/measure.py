@@ -94,7 +94,7 @@ class Bench:
     def __init__(self, root: Path, only: list[str]) -> None:
         self.root, self.only = root.resolve(), only
         self.tokenizer = AutoTokenizer.from_pretrained(root / "base")
-        self.journal = Journal(self.root / "measured.jsonl")
+        self.journal = Journal(self.root / "measured.json")
         (self.root / "texts").mkdir(exist_ok=True)
 
     def pieces(self, name: str, part: str = "held-out", count: int = PIECES) -> list[Tensor]:
