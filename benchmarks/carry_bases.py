@@ -19,28 +19,24 @@ within is not in it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from corpora import documents, in_windows
-from random_changes import DRAWS, random_change
+from merging import load
 from record import Table
-from shipped import NAMES, Batches, load, next_token
-from shipped import windows as shipped_windows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import rotation_merge as rm
-from rotation_merge.model.open import open_model
-from rotation_merge.model.tensors import as_tensors
-from rotation_merge.model.view import View
+from rotation_merge.model.open import ModelLike, open_model
+from rotation_merge.run.demo import NAMES, TEXTS
 from rotation_merge.run.sources import self_written
 
 WHOLE = rm.AlignConfig(heads="permutation", residual="rotation")
@@ -48,6 +44,10 @@ SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"
 LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama-0-c-long", "c")}
 LENGTH, WINDOWS, RANK = 128, 80, 16
 SAMPLES = 512
+DRAWS = 10
+"""Random changes that a carried one is compared with."""
+EXACT = torch.float32
+State = dict[str, Tensor]
 Way = rm.TransferConfig | None
 """How a change is carried; None: it is added as it stands."""
 Controls = tuple[Tensor, Tensor]
@@ -61,42 +61,37 @@ class Task:
     Attributes:
         tuned: the fine-tune.
         held_out, own: samples of it, and of what the new bases know by themselves.
-        samples: the file of what the change is solved from.
+        samples: what the change is solved from.
     """
 
     title: str
     tuned: Path
-    held_out: Batches
-    own: Batches
-    samples: str
+    held_out: Tensor
+    own: Tensor
+    samples: list[dict[str, Tensor]]
 
 
-def windows(domain: str) -> Batches:
-    """Held-out text of a domain."""
-    tokens = shipped_windows(domain) if domain in NAMES else in_windows(b"".join(documents(domain)[1]), LENGTH)
-    return next_token(tokens[:WINDOWS], 40)
+def windows(domain: str) -> Tensor:
+    """Held-out text of a domain, token ids (windows, length)."""
+    shipped = domain in NAMES
+    text = (TEXTS / f"{domain}.txt").read_bytes() if shipped else b"".join(documents(domain)[1])
+    return in_windows(text, LENGTH)[:WINDOWS]
 
 
-def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]], scratch: Path) -> Iterator[Task]:
+def texts(checkpoints: Path, names: Mapping[str, tuple[str, str]]) -> Iterator[Task]:
     """Fine-tunes of Llama 0, and the text that each writes itself."""
     for title, (name, domain) in names.items():
         if (tuned := checkpoints / name).exists():
-            file = scratch / f"{name}.jsonl"
-            rows = self_written(load(tuned), str(tuned), SAMPLES, LENGTH).tolist()
-            file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows), encoding="utf-8")
-            yield Task(title, tuned, windows(domain), windows("python"), str(file))
-
-
-def with_tensors(view: View, tensors: Mapping[str, Tensor]) -> View:
-    """A model with other tensors, in memory."""
-    return replace(view, tensors=as_tensors(tensors), at=None)
+            ids = self_written(load(tuned), str(tuned), SAMPLES, LENGTH)
+            samples = [{"input_ids": part} for part in ids.split(32)]
+            yield Task(title, tuned, windows(domain), windows("python"), samples)
 
 
 @torch.no_grad()
-def losses(model: View | Path, batches: Batches) -> Tensor:
+def losses(model: ModelLike, samples: Tensor) -> Tensor:
     """Mean loss of each sample, in nats, float64."""
-    module, means = open_model(model).to(torch.float32).to_module(), []
-    for ids in (batch["input_ids"] for batch in batches):
+    module, means = load(model), []
+    for ids in samples.split(40):
         logits = module(input_ids=ids).logits[:, :-1]
         means.append(cross_entropy(logits.movedim(-1, 1), ids[:, 1:], reduction="none").double().mean(1))
     return torch.cat(means)
@@ -115,36 +110,50 @@ class Bases:
         return rm.align(self.new, self.old, WHOLE)
 
     @cached_property
-    def base(self) -> View:
+    def base(self) -> rm.View:
         """The new base."""
         return open_model(self.new)
 
-    def carried(self, task: Task, way: Way) -> View:
-        """The new base with the change of a fine-tune."""
+    def carried(self, task: Task, way: Way) -> State:
+        """The tensors of the new base with the change of a fine-tune."""
         if way is None:
-            return rm.Delta.between(self.old, task.tuned).moved(rm.Alignment({}), self.new).applied().to(torch.float32)
-        result = rm.transfer(task.tuned, self.old, self.new, replace(way, data=task.samples, alignment=self.alignment))
-        return result.to(torch.float32) if isinstance(result, View) else open_model(self._written(result))
+            return dict(rm.Delta.between(self.old, task.tuned).moved(rm.Alignment({}), self.new).applied().to(EXACT))
+        config = replace(way, alignment=self.alignment)
+        result = rm.transfer(task.tuned, self.old, self.new, config, samples=task.samples)
+        if isinstance(result, rm.View):
+            return dict(result.to(EXACT))
+        with tempfile.TemporaryDirectory() as folder:
+            result.save_pretrained(folder)
+            return dict(open_model(f"{self.new}+{folder}").to(EXACT))
 
-    def _written(self, adapter: rm.Adapter) -> str:
-        """The new base and an adapter, as a model is named."""
-        folder = tempfile.mkdtemp(prefix="carried-")
-        adapter.save_pretrained(folder)
-        return f"{self.new}+{folder}"
+    def losses(self, tensors: State, samples: Tensor) -> Tensor:
+        """Of the new base with other tensors."""
+        return losses((tensors, self.base.config), samples)
 
-    def controls(self, carried: View, batches: Batches) -> Controls:
+    def controls(self, carried: State, samples: Tensor) -> Controls:
         """Losses with random changes that have the carried one's singular values, and with the negated one."""
         start = {name: self.base[name].double() for name in carried}
         changes = {name: carried[name].double() - tensor for name, tensor in start.items()}
         changes = {name: change for name, change in changes.items() if bool(change.any())}
         draw = torch.Generator().manual_seed(0)
 
-        def changed(control: Mapping[str, Tensor]) -> Tensor:
+        def changed(control: State) -> Tensor:
             tensors = {name: (start[name] + change).float() for name, change in control.items()}
-            return losses(with_tensors(self.base, {**self.base, **tensors}), batches)
+            return self.losses({**self.base, **tensors}, samples)
 
         drawn = [changed({name: random_change(change, draw) for name, change in changes.items()}) for _ in range(DRAWS)]
         return torch.stack(drawn), changed({name: -change for name, change in changes.items()})
+
+
+def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
+    """A change of the same shape and singular values between random directions, float64; of a vector, of its length."""
+    matrix = change.double().flatten(1) if change.ndim > 1 else change.double()[:, None]
+    values = torch.linalg.svdvals(matrix)
+    left, right = (
+        torch.linalg.qr(torch.randn(size, len(values), generator=draw, dtype=torch.float64)).Q.to(change.device)
+        for size in matrix.shape
+    )
+    return (left * values @ right.mT).reshape(change.shape)
 
 
 def ways(long: bool, distil: bool) -> dict[str, Way]:
@@ -178,33 +187,31 @@ def main() -> None:
     pairs = [Bases(old, new) for new in news if new.exists()]
     for pair in pairs:
         pair.alignment  # noqa: B018 - so that no row's seconds have it
-    with tempfile.TemporaryDirectory() as scratch:
-        for task in texts(args.checkpoints, LONG if long else SHORT, Path(scratch)):
-            home = float((losses(old, task.held_out) - losses(task.tuned, task.held_out)).mean())
-            for how, way in ways(long, "distil" in args.asked).items():
-                began = time.process_time()
-                carried = [with_tensors(view, dict(view)) for view in (pair.carried(task, way) for pair in pairs)]
-                seconds = (time.process_time() - began) / len(pairs)
-                cells = row(task, home, pairs, carried, args.controls)
-                table.add({"fine-tune": task.title, "how": how, **cells, "seconds": f"{seconds:.0f}"})
+    for task in texts(args.checkpoints, LONG if long else SHORT):
+        home = float((losses(old, task.held_out) - losses(task.tuned, task.held_out)).mean())
+        for how, way in ways(long, "distil" in args.asked).items():
+            began = time.process_time()
+            carried = [pair.carried(task, way) for pair in pairs]
+            seconds = (time.process_time() - began) / len(pairs)
+            cells = row(task, home, pairs, carried, args.controls)
+            table.add({"fine-tune": task.title, "how": how, **cells, "seconds": f"{seconds:.0f}"})
 
 
-def row(task: Task, home: float, pairs: list[Bases], carried: list[View], controls: bool) -> dict[str, str]:
+def row(task: Task, home: float, pairs: list[Bases], carried: list[State], controls: bool) -> dict[str, str]:
     """The cells of one way of carrying.
 
     Args:
         home: what fine-tuning gained at home.
         carried: each new base with the change.
     """
-    before, after = (
-        torch.stack([losses(model, task.held_out) for model in models])
-        for models in ([pair.base for pair in pairs], carried)
-    )
+
+    def of_pairs(models: Sequence[Mapping[str, Tensor]], samples: Tensor) -> Tensor:
+        return torch.stack([pair.losses(model, samples) for pair, model in zip(pairs, models, strict=True)])
+
+    bases = [dict(pair.base) for pair in pairs]
+    before, after = (of_pairs(models, task.held_out) for models in (bases, carried))
+    known, lost = (float(of_pairs(models, task.own).mean()) for models in (bases, carried))
     shares = ((before - after).mean(1) / home).tolist()
-    known, lost = (
-        sum(float(losses(model, task.own).mean()) for model in models) / len(pairs)
-        for models in ([pair.base for pair in pairs], carried)
-    )
     names = (pair.new.name.replace("llama-", "Llama ") for pair in pairs)
     cells = {base: f"{share:.0%}" for base, share in zip(names, shares, strict=True)}
     cells["mean"] = f"{sum(shares) / len(shares):.0%}"

@@ -13,8 +13,8 @@ TORCH = Path(str(find_spec("torch").origin)).parent  # type: ignore[union-attr]
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
 
 
-def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
-    """Training and held-out documents of one domain: python, english, c, cpp, torch or c10.
+def files(domain: str) -> list[bytes]:
+    """All documents of one domain: python, english, c, cpp, torch or c10.
 
     python: the standard library without installed packages, tests, `encodings` (tables) and `pydoc_data` (English);
     english: the help texts of `pydoc_data.topics`, each paragraph once (topics repeat each other), twenty a document;
@@ -27,19 +27,22 @@ def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
         repeated = (part.strip("\n") for name in sorted(topics) for part in topics[name].split("\n\n"))
         paragraphs = list(dict.fromkeys(part for part in repeated if part))
         blocks = [paragraphs[start : start + 20] for start in range(0, len(paragraphs), 20)]
-        everything = ["".join(part + "\n\n" for part in block).encode() for block in blocks]
-    else:
-        root, pattern = {
-            "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
-            "c": (Path(sysconfig.get_path("include")), "*.h"),
-            "torch": (TORCH / "nn", "*.py"),
-            "c10": (TORCH / "include" / "c10", "*.h"),
-            "cpp": (max(Path("/usr/include/c++").glob("*"), key=lambda p: int(p.name), default=Path("absent")), "*"),
-        }[domain]
-        names = sorted(path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
-        everything = [(root / name).read_bytes() for name in names if not SKIPPED & set(name.parts)]
-    held_out = everything[9::10]
-    return [one for index, one in enumerate(everything) if index % 10 != 9], held_out
+        return ["".join(part + "\n\n" for part in block).encode() for block in blocks]
+    root, pattern = {
+        "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
+        "c": (Path(sysconfig.get_path("include")), "*.h"),
+        "torch": (TORCH / "nn", "*.py"),
+        "c10": (TORCH / "include" / "c10", "*.h"),
+        "cpp": (max(Path("/usr/include/c++").glob("*"), key=lambda p: int(p.name), default=Path("absent")), "*"),
+    }[domain]
+    names = sorted(path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
+    return [(root / name).read_bytes() for name in names if not SKIPPED & set(name.parts)]
+
+
+def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
+    """Training and held-out documents of one domain: every tenth is held out."""
+    everything = files(domain)
+    return [document for index, document in enumerate(everything) if index % 10 != 9], everything[9::10]
 
 
 def training_tokens(domain: str) -> Tensor:

@@ -5,18 +5,16 @@ python benchmarks/demo.py
 
 from __future__ import annotations
 
-import json
-import subprocess
-
 from record import Table
+
+import rotation_merge as rm
 
 COLUMNS = {"plain": "plain", "local": "heads, neurons", "whole": "whole model", "learned": "learned"}
 
 
 def main() -> None:
-    done = subprocess.run(["rotation-merge", "demo", "--json"], check=True, capture_output=True, text=True)
     table = Table("demo")
-    for row in json.loads(done.stdout)["results"]:
+    for row in rm.demo()["results"]:
         form = "{:.1%}" if row["measure"] == "accuracy" else "{:.3f}"
         figures = {title: row["merges"].get(way) for way, title in COLUMNS.items()}
         merges = {title: "" if figure is None else form.format(figure) for title, figure in figures.items()}

@@ -14,28 +14,35 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from corpora import in_windows, training_text
+from merging import load, loss
 from record import Table
-from shipped import Batches, held_out_images, images, load, loss, next_token
-from torch import nn
+from sizes import llama
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
 from rotation_merge.matching import fit as learning
+from rotation_merge.run.demo import digits
 
-EVERY = 10**6
-"""Windows of held-out text: all that there are."""
+Batches = list[dict[str, Tensor]]
+
+
+def images(count: int, size: int, labels: bool = True) -> Batches:
+    """The first training images."""
+    pixels, classes, _, _ = digits()
+    parts = zip(pixels[:count].split(size), classes[:count].split(size), strict=True)
+    return [{"pixel_values": some, **({"labels": truth} if labels else {})} for some, truth in parts]
 
 
 def learned(models: Sequence[nn.Module], batches: Batches, steps: int) -> tuple[Any, str, str]:
@@ -52,8 +59,8 @@ def vits(root: Path, args: argparse.Namespace) -> None:
     for title, count, labels in (("1257 images with labels", 1257, True), ("300 images without labels", 300, False)):
         for a, b in ((0, 1), (2, 3)):
             models = [load(root / f"vit-{seed}") for seed in (a, b)]
-            views, start, seconds = learned(models, images(count, labels, 64 if labels else 32), args.steps or 1500)
-            path = rm.barrier(*views, held_out_images(), rm.BarrierConfig(points=21))
+            views, start, seconds = learned(models, images(count, 64 if labels else 32, labels), args.steps or 1500)
+            path = rm.barrier(*views, "demo:digits", rm.BarrierConfig(points=21))
             table.add(
                 {
                     "data": title,
@@ -69,10 +76,10 @@ def vits(root: Path, args: argparse.Namespace) -> None:
 
 def joint(root: Path, args: argparse.Namespace) -> None:
     models = [load(root / f"vit-{seed}") for seed in range(4)]
-    views, _, seconds = learned(models, images(1257, True), args.steps or 2400)
+    views, _, seconds = learned(models, images(1257, 64), args.steps or 2400)
 
     def words(model: Any) -> str:
-        figures = rm.evaluate(model, held_out_images())
+        figures = rm.evaluate(model, "demo:digits")
         return f"{100 * figures['accuracy']:.1f} % ({figures['loss']:.3f})"
 
     cells = {"parents": ", ".join(map(words, models)), "plain": words(rm.average(models))}
@@ -83,15 +90,12 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
     table = Table("fit-llamas")
     windows = in_windows(training_text("python", 200_000))
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "labels": ids} for ids in windows[order].split(16)]
     for a, b in ((0, 1), (0, 2)):
         models = [load(root / f"llama-{seed}") for seed in (a, b)]
-        views, _, seconds = learned(
-            models,
-            next_token(windows[order], 16),
-            args.steps or 400,
-        )
-        ends = [loss(model, "python", count=EVERY) for model in models]
-        plain, middle = (loss(rm.average(some), "python", count=EVERY) for some in (models, views))
+        views, _, seconds = learned(models, batches, args.steps or 400)
+        ends = [loss(model, "python", count=None) for model in models]
+        plain, middle = (loss(rm.average(some), "python", count=None) for some in (models, views))
         before, after = (value - fmean(ends) for value in (plain, middle))
         table.add(
             {
@@ -110,41 +114,32 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
 def step(root: Path, args: argparse.Namespace) -> None:
     """One measured step of a 300M-parameter pair (random weights), and what a fit of 300 steps would take; each type of
     weights and each number of threads in a process of its own, because of the peaks."""
-    if args.dtype:
-        print(json.dumps(one_step(args)))
-        return
     table = Table("fit-step")
     for threads, dtype in itertools.product(args.threads, ("float32", "bfloat16")):
-        command = [sys.executable, *sys.argv, "--threads", str(threads), "--dtype", dtype]
-        table.add(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            table.add(process.submit(one_step, threads, dtype, args.steps or 3).result())
 
 
-def one_step(args: argparse.Namespace) -> dict[str, str]:
+def one_step(threads: int, dtype: str, steps: int) -> dict[str, str]:
     """Figures of a step between models of one type."""
-    wall = torch.get_num_threads() > 1
-    clock = time.perf_counter if wall else time.process_time
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-    )
-    models = [LlamaForCausalLM(config).eval().to(getattr(torch, args.dtype)) for _ in range(2)]
+    torch.set_num_threads(threads)
+    clock = time.perf_counter if threads > 1 else time.process_time
+    config = LlamaConfig(**llama(1024, 2816, 16, 8, 24, 8192))
+    models = [LlamaForCausalLM(config).eval().to(getattr(torch, dtype)) for _ in range(2)]
     size = sum(p.numel() for p in models[0].parameters())
     batches = [{"input_ids": torch.randint(0, 8192, (4, 128))} for _ in range(2)]
     marks: list[float] = []
     learning.LOOKS = 1  # at the end only, so that the step before it is a step and nothing else
     match = rm.AlignConfig(residual="rotation", ffn="none", scaling=False)
-    options = rm.FitConfig(steps=args.steps or 3, objective="distill", start="identity")
+    options = rm.FitConfig(steps=steps, objective="distill", start="identity")
     rm.fit(models[0], models[1], batches, match, options, progress=lambda *_: marks.append(clock()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))
-    cells = {"parameters": f"{size / 1e6:.0f}M", "stored as": args.dtype, "threads": str(torch.get_num_threads())}
     return {
-        **cells,
-        "seconds of": "wall" if wall else "processor",
+        "parameters": f"{size / 1e6:.0f}M",
+        "stored as": dtype,
+        "threads": str(threads),
+        "seconds of": "wall" if threads > 1 else "processor",
         "a step of 4 x 128 tokens": f"{seconds:.1f} s",
         "300 steps": f"{seconds * 300 / 60:.0f} min",
         "peak memory": f"{peak:.1f} GiB",
@@ -159,7 +154,6 @@ def main() -> None:
     parser.add_argument("what", choices=TASKS)
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--dtype", help="of 'step': print one row, of weights of this type")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of 'step': rows for so many threads each")
     args = parser.parse_args()
     torch.set_num_threads(args.threads[0])

@@ -18,6 +18,8 @@ from corpora import documents, training_tokens
 from torch import Tensor
 from transformers import BertConfig
 
+import rotation_merge as rm
+
 KINDS = ("comment", "string", "number", "keyword", "name", "operator")
 DOMAINS = ("python", "torch", "c", "c10")
 BEFORE, LENGTH = 16, 47
@@ -113,8 +115,7 @@ def labelled(domain: str, generator: torch.Generator, size: int = 32) -> Iterato
             yield {"input_ids": ids[rows], "labels": kinds[rows]}
 
 
-@torch.no_grad()
 def accuracy(model: Any, domain: str, each: int = 150) -> float:
     """On held-out samples."""
     ids, kinds = samples(domain, True, each)
-    return float((model(input_ids=ids).logits.argmax(-1) == kinds).float().mean())
+    return rm.evaluate(model, [{"input_ids": ids, "labels": kinds}])["accuracy"]

@@ -50,9 +50,8 @@ def tested(root: Path, switch: str) -> dict[str, int]:
         sys.exit(f"with ROTATION_MERGE_PLUGIN={switch} the method is {'' if listed else 'not '}there")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests"]
     out = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True).stdout
-    found = {
-        name: int(number) for number, name in re.findall(r"(\d+) (passed|skipped|failed|error)", out.splitlines()[-1])
-    }
+    counts = re.findall(r"(\d+) (passed|skipped|failed|error)", out.splitlines()[-1])
+    found = {name: int(number) for number, name in counts}
     if not found.get("passed") or found.get("error"):
         sys.exit(out[-3000:])
     return found

@@ -1,4 +1,4 @@
-"""Merges by recipes through mergekit, and commands of the package."""
+"""What benchmarks share: merges by recipes through mergekit, commands and what they take, losses of models."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from transformers.utils import logging
+
+import rotation_merge as rm
+from rotation_merge.model.open import ModelLike, open_model
 
 STILL: dict[str, Any] = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 """Nothing is aligned."""
@@ -90,7 +93,9 @@ def recipe(base: Path | str, models: Models, parameters: Mapping[str, Any]) -> d
 
 def merge(base: Path | str, models: Models, out: Path | str, parameters: Mapping[str, Any]) -> Path:
     """The merge of a recipe, written to a folder."""
-    run_recipe(yaml.safe_dump(recipe(base, models, parameters), sort_keys=False), out)
+    content = recipe(base, models, parameters)
+    options, text = MergeOptions(quiet=True, random_seed=0), yaml.safe_dump(content, sort_keys=False)
+    run_merge(MergeConfiguration.model_validate(content), str(out), options, config_source=text)
     return Path(out)
 
 
@@ -101,21 +106,21 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def run_recipe(text: str, out: Path | str) -> None:
-    logging.disable_progress_bar()
-    options = MergeOptions(quiet=True, random_seed=0)
-    run_merge(MergeConfiguration.model_validate(yaml.safe_load(text)), str(out), options, config_source=text)
+def halves(*paths: Path | str) -> Models:
+    """Models that count equally."""
+    return {path: {"weight": 1 / len(paths)} for path in paths}
 
 
-def halves(*paths: Path | str, **of_last: Any) -> Models:
-    """Models that count equally; parameters of the last one."""
-    even = {path: {"weight": 1 / len(paths)} for path in paths}
-    return {**even, paths[-1]: {**even[paths[-1]], **of_last}}
+def load(folder: Path | str) -> Any:
+    """A checkpoint as a module, in float32."""
+    return open_model(folder).to(torch.float32).to_module()
 
 
-def command(*arguments: object, ends: tuple[int, ...] = (0,)) -> str:
-    """What one of our commands prints; ends the script where it ends with another code."""
-    done = subprocess.run([str(word) for word in (BIN / "rotation-merge", *arguments)], capture_output=True, text=True)
-    if done.returncode not in ends:
-        sys.exit(done.stderr + done.stdout)
-    return done.stdout
+def accuracy(model: ModelLike) -> float:
+    """On all 540 test images of the digits."""
+    return rm.evaluate(model, "demo:digits")["accuracy"]
+
+
+def loss(model: ModelLike, domain: str, count: int | None = 160) -> float:
+    """Nats a byte of so many windows of 128 bytes of held-out text; None: of all."""
+    return rm.evaluate(model, f"demo:{domain}", rm.EvaluateConfig(limit=count))["loss"]

@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +59,7 @@ class Table:
             self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
         self.next = len(self.rows)
         self.run = {
-            "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_quoted, sys.argv[1:])]),
+            "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
             "commit": _commit(),
             "date": datetime.date.today().isoformat(),
             "machine": machine(),
@@ -102,10 +103,6 @@ def _commit() -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "rotation_merge", "benchmarks/*.py")
     return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
-
-
-def _quoted(word: str) -> str:
-    return f'"{word}"' if " " in word else word
 
 
 def table(what: str, origin: bool) -> str:

@@ -8,10 +8,11 @@
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
 
-Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own, as
-users run it. The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a
-title does not say wall; "after the start" leaves out what Python and its libraries take before a merge begins, as much
-as `mergekit-yaml --help` takes.
+Two bf16 models of the shape, with made-up weights, are merged half and half by `mergekit-yaml` in processes of their
+own, as users run it. The donor is a fine-tune of the anchor (`near`: 2% noise), a twin that was moved by a random
+element of every local group and has the noise, too (`planted`), or drawn anew (`far`). The same arguments give the same
+bytes. Seconds are processor time where a title does not say wall; "after the start" leaves out what Python and its
+libraries take before a merge begins, as much as `mergekit-yaml --help` takes.
 
 With `--whole` so many layers, then twice as many, with a part of the vocabulary are measured, and the whole shape is
 extrapolated from them: their difference is what layers take, the rest goes by the weights outside of layers. Passes
@@ -21,22 +22,34 @@ over a residual stream are as many as the measured part takes.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import statistics
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from mergekit.io import TensorWriter
 from merging import BIN, STILL, Cost, halves, process, recipe
 from record import Table
-from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import rotation_merge as rm
+
+OPTIONS: dict[str, Any] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
+NOISE = 0.02
+SHARD = 10**9
+Shape = dict[str, Any]
+"""The config of a Llama."""
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {
     "near": ("near", OPTIONS),
@@ -46,6 +59,77 @@ CASES: dict[str, tuple[str, Mapping[str, object]]] = {
     "far, residual: rotation": ("far", TURNED),
 }
 LINEAR = "mergekit's linear"
+
+
+def llama(hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocabulary: int, tied: bool = False) -> Shape:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "dtype": "bfloat16",
+    }
+
+
+SHAPES = {
+    "llama-tiny": llama(256, 688, 8, 4, 4, 1000, tied=True),
+    "llama-300m": llama(1024, 2816, 16, 4, 24, 32000, tied=True),
+    "llama-1b": llama(2048, 8192, 32, 8, 16, 128256, tied=True),
+    "llama-8b": llama(4096, 14336, 32, 8, 32, 128256),
+    "llama-70b": llama(8192, 28672, 64, 8, 80, 128256),
+}
+
+
+def sizes_of(shape: Shape) -> dict[str, torch.Size]:
+    """The shape of every tensor of a checkpoint, by name."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    tensors = model.model.state_dict(prefix="model.") if shape["tie_word_embeddings"] else model.state_dict()
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def drawn(name: str, size: torch.Size, seed: int) -> Tensor:
+    """A tensor, float32: gains near one, weights whose rows have heavy-tailed norms, as trained ones have."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    x = torch.randn(size, generator=generator)
+    if len(size) == 1:
+        return x.mul_(0.1).add_(1)
+    return x.mul_(0.02 * (0.3 * torch.randn(size[:1], generator=generator)).exp_()[:, None])
+
+
+def tensor(name: str, size: torch.Size, donor: str | None, number: int = 0) -> Tensor:
+    """A tensor of the anchor, or of a donor before it is moved, bfloat16.
+
+    Args:
+        donor: `near` or `far`; None: the anchor.
+        number: which of several such donors.
+    """
+    result = drawn(name, size, 10 + number if donor == "far" else 1).bfloat16()
+    if donor != "near":
+        return result
+    noise = drawn(f"noise of {name}", size, 100 + number)
+    unit = noise.div_(0.02) if len(size) > 1 else noise.sub_(1).div_(0.1)
+    return unit.mul_(NOISE * float(result[:4096].float().std())).add_(result).bfloat16()
+
+
+def write(shape: Shape, where: Path, donor: str | None = None, number: int = 0) -> Path:
+    """A checkpoint in a folder, one shard of it and one tensor in memory."""
+    if donor == "planted":
+        near = write(shape, where.with_name(f"{where.name}-still"), "near", number)
+        rm.Alignment.random(near, seed=7, **OPTIONS).apply(near).save_pretrained(where)
+        return where
+    writer = TensorWriter(str(where), max_shard_size=SHARD)
+    for name, size in sizes_of(shape).items():
+        writer.save_tensor(name, tensor(name, size, donor, number))
+    writer.finalize()
+    (where / "config.json").write_text(json.dumps(shape, indent=1))
+    return where
 
 
 def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], threads: int) -> Cost:
@@ -116,37 +200,39 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
 
 def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, table: Table, folder: Path) -> None:
     """Some layers and twice as many measured, the whole shape extrapolated."""
-    parts = [replace(part, layers=count * part.layers) for count in (1, 2)]
-    models = [written(shape, cases, folder / str(shape.layers)) for shape in parts]
-    outside = [shape.parameters - shape.layers * layer_size(shape) for shape in (full, part)]
+    layers = part["num_hidden_layers"]
+    parts = [part, {**part, "num_hidden_layers": 2 * layers}]
+    models = [written(shape, cases, folder / str(shape["num_hidden_layers"])) for shape in parts]
+    whole, some = (entries_outside(shape) for shape in (full, part))
     linear = 0.0
     for case in (LINEAR, *cases):
         kind, options = CASES.get(case, (CASES[cases[0]][0], {}))
         few, many = (run(options, anchor, [donors[kind]], threads) for anchor, donors in models)
-        layer = (many.processor - few.processor) / part.layers
-        rest = (after_start(few, threads) - part.layers * layer) * outside[0] / outside[1]
-        whole = full.layers * layer + rest
-        linear = linear or whole
+        layer = (many.processor - few.processor) / layers
+        rest = (after_start(few, threads) - layers * layer) * whole / some
+        seconds = full["num_hidden_layers"] * layer + rest
+        linear = linear or seconds
         table.add(
             {
                 "merge": case,
                 "a layer, s": f"{layer:.2f}",
                 "outside of layers, s": f"{rest:.1f}",
-                f"{full.layers} layers, min": f"{whole / 60:.1f}",
-                "times linear": f"{whole / linear:.2f}",
+                f"{full['num_hidden_layers']} layers, min": f"{seconds / 60:.1f}",
+                "times linear": f"{seconds / linear:.2f}",
                 "peak of the part, MB": f"{many.peak / 1e6:.0f}",
             }
         )
 
 
-def layer_size(shape: Shape) -> int:
-    return sum(math.prod(size) for name, size in shape.sizes.items() if ".layers.0." in name)
+def entries_outside(shape: Shape) -> int:
+    """How many weights are in no layer."""
+    return sum(math.prod(size) for name, size in sizes_of(shape).items() if ".layers." not in name)
 
 
 def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """Statistics of one model, and a refit of two, on 64 samples of 128 made-up tokens."""
     anchor, donor = write(shape, folder / "anchor"), write(shape, folder / "near", "near")
-    tokens = torch.randint(0, shape.vocabulary, (64, 128), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, shape["vocab_size"], (64, 128), generator=torch.Generator().manual_seed(0))
     np.savez(samples := folder / "samples.npz", input_ids=tokens.numpy())
     measure = [BIN / "rotation-merge", "measure", anchor, "--data", samples, "--by-layer"]
     refit = {**OPTIONS, "delegate": "refit", "data": str(samples), "targets": "mean"}
@@ -186,60 +272,61 @@ def one_by_one(commands: Mapping[str, Callable[[], Cost]], table: Table) -> None
 
 def curves(table: Table, folder: Path) -> None:
     """Near and far donors of 300M shape with other numbers of layers, widths and donors, one at a time."""
-    base = replace(SHAPES["llama-300m"], layers=4, vocabulary=8000)
-
-    def wide(width: int) -> Shape:
-        return replace(base, hidden=width, ffn=width * 11 // 4, heads=width // 64, kv_heads=width // 256, layers=2)
-
-    shapes = {("layers", n): (replace(base, layers=n), 1) for n in (2, 4, 8)}
-    shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048)}
-    shapes |= {("donors", n): (base, n) for n in (1, 2, 3)}
+    cases = {("layers", n): (n, 1024, 1) for n in (2, 4, 8)}
+    cases |= {("width", n): (2, n, 1) for n in (512, 1024, 2048)}
+    cases |= {("donors", n): (4, 1024, n) for n in (1, 2, 3)}
     for kind in ("near", "far"):
-        places = {case: folder / f"{kind}-{i}" for i, case in enumerate(dict.fromkeys(shapes.values()))}
-        costs = {case: apart(*case, kind, place) for case, place in places.items()}
-        for (by, count), case in shapes.items():
+        costs = {case: apart(*case, kind, folder / kind) for case in dict.fromkeys(cases.values())}
+        for (by, count), case in cases.items():
             cells = {"by": by, "number": str(count), "donor": kind}
             table.add({**cells, "after the start, s": f"{after_start(costs[case], 1):.2f}"})
 
 
-def apart(shape: Shape, number: int, kind: str, place: Path) -> Cost:
+def apart(layers: int, width: int, donors: int, kind: str, place: Path) -> Cost:
     """A merge of so many donors, on models of its own."""
+    shape = llama(width, width * 11 // 4, width // 64, width // 256, layers, 8000, tied=True)
     anchor = write(shape, place / "anchor")
-    cost = run(OPTIONS, anchor, [write(shape, place / f"donor{i}", kind, i) for i in range(number)], 1)
+    cost = run(OPTIONS, anchor, [write(shape, place / f"donor{i}", kind, i) for i in range(donors)], 1)
     shutil.rmtree(place)
     return cost
 
 
+MODES = {
+    "data": (with_data, "measure and refit instead"),
+    "changes": (changes, "average changes of fine-tunes instead"),
+    "align": (outside, "align and carry instead"),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-300m")
+    parser.add_argument("--layers", type=int, help="other than the shape has")
+    parser.add_argument("--vocabulary", type=int, help="tokens, other than the shape has")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["near", "planted", "far"])
     parser.add_argument("--repeats", type=int, default=1, help="of everything but far donors")
     parser.add_argument("--threads", type=int, default=1, help="of torch; 0: as many as it takes by itself")
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
-    parser.add_argument("--data", action="store_true", help="measure and refit instead")
-    parser.add_argument("--changes", action="store_true", help="average changes of fine-tunes instead")
-    parser.add_argument("--align", action="store_true", help="align and carry instead")
+    for mode, (_, words) in MODES.items():
+        parser.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=words)
     parser.add_argument("--folder", help="where models are written for the time being")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads or torch.get_num_threads())
-    name = arguments.shape.removeprefix("llama-") + ("" if arguments.threads else "-default")
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
-        if arguments.curves:
-            return curves(Table("sizes-curves"), Path(place))
-        modes = (
-            ("align", arguments.align, outside),
-            ("data", arguments.data, with_data),
-            ("changes", arguments.changes, changes),
-        )
-        for kind, asked, work in modes:
-            if asked:
-                return work(chosen(arguments), arguments.threads, Table(f"sizes-{kind}-{name}"), Path(place))
-        given, shape = (arguments.cases, arguments.threads), chosen(arguments)
-        if arguments.whole:
-            return by_layers(shape, SHAPES[arguments.shape], *given, Table(f"layers-{name}"), Path(place))
-        compare(shape, given[0], arguments.repeats, given[1], Table(f"sizes-{name}"), Path(place))
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    part = {"num_hidden_layers": asked.layers, "vocab_size": asked.vocabulary}
+    shape = SHAPES[asked.shape] | {key: value for key, value in part.items() if value is not None}
+    name = asked.shape.removeprefix("llama-") + ("" if asked.threads else "-default")
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        place = Path(folder)
+        if asked.curves:
+            curves(Table("sizes-curves"), place)
+        elif asked.mode:
+            MODES[asked.mode][0](shape, asked.threads, Table(f"sizes-{asked.mode}-{name}"), place)
+        elif asked.whole:
+            table = Table(f"layers-{name}")
+            by_layers(shape, SHAPES[asked.shape], asked.cases, asked.threads, table, place)
+        else:
+            compare(shape, asked.cases, asked.repeats, asked.threads, Table(f"sizes-{name}"), place)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ import time
 import venv
 from pathlib import Path
 
-from record import Table
+from record import ROOT, Table
 
-ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
@@ -50,10 +49,8 @@ def started(python: Path) -> tuple[float, float]:
 def check(python: Path) -> bool:
     """Whether the hook is in place in this environment."""
     code = "import sys; print(any('Mergekit' in type(f).__name__ for f in sys.meta_path))"
-    return (
-        subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout.strip()
-        == "True"
-    )
+    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, env=ENVIRONMENT)
+    return done.stdout.strip() == "True"
 
 
 def main() -> None:

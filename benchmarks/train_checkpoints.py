@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import kinds
-import shipped
 import torch
 import transformers
 from corpora import documents, excerpt, training_tokens, unseen
-from shipped import CHECKPOINTS, NAMES, TEXTS, held_out_images, load, loss
+from merging import load, loss
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
 import rotation_merge as rm
 from rotation_merge.model.writing import staged
+from rotation_merge.run.demo import CHECKPOINTS, NAMES, TEXTS, digits
 from rotation_merge.run.sources import self_written
 
 CONTEXT = 128
@@ -61,22 +61,22 @@ def new(like: str) -> PreTrainedModel:
     return getattr(transformers, config.architectures[0])(config)
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss that a model gives itself."""
-    return model(**batch).loss
-
-
 def fit(
-    model: nn.Module, batches: Iterator[Any], steps: int, rate: Callable, loss_of: Callable = own_loss, **adam: Any
+    model: nn.Module, batches: Iterator[Any], steps: int, rate: Callable, loss_of: Callable | None = None, **adam: Any
 ) -> None:
-    """`steps` steps of AdamW, gradients clipped to norm 1; `rate(step)` multiplies the learning rate."""
+    """`steps` steps of AdamW, gradients clipped to norm 1; `rate(step)` multiplies the learning rate.
+
+    Args:
+        loss_of: of a model and a batch; None: that which the model gives itself.
+    """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, **adam)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
     start, total = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
-        loss = loss_of(model, next(batches))
+        batch = next(batches)
+        loss = loss_of(model, batch) if loss_of else model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
@@ -103,7 +103,7 @@ def warm_cosine(steps: int, warm_up: int, floor: float) -> Callable[[int], float
 
 
 def image_batches(generator: torch.Generator, size: int = 64) -> Iterator[dict[str, Tensor]]:
-    pixels, labels, _, _ = shipped.digits()
+    pixels, labels, _, _ = digits()
     while True:
         for rows in torch.randperm(len(pixels), generator=generator).split(size):
             yield {"pixel_values": pixels[rows], "labels": labels[rows]}
@@ -160,8 +160,8 @@ def evaluate(model: PreTrainedModel) -> dict[str, float]:
         domains = kinds.DOMAINS if isinstance(model, BertForSequenceClassification) else ()
         return {domain: kinds.accuracy(model, domain) for domain in domains}
     if model.config.model_type == "vit":
-        return rm.evaluate(model, held_out_images())
-    return {name: loss(model, name, count=10**6) for name in NAMES}
+        return rm.evaluate(model, "demo:digits")
+    return {name: loss(model, name, count=None) for name in NAMES}
 
 
 def save(model: PreTrainedModel, path: Path) -> None:

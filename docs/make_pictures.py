@@ -140,7 +140,7 @@ def spaces() -> str:
 
 
 def path() -> str:
-    """Loss between two Llamas of different seeds, as `python benchmarks/independent.py` measured it."""
+    """Loss between two Llamas of different seeds, as `python benchmarks/independent.py groups` measured it."""
     rows = json.loads((FOLDER.parent.parent / "benchmarks" / "results" / "path.json").read_text("utf-8"))["rows"]
     curves = {name: [float(row[name]) for row in rows] for name in ("plain", "aligned")}
     low, high = min(map(min, curves.values())), max(map(max, curves.values()))

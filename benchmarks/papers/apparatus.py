@@ -32,7 +32,8 @@ sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not
 from journal import FILE, Journal  # noqa: E402
 from merging import quiet  # noqa: E402
 from record import RESULTS, Row, Table  # noqa: E402
-from shipped import CHECKPOINTS as SHIPPED  # noqa: E402
+
+from rotation_merge.run.demo import CHECKPOINTS  # noqa: E402
 
 
 @dataclass
@@ -43,20 +44,21 @@ class Given:
         quick: seconds, with what comes with the package.
         seeds: how many seeds, or pairs of them, where there are several.
         checkpoints: where the trained ones lie (`benchmarks/train_checkpoints.py papers`).
-        out: where tables are written.
         scratch: for files that nobody needs afterwards.
+        kept: what is computed under a key, or was in an earlier run; anything that JSON holds.
     """
 
     quick: bool
     seeds: int
     checkpoints: Path
-    out: Path
     scratch: Path
-    journal: Journal
+    kept: Callable[[str, Callable[[], Any]], Any]
 
     def model(self, name: str) -> Path:
         """A checkpoint by name: a trained one, or one that comes with the package."""
-        found = [folder / name for folder in (self.checkpoints, SHIPPED) if (folder / name / "config.json").exists()]
+        found = [
+            folder / name for folder in (self.checkpoints, CHECKPOINTS) if (folder / name / "config.json").exists()
+        ]
         if not found:
             wanted = f"python benchmarks/train_checkpoints.py papers --out {self.checkpoints}"
             raise SystemExit(f"no checkpoint {name} in {self.checkpoints}; train it: {wanted}")
@@ -65,10 +67,6 @@ class Given:
     def pairs(self) -> list[tuple[int, int]]:
         """Seeds of models that were trained independently: (0, 1), (2, 3), ..."""
         return [(2 * number, 2 * number + 1) for number in range(self.seeds)]
-
-    def kept(self, key: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns (anything that JSON holds), or has returned in an earlier run under this key."""
-        return self.journal.kept(f"quick: {key}" if self.quick else key, compute)
 
 
 def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
@@ -94,7 +92,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
     note = "" if quick else "several runs: what an earlier one had kept was not computed again"
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         journal = Journal((out if quick else asked.checkpoints) / FILE)
-        given = Given(quick, 1 if quick else asked.seeds, asked.checkpoints, out, Path(scratch), journal)
+        given = Given(quick, 1 if quick else asked.seeds, asked.checkpoints, Path(scratch), journal.kept)
         tables = {table: Table(table, note, out) for table in module.TABLES}
         for table, row in module.rows(given):
             if tuple(row) != tuple(module.TABLES[table]):

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from apparatus import Given
-from merging import STILL, halves, merge
-from shipped import digits, load
+from merging import STILL, halves, load, merge
 from torch import Tensor
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.model.view import View
+from rotation_merge.run.demo import digits
 
 NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
 PAPER = AlignConfig(scaling="sequential")

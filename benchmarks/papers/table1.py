@@ -23,13 +23,14 @@ import torch
 from apparatus import Given, run, spread
 from corpora import training_tokens
 from merges import FULL, NONE, PAPER, RESIDUAL, Pair, judged
+from merging import load, loss
 from record import Row
-from shipped import NAMES, load, loss
 from torch import Tensor
 from train_checkpoints import save
 from transformers import BertForSequenceClassification
 
 from rotation_merge import AlignConfig
+from rotation_merge.run.demo import NAMES
 
 Names = list[tuple[str, str]]
 """Pairs of checkpoints."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from apparatus import Given, run, spread
 from merges import MATCHINGS, RESIDUAL, SAMPLES, judged, vits
+from merging import accuracy
 from record import Row
-from shipped import accuracy
 
 NAME = "papers-table2"
 TABLES = {NAME: ("average", *MATCHINGS)}

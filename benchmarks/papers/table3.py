@@ -42,7 +42,7 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
     found: dict[str, list[dict[str, float]]] = {column: [] for column in OURS}
     for number, (seeds, pair) in enumerate(zip(given.pairs(), vits(given), strict=True)):
         works: tuple[Callable[[], dict[str, float]], ...] = (
-            lambda p=pair: of_pair(p, vit_training(given), "both"),
+            lambda p=pair: of_vits(p),
             lambda n=number: of_encoders(given, n),
             lambda s=seeds: of_roberta(given.quick, s, 0.02),
             lambda s=seeds: of_roberta(given.quick, s, None),
@@ -68,8 +68,9 @@ def trained(model: Any, batches: Any, steps: int, quick: bool) -> float:
     return seconds(lambda: fit(model, batches, some, warm_cosine(some, 1, 0.0))) * steps / some
 
 
-def vit_training(given: Given) -> float:
-    return trained(new("vit-0"), image_batches(torch.Generator().manual_seed(0)), 1200, given.quick)
+def of_vits(pair: Pair) -> dict[str, float]:
+    images = image_batches(torch.Generator().manual_seed(0))
+    return of_pair(pair, trained(new("vit-0"), images, 1200, pair.given.quick), "both")
 
 
 def of_encoders(given: Given, base: int) -> dict[str, float]:

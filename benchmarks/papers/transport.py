@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from apparatus import Given, run, spread
+from merging import load
 from record import Row
-from shipped import Batches, digits, load, next_token, windows
 from torch import Tensor
 from train_checkpoints import fit, image_batches, save, warm_cosine
 
@@ -32,6 +32,7 @@ from rotation_merge.averaging.ot_fusion import REGULARISATION, plans_of, stream_
 from rotation_merge.model.apply import read_block, read_tensor, transform_tensor
 from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
+from rotation_merge.run.demo import digits
 
 STEPS = 100
 """Of tuning a ViT."""
@@ -71,14 +72,28 @@ class Work:
     """One fine-tune of the old base, and what to measure it on.
 
     Attributes:
-        test: samples of its task.
+        test: samples of its task, or their source.
         own: of what the new bases know by themselves.
+        limit: on the number of samples.
     """
 
     task: str
     tuned: Path
-    test: Batches
-    own: Batches
+    test: Any
+    own: str
+    limit: int | None = None
+
+    def scores(self, model: View) -> list[float]:
+        """Loss and accuracy on the task, and on what the new bases know."""
+        config = rm.EvaluateConfig(limit=self.limit)
+        figures = [rm.evaluate(model, data, config) for data in (self.test, self.own)]
+        return [of_data[key] for of_data in figures for key in ("loss", "accuracy")]
+
+
+def gained(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """Gain on the task in nats and in points of accuracy, and what is lost of the own skill in both."""
+    loss, right, own_loss, own_right = (b - a for b, a in zip(before, after, strict=True))
+    return [loss, -100 * right, -own_loss, 100 * own_right]
 
 
 @dataclass
@@ -111,21 +126,18 @@ class Family:
         alignment = rm.align(new, old, options) if options else rm.Alignment({})
         return {work.task: rm.Delta.between(old, work.tuned).moved(alignment, new) for work in self.works}
 
-    def alone(self, base: str, work: Work) -> list[list[float]]:
-        """Losses and accuracies of a new base by itself: on the task, and on what it knows."""
-
-        def compute() -> list[list[float]]:
-            return [scored(open_model(self.given.model(base)), data) for data in (work.test, work.own)]
-
-        return list(self.given.kept(f"carried, {self.name}, {base} alone, {work.task}", compute))
+    def alone(self, base: str, work: Work) -> list[float]:
+        """The scores of a new base by itself."""
+        key = f"carried, {self.name}, {base} alone, {work.task}"
+        return list(self.given.kept(key, lambda: work.scores(open_model(self.given.model(base)))))
 
     @cached_property
     def home(self) -> dict[str, list[float]]:
-        """What fine-tuning gained at home, by task: nats, points."""
+        """What fine-tuning gained at home, by task."""
+        old = open_model(self.old)
 
         def compute() -> dict[str, list[float]]:
-            old = open_model(self.old)
-            return {work.task: gained(scored(old, work.test), open_model(work.tuned), work.test) for work in self.works}
+            return {x.task: gained(x.scores(old), x.scores(open_model(x.tuned))) for x in self.works}
 
         return dict(self.given.kept(f"carried, {self.name}, at home", compute))
 
@@ -138,7 +150,7 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
     for family in (images(given), texts(given)):
         found = {m: [measured(family, base, m) for base in family.bases] for m in family.methods}
         for work in family.works:
-            nats, points = family.home[work.task]
+            nats, points, *_ = family.home[work.task]
             yield TABLE, _row(family, work.task, "fine-tuned at home", [f"{nats:.3f}", f"{points:.1f}"])
             for method, bases in found.items():
                 yield TABLE, _best(family, work.task, method, [base[work.task] for base in bases])
@@ -154,30 +166,14 @@ def measured(family: Family, base: str, method: str) -> dict[str, Found]:
     """By task and scale, what is gained and what is lost."""
 
     def compute() -> dict[str, Found]:
-        found: dict[str, Found] = {}
-        carried = family.carried(base, method)
+        carried, found = family.carried(base, method), dict[str, Found]()
         for work in family.works:
-            test, own = family.alone(base, work)
-            found[work.task] = at = {}
-            for scale in family.scales:
-                model = carried[work.task].scaled(float(scale)).applied().to(torch.float32)
-                lost = [-value for value in gained(own, model, work.own)]
-                at[scale] = [*gained(test, model, work.test), *lost]
+            before, change = family.alone(base, work), carried[work.task]
+            views = {scale: change.scaled(float(scale)).applied().to(torch.float32) for scale in family.scales}
+            found[work.task] = {scale: gained(before, work.scores(view)) for scale, view in views.items()}
         return found
 
     return dict(family.given.kept(f"transport, {family.name}, {base}, {method}", compute))
-
-
-def scored(model: View, data: Batches) -> list[float]:
-    """A model's loss and accuracy."""
-    figures = rm.evaluate(model, data)
-    return [figures["loss"], figures["accuracy"]]
-
-
-def gained(before: Sequence[float], model: View, data: Batches) -> list[float]:
-    """How much lower a model's loss is than before, in nats, and how much higher its accuracy, in points."""
-    loss, right = scored(model, data)
-    return [before[0] - loss, 100 * (right - before[1])]
 
 
 def moved_by_plans(new: View, old: View, tuned: dict[str, View]) -> dict[str, rm.Delta]:
@@ -185,7 +181,7 @@ def moved_by_plans(new: View, old: View, tuned: dict[str, View]) -> dict[str, rm
     `ot_fusion` makes them."""
     strength, architecture = REGULARISATION["weights"], new.architecture
     streams = plans_of(architecture.streams.values(), stream_ends(architecture, new.tensors, old.tensors), strength)
-    plans = dict(streams)
+    plans: dict[str, Any] = dict(streams)
     for block in architecture.blocks:
         points = weight_points(block, read_block(block, new.tensors), read_block(block, old.tensors), streams)
         plans |= plans_of(block.spaces.values(), points, strength)
@@ -193,7 +189,7 @@ def moved_by_plans(new: View, old: View, tuned: dict[str, View]) -> dict[str, rm
     def moved(tuned: View) -> rm.Delta:
         def tensor(block: Any, info: Any, _: Any) -> Tensor | None:
             before, after, base = (read_tensor(info, view.tensors) for view in (old, tuned, new))
-            return None if base is None else base.float() + transform_tensor(after - before, info, moves).float()
+            return None if base is None else base.float() + transform_tensor(after - before, info, plans).float()
 
         return rm.Delta.between(new, new.blockwise(tensor, torch.float32))
 
@@ -204,21 +200,17 @@ def moved_by_plans(new: View, old: View, tuned: dict[str, View]) -> dict[str, rm
 
 
 def texts(given: Given) -> Family:
-    count, titles = (4, {"english": "English"}) if given.quick else (48, {"english": "English", "c": "C"})
-    own = next_token(windows("python")[:count])
-    works = [
-        Work(title, given.model(f"llama-0-{name}"), next_token(windows(name)[:count]), own)
-        for name, title in titles.items()
-    ]
+    limit, titles = (4, {"english": "English"}) if given.quick else (48, {"english": "English", "c": "C"})
+    tunes = {name: given.model(f"llama-0-{name}") for name in titles}
+    works = [Work(titles[name], tuned, f"demo:{name}", "demo:python", limit) for name, tuned in tunes.items()]
     return Family("Llamas", given, given.model("llama-0"), works)
 
 
 def images(given: Given) -> Family:
-    _, _, unseen, answers = digits()
-    own, works = [{"pixel_values": unseen, "labels": answers}], []
+    (_, _, pixels, labels), works = digits(), list[Work]()
     for task in list(IMAGES)[: 1 if given.quick else None]:
-        test = [{"pixel_values": IMAGES[task](unseen), "labels": answers}]
-        works.append(Work(task, tuned(given, task, 10 if given.quick else STEPS), test, own))
+        test = [{"pixel_values": IMAGES[task](pixels), "labels": labels}]
+        works.append(Work(task, tuned(given, task, 10 if given.quick else STEPS), test, "demo:digits"))
     return Family("ViTs", given, given.model("vit-0"), works)
 
 

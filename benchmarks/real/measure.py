@@ -14,36 +14,36 @@ the commands, each a process of its own. All runs on a GPU where there is one; t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import random
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
 import yaml
-from models import DEVICE, in_halves, loss, sequences, split
+from models import DEVICE, LENGTH, PIECES, few, in_halves, loss, split
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from carry_bases import DRAWS, random_change
 from journal import Journal
-from merging import BIN, process, recipe
-from random_changes import DRAWS, random_change
+from merging import BIN, STILL, process, recipe
 from record import Table
 
 from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside
+from rotation_merge.model.open import open_model
+from rotation_merge.run.sources import self_written
 
-PIECES, LENGTH = 8, 256
 SEEDS = (0, 1)
 """Of the fine-tunes."""
 SCALES = (0.4, 0.7, 1.0, 1.3)
 ON_DEVICE = ("--device", DEVICE)
-NOT_ALIGNED = {"attention": "none", "ffn": "none", "scaling": False}
 OWN_METHODS = ("wudi", "tsv", "iso", "regmean", "refit")
 """Which are delegates of our method."""
 REFIT = {"method": "refit", "samples": 32, "weight": 1.0}
@@ -67,25 +67,15 @@ MERGES: dict[str, dict[str, Any]] = {
 many texts of each task."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
 NAMES = ("de", "fr", "c", "own")
-OWN = "each fine-tune on its own text"
-SHORT = (
-    "base",
-    "tuned on de alone",
-    OWN,
-    "linear",
-    "task_arithmetic, best lambda",
-    "ties, density 0.5",
-    "wudi",
-    "refit, 32 texts",
-)
-"""Rows that the README shows."""
+OWN, BEST = "each fine-tune on its own text", ", best lambda"
 NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "method", "polished")
 FINE_TUNES = {
     "two": (("de-0", "fr-0"), ("de-1", "fr-1")),
     "three": (("de-0", "fr-0", "c-0"), ("de-1", "fr-1", "c-1")),
-    "long": (("de-long", "fr-0"),),
 }
-"""Fine-tunes that are merged, for each seed; `long`: one is trained three times as long as the other."""
+"""Fine-tunes that are merged, for each seed."""
+Rows = Iterable[tuple[str, dict[str, Any]]]
+"""Figures by the title of a row, of one seed."""
 
 
 class Bench:
@@ -102,12 +92,9 @@ class Bench:
         if name == "own":
             file = self.root / "texts" / "own.pt"
             if not file.exists():
-                torch.save(self_written(self.root / "base"), file)
+                torch.save(self_written(self.read("base"), str(self.root / "base"), PIECES, LENGTH), file)
             return list(torch.load(file))
-        texts = split(name)[{"samples": 1, "held-out": 2}[part]]
-        pieces = sequences(texts, self.tokenizer, LENGTH)
-        random.Random(1).shuffle(pieces)
-        return pieces[:count]
+        return few(split(name)[{"samples": 1, "held-out": 2}[part]], self.tokenizer, count)
 
     def samples(self, name: str) -> str:
         """A text file of the documents that methods may see."""
@@ -116,24 +103,32 @@ class Bench:
             file.write_text("\n\n".join(text[:4000] for text in split(name)[1]))
         return str(file)
 
-    def judge(self, model: PreTrainedModel, names: Iterable[str], halves: bool = True) -> dict[str, float]:
-        return {name: loss(model, self.pieces(name), halves) for name in names}
+    def read(self, name: str, base: str = "base") -> PreTrainedModel:
+        """A model, or an adapter on its base."""
+        adapter = (self.root / name / "adapter_config.json").exists()
+        reference = f"{self.root / base}+{self.root / name}" if adapter else str(self.root / name)
+        return open_model(reference, any_base=True).to(torch.float32).to_module().to(DEVICE)
+
+    def judge(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, float]:
+        return {name: loss(model, self.pieces(name)) for name in names}
 
     def judged(self, name: str) -> dict[str, Any]:
         """The losses of one of the models."""
-        return self.once(name, lambda: self.judge(read(self.root / name), NAMES))
+        return self.once(name, lambda: self.judge(self.read(name), NAMES))
 
-    def due(self, key: str, title: str) -> bool:
-        """Whether a row is asked for, or measured already."""
-        return self.known(key) or not self.only or title in self.only
+    def due(self, key: str, *titles: str) -> bool:
+        """Whether a row is asked for by one of its titles, or measured already."""
+        return self.known(key) or not self.only or any(title in self.only for title in titles)
 
     def once(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `make` measured, now or in an earlier run."""
-        known = self.known(key)
-        figures: dict[str, Any] = self.journal.kept(key, make)
-        if not known:
+
+        def measured() -> dict[str, Any]:
+            figures = make()
             print(key, figures, flush=True)
-        return figures
+            return figures
+
+        return dict(self.journal.kept(key, measured))
 
     def known(self, key: str) -> bool:
         return key in self.journal.found
@@ -141,24 +136,6 @@ class Bench:
     def made(self, name: str) -> bool:
         """Whether there is such a model, or an earlier run has judged it."""
         return (self.root / name).exists() or self.known(name)
-
-
-@torch.no_grad()
-def self_written(folder: Path) -> Tensor:
-    """Pieces that a model writes from nothing, at temperature 1."""
-    model, tokenizer = read(folder), AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(0)
-    start = torch.full((PIECES, 1), tokenizer.bos_token_id, device=model.device)
-    stop = {"eos_token_id": None, "pad_token_id": tokenizer.eos_token_id}
-    return model.generate(start, do_sample=True, top_k=0, max_new_tokens=LENGTH - 1, **stop).cpu()
-
-
-def read(folder: Path | str) -> PreTrainedModel:
-    if (Path(folder) / "adapter_config.json").exists():
-        from peft import AutoPeftModelForCausalLM
-
-        return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload().to(DEVICE)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
 
 
 def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
@@ -171,11 +148,12 @@ def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
 
 
 def merged(
-    bench: Bench, models: list[Path], tasks: Iterable[str], settings: dict[str, Any], out: Path
+    bench: Bench, names: Iterable[str], tasks: Sequence[str], settings: dict[str, Any], out: Path
 ) -> dict[str, float]:
     """The commands that merge by one method: their seconds and largest memory; the merge lies in `out`."""
     of_recipe = {key: value for key, value in settings.items() if key not in NOT_OF_RECIPE}
     method, data, measured = settings["method"], settings.get("data"), settings.get("measured")
+    models = [bench.root / name for name in names]
     steps, entries = [], dict[Path | str, dict[str, Any]]()
     for model, task in zip(models, tasks, strict=True):
         parameters: dict[str, Any] = {key: settings[key] for key in ("weight", "density") if key in settings}
@@ -189,7 +167,7 @@ def merged(
         entries[model] = parameters
     if method in ("regmean", "refit"):  # averages: the base is the anchor, with no share of its own
         entries = {bench.root / "base": {**entries[models[0]], "weight": 0.0}, **entries}
-    merge = recipe(bench.root / "base", entries, {"delegate": method, **NOT_ALIGNED, **of_recipe})
+    merge = recipe(bench.root / "base", entries, {"delegate": method, **STILL, **of_recipe})
     if method not in OWN_METHODS:
         merge |= {"merge_method": method, "parameters": of_recipe}
     if method == "linear":
@@ -208,120 +186,103 @@ def merged(
 
 
 @torch.no_grad()
-def best_scale(bench: Bench, out: Path, tasks: Iterable[str]) -> tuple[float, PreTrainedModel]:
-    """The model on the line from the base through the merge that loses least on samples of the tasks."""
-    model, start = read(out), read(bench.root / "base").state_dict()
+def at_best_scale(bench: Bench, out: Path, tasks: Iterable[str]) -> dict[str, float]:
+    """Losses of the model on the line from the base through the merge that loses least on samples of the tasks."""
+    model, start = bench.read(out.name), bench.read("base").state_dict()
     ends = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pieces = {task: bench.pieces(task, "samples", 4) for task in tasks}
 
     def at(scale: float) -> float:
         for name, tensor in model.state_dict().items():
             tensor.copy_(torch.lerp(start[name], ends[name], scale))
-        return mean(loss(model, part, halves=True) for part in pieces.values())
+        return mean(loss(model, part) for part in pieces.values())
 
     best = min(SCALES, key=at)
     at(best)
-    return best, model
+    return {**bench.judge(model, NAMES), "lambda": best}
 
 
 @torch.no_grad()
-def ensemble(models: list[PreTrainedModel], pieces: list[Tensor]) -> float:
-    """Loss of the mean of the models' probabilities."""
-    losses = []
-    for ids in (piece.to(DEVICE) for piece in pieces):
-        with in_halves():
-            logits = [model(ids[None]).logits[0, :-1].float() for model in models]
-        chances = torch.stack(logits).softmax(-1).mean(0)
-        losses.append(float(-chances.gather(1, ids[1:, None]).log().mean()))
-    return mean(losses)
-
-
-def merges(bench: Bench) -> None:
-    for size, groups in reversed(FINE_TUNES.items()):
-        for seed, names in enumerate(groups):
-            merges_of(bench, f"{size}-{seed}", names)
-    for size, groups in FINE_TUNES.items():
-        write_merges(bench, size, groups)
+def together(bench: Bench, names: Iterable[str]) -> dict[str, float]:
+    """Losses of the mean of the models' probabilities."""
+    models, losses = [bench.read(name) for name in names], dict[str, float]()
+    for text in NAMES:
+        of_text = []
+        for ids in (piece.to(DEVICE) for piece in bench.pieces(text)):
+            with in_halves():
+                logits = [model(ids[None]).logits[0, :-1].float() for model in models]
+            chances = torch.stack(logits).softmax(-1).mean(0)
+            of_text.append(float(-chances.gather(1, ids[1:, None]).log().mean()))
+        losses[text] = mean(of_text)
+    return losses
 
 
 def task_of(model: str) -> str:
     return model.partition("-")[0]
 
 
-def merges_of(bench: Bench, key: str, names: tuple[str, ...]) -> None:
-    models, tasks = [bench.root / name for name in names], [task_of(name) for name in names]
-    if not all(model.exists() for model in models):
+def merges(bench: Bench) -> None:
+    """A table for each number of tasks: means over the seeds, and half their range."""
+    for size, groups in FINE_TUNES.items():
+        table, tasks = Table(f"real-merges-{size}", KEPT, keep=["merge"]), [task_of(name) for name in groups[0]]
+        each = [merges_of(bench, f"{size}-{seed}", names, tasks) for seed, names in enumerate(groups)]
+        for title, figures in by_title(itertools.chain(*each)).items():
+            if not bench.only or title.removesuffix(BEST) in bench.only:
+                scales = ", ".join(f"{row['lambda']:g}" for row in figures if "lambda" in row)
+                table.add(row(title, figures, tasks, **{"lambda": scales}))
+
+
+def merges_of(bench: Bench, group: str, names: tuple[str, ...], tasks: Sequence[str]) -> Rows:
+    """Rows of the fine-tunes of one seed, and of every merge of them."""
+    if not all(map(bench.made, names)):
         return
-    for name in ("base", *names):
-        bench.judged(name)
-
-    def together() -> dict[str, Any]:
-        loaded = [read(model) for model in models]
-        return {name: ensemble(loaded, bench.pieces(name)) for name in NAMES}
-
-    bench.once(f"{key} ensemble", together)
-    if len(names) == 3 and (bench.root / "all-0").exists():
-        bench.judged("all-0")
+    first = group.endswith("-0")
+    alone = {task: bench.judged(name) for task, name in zip(tasks, names, strict=True)}
+    if first:
+        yield "base", bench.judged("base")
+    for task, figures in alone.items():
+        yield f"tuned on {task} alone", figures
+    yield OWN, {task: figures[task] for task, figures in alone.items()}
+    yield "ensemble of the fine-tunes", bench.once(f"{group} ensemble", partial(together, bench, names))
+    if first and len(names) == 3 and bench.made("all-0"):
+        yield "one model trained on all texts", bench.judged("all-0")
     out = bench.root / "merged"
     for title, settings in MERGES.items():
-        if not bench.due(f"{key} {title}", title) or (title == "slerp" and len(names) != 2):
+        key, product = f"{group} {title}", cache(partial(merged, bench, names, tasks, settings, out))
+        if not bench.due(key, title) or (title == "slerp" and len(names) != 2):
             continue
-        searched = settings.get("searched") and f"{key} {title}, best lambda"
-        missing = [name for name in (f"{key} {title}", searched) if name and not bench.known(name)]
-        if not missing:
-            continue
-        paid = merged(bench, models, tasks, settings, out)
-        figures = {**bench.judge(read(out), NAMES), **paid}
-        bench.once(f"{key} {title}", partial(dict, figures))
-        if searched:
-            scale, model = best_scale(bench, out, tasks)
-            bench.once(searched, partial(dict, {**bench.judge(model, NAMES), **paid, "lambda": scale}))
+        yield title, bench.once(key, lambda paid=product: {**paid(), **bench.judge(bench.read(out.name), NAMES)})
+        if "searched" in settings:
+            best = bench.once(key + BEST, lambda paid=product: {**paid(), **at_best_scale(bench, out, tasks)})
+            yield title + BEST, best
 
 
-def write_merges(bench: Bench, size: str, groups: tuple[tuple[str, ...], ...]) -> None:
-    """The table of one number of tasks: means over the seeds, and half their range."""
-    table = Table(f"real-merges-{size}", KEPT, keep=["merge"])
-    tasks, seeds = [task_of(name) for name in groups[0]], range(len(groups))
-    keys = {"base": ["base"]}
-    for place, task in enumerate(tasks):
-        keys[f"tuned on {task} alone"] = [names[place] for names in groups]
-    keys[OWN] = []
-    keys["ensemble of the fine-tunes"] = [f"{size}-{seed} ensemble" for seed in seeds]
-    if size == "three":
-        keys["one model trained on all texts"] = ["all-0"]
-    for title in MERGES:
-        for variant in (title, f"{title}, best lambda"):
-            keys[variant] = [f"{size}-{seed} {variant}" for seed in seeds]
-    rows = {title: [bench.journal.found[key] for key in each if bench.known(key)] for title, each in keys.items()}
-    rows[OWN] = [
-        {task: bench.journal.found[name][task] for task, name in zip(tasks, names, strict=True)}
-        for names in groups
-        if all(bench.known(name) for name in names)
-    ]
-    for title, figures in rows.items():
-        if not figures or (bench.only and title.removesuffix(", best lambda") not in bench.only):
-            continue
-        scales = ", ".join(f"{row['lambda']:g}" for row in figures if "lambda" in row)
-        readme = "yes" if title in SHORT else ""
-        table.add({"merge": title, **losses(figures, tasks), "lambda": scales, **costs(figures), "README": readme})
-
-
-def losses(figures: Sequence[dict[str, Any]], tasks: Sequence[str]) -> dict[str, str]:
-    """Losses of a row on each text, their mean, and that on the base's own text, over seeds."""
+def row(title: str, figures: Sequence[dict[str, Any]], tasks: Sequence[str], **cells: str) -> dict[str, Any]:
+    """A merge: losses on each text, their mean, and that on the base's own text, over seeds, and what it took."""
     return {
+        "merge": title,
         **{task: spread([row[task] for row in figures]) for task in tasks},
         "mean": spread([mean(row[task] for task in tasks) for row in figures]),
         "base's own text": spread([row["own"] for row in figures if "own" in row]),
+        **cells,
+        "seconds": reach([row["seconds"] for row in figures if "seconds" in row], 0),
+        **memory(figures),
     }
 
 
-def costs(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds and memory of a row, from the least to the largest, and the number of seeds."""
-    measured = [row for row in figures if "seconds" in row]
+def by_title(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+    """The figures of several seeds under each title."""
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for title, of_seed in rows:
+        figures.setdefault(title, []).append(of_seed)
+    return figures
+
+
+def memory(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Memory of a row, from the least to the largest, and the number of seeds."""
     return {
-        "seconds": reach([row["seconds"] for row in measured], 0),
-        "GB": reach([row["GB"] for row in measured], 1),
-        "without mapped files": reach([row["GB allocated"] for row in measured if "GB allocated" in row], 1),
+        "GB": reach([row["GB"] for row in figures if "GB" in row], 1),
+        "without mapped files": reach([row["GB allocated"] for row in figures if "GB allocated" in row], 1),
         "seeds": len(figures),
     }
 
@@ -340,13 +301,14 @@ def reach(values: Sequence[float], digits: int) -> str:
     return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values)))) if values else ""
 
 
-LORAS: dict[str, tuple[object, ...]] = {
-    "linear": ("--method", "linear"),
-    "task_arithmetic, lambda 0.7": ("--method", "task_arithmetic", "-p", "lambda=0.7"),
-    "ties, density 0.5": ("--method", "ties", "-p", "density=0.5"),
-    "wudi": ("--method", "wudi"),
-    "tsv": ("--method", "tsv"),
+LORAS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "task_arithmetic, lambda 0.7": ("-p", "lambda=0.7"),
+    "ties, density 0.5": ("-p", "density=0.5"),
+    "wudi": (),
+    "tsv": (),
 }
+"""Parameters by title, which begins with the method."""
 
 
 def loras(bench: Bench) -> None:
@@ -354,27 +316,30 @@ def loras(bench: Bench) -> None:
     tasks, base, out = ("de", "c"), bench.root / "base", bench.root / "merged-lora"
     table = Table("real-loras", KEPT, keep=["merge"])
 
-    def merged_adapter(adapters: list[Path], *options: object) -> dict[str, Any]:
-        step = run(BIN / "rotation-merge", "lora", *adapters, out, "--rank", 12, *options, "--force")
-        return {**bench.judge(read(out), NAMES), **step}
+    def merged_adapter(adapters: list[Path], title: str) -> dict[str, Any]:
+        options = ("--rank", 12, "--method", title.partition(",")[0], *LORAS[title], "--force")
+        step = run(BIN / "rotation-merge", "lora", *adapters, out, *options)
+        return {**bench.judge(bench.read(out.name), NAMES), **step}
 
     def merged_models(adapters: list[Path], delegate: str) -> dict[str, Any]:
         models = {f"{base}+{adapter}": dict[str, Any]() for adapter in adapters}
-        step = by_recipe(recipe(base, models, {"delegate": delegate, **NOT_ALIGNED}), bench.root / "merged-loras")
-        return {**bench.judge(read(bench.root / "merged-loras"), NAMES), **step}
+        step = by_recipe(recipe(base, models, {"delegate": delegate, **STILL}), bench.root / "merged-loras")
+        return {**bench.judge(bench.read("merged-loras"), NAMES), **step}
 
-    rows: dict[str, list[dict[str, Any]]] = {"base": [bench.judged("base")]}
-    for seed in SEEDS:
-        adapters = [bench.root / f"{task}-lora8-{seed}" for task in tasks]
-        ways = {f"{title}, rank 12": partial(merged_adapter, adapters, *options) for title, options in LORAS.items()}
-        ways |= {f"{delegate}, full models": partial(merged_models, adapters, delegate) for delegate in ("wudi", "tsv")}
-        for task, adapter in zip(tasks, adapters, strict=True):
-            rows.setdefault(f"{task} alone", []).append(bench.judged(adapter.name))
-        for title, make in ways.items():
-            if bench.due(f"lora-{seed} {title}", title):
-                rows.setdefault(title, []).append(bench.once(f"lora-{seed} {title}", make))
-    for title, figures in rows.items():
-        table.add({"merge": title, **losses(figures, tasks), **costs(figures)})
+    def rows() -> Rows:
+        yield "base", bench.judged("base")
+        for seed in SEEDS:
+            adapters = [bench.root / f"{task}-lora8-{seed}" for task in tasks]
+            for task, adapter in zip(tasks, adapters, strict=True):
+                yield f"{task} alone", bench.judged(adapter.name)
+            ways = {f"{title}, rank 12": partial(merged_adapter, adapters, title) for title in LORAS}
+            ways |= {f"{name}, full models": partial(merged_models, adapters, name) for name in ("wudi", "tsv")}
+            for title, make in ways.items():
+                if bench.due(f"lora-{seed} {title}", title):
+                    yield title, bench.once(f"lora-{seed} {title}", make)
+
+    for title, figures in by_title(rows()).items():
+        table.add(row(title, figures, tasks))
 
 
 def by_recipe(merge: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -385,11 +350,13 @@ def by_recipe(merge: dict[str, Any], out: Path) -> dict[str, Any]:
     return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *ON_DEVICE)
 
 
+ADDED = ("plain addition", "wudi, scale 1")
 WAYS: dict[str, tuple[object, ...]] = {
     "weights": ("--carry", "weights", "--scale", "auto"),
     "refit": ("--carry", "refit"),
     "distil, 10 steps": ("--carry", "distil", "--steps", 10),
 }
+SHARES = ("recovered lift", "of the way to the fine-tune", "of a fine-tune there")
 
 
 def carry(bench: Bench) -> None:
@@ -397,13 +364,9 @@ def carry(bench: Bench) -> None:
     table = Table("real-carry", KEPT, keep=["fine-tune", "carried by"])
     for task in NAMES[:-1]:
         for kind, title in (("", "all weights"), ("lora8-", "LoRA")):
-            rows: dict[str, list[dict[str, Any]]] = {}
-            for seed in SEEDS:
-                name = f"{task}-{kind}{seed}"
-                if bench.made(name) and bench.due(f"carry {name} plain addition", name):
-                    for way, row in carried(bench, name, seed):
-                        rows.setdefault(way, []).append(row)
-            for way, figures in rows.items():
+            names = {f"{task}-{kind}{seed}": seed for seed in SEEDS}
+            each = [carried(bench, name, seed) for name, seed in names.items() if bench.made(name)]
+            for way, figures in by_title(itertools.chain(*each)).items():
                 table.add({"fine-tune": f"{task}, {title}", "carried by": way, **of_lift(figures)})
 
 
@@ -422,10 +385,7 @@ def of_lift(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-SHARES = ("recovered lift", "of the way to the fine-tune", "of a fine-tune there")
-
-
-def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def carried(bench: Bench, name: str, seed: int) -> Rows:
     """Rows of one fine-tune, with their losses as shares of others."""
     task, base = task_of(name), f"new-base-{seed}"
     new = bench.judged(base)
@@ -444,94 +404,76 @@ def carried(bench: Bench, name: str, seed: int) -> Iterator[tuple[str, dict[str,
     yield "not at all: the new base", shares(new)
     if there is not None:
         yield "not at all: the new base, fine-tuned as long", shares(bench.judged(there))
-    for way in ("plain addition", "wudi, scale 1"):
-        figures = bench.once(f"carry {name} {way}", partial(added, bench, name, base, way))
-        chance: dict[str, Any] = {}
-        if bench.known(f"controls {name} {way}") or "controls" in bench.only:
-            chance = bench.once(f"controls {name} {way}", partial(controls_of, bench, name, base, way))
-        yield way, {**shares(figures), **chance}
-    for way, options in WAYS.items():
-        if bench.due(f"carry {name} {way}", way):
-            figures = bench.once(f"carry {name} {way}", partial(by_command, bench, name, seed, options))
+    for way in (*ADDED, *WAYS):
+        key = f"carry {name} {way}"
+        if bench.due(key, name, way):
+            figures = bench.once(key, partial(carried_by, bench, name, seed, way))
             taken = figures.get("taken")
             title = way if taken in (None, way.partition(",")[0]) else f"{way}; the command took {taken}"
             yield title, shares(figures)
 
 
-def by_command(bench: Bench, name: str, seed: int, options: Iterable[object]) -> dict[str, Any]:
-    """`rotation-merge carry`, the losses of what it wrote, and controls for the first seed."""
-    task, base, out = task_of(name), f"new-base-{seed}", bench.root / "carried"
+def carried_by(bench: Bench, name: str, seed: int, way: str) -> dict[str, Any]:
+    """Losses of the new base with the fine-tune's change, and controls for the first seed."""
+    task, base, step = task_of(name), f"new-base-{seed}", dict[str, Any]()
+    if way in ADDED:
+        model = added(bench, name, base, way)
+    else:
+        step = by_command(bench, name, base, WAYS[way])
+        model = bench.read("carried", base)
+    figures = {**bench.judge(model, (task, "own")), **step}
+    if seed == SEEDS[0] and step.get("taken") != "none":
+        figures |= controls(bench, name, base, model, figures[task])
+    return figures
+
+
+def by_command(bench: Bench, name: str, base: str, options: Iterable[object]) -> dict[str, Any]:
+    """`rotation-merge carry`, and the method that it took."""
+    out = bench.root / "carried"
     shutil.rmtree(out, ignore_errors=True)
     bases = ("--from", bench.root / "base", "--to", bench.root / base)
-    data = ("--data", bench.samples(task), "--samples", 32, "--force")
+    data = ("--data", bench.samples(task_of(name)), "--samples", 32, "--force")
     step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options, *ON_DEVICE)
     lift = json.loads((out / "rotation_merge.json").read_text()).get("lift") or {}
-    written = on_base(bench.root / base, out)
-    figures = {**bench.judge(written, (task, "own")), **step, "taken": lift.get("method")}
-    if seed != SEEDS[0] or figures["taken"] == "none":
-        return figures
-    new = dict(read(bench.root / base).named_parameters())
-    changes = {key: tensor.detach() - new[key].detach() for key, tensor in written.named_parameters()}
-    return {**figures, **controls(bench, name, base, changes, figures[task])}
-
-
-def added(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Any]:
-    """Losses with the fine-tune's change on the new base, as it stands, or merged with the new base's own change."""
-    return bench.judge(changed(read(bench.root / base), changes_of(bench, tuned, base, way)), (task_of(tuned), "own"))
+    return {**step, "taken": lift.get("method")}
 
 
 @torch.no_grad()
-def changes_of(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Tensor]:
-    """The fine-tune's change, or what `carry` makes of it where it merges it with the new base's own change."""
-    old, fine = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
-    new = dict(read(bench.root / base).named_parameters())  # a tied head once
-    changes = {name: fine[name] - old[name] for name in new}
-    if way.startswith("wudi"):
-        for name in (name for name in new if name.endswith(("proj.weight", "embed_tokens.weight"))):  # a tied head
-            of_base, values = (new[name] - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
-            changes[name] = WudiBeside().change([of_base, changes[name].double()], [1.0, 1.0], values) - of_base
-    return changes
-
-
-@torch.no_grad()
-def changed(model: PreTrainedModel, changes: dict[str, Tensor]) -> PreTrainedModel:
-    """The model with changes of its parameters added."""
-    for name, tensor in model.named_parameters():
-        tensor.copy_(tensor + changes[name])
+def added(bench: Bench, tuned: str, base: str, way: str) -> PreTrainedModel:
+    """The new base with the fine-tune's change as it stands, or merged with the new base's own change by `wudi`."""
+    old, fine = dict(bench.read("base").named_parameters()), dict(bench.read(tuned).named_parameters())
+    model = bench.read(base)
+    for name, new in model.named_parameters():
+        change = fine[name] - old[name]
+        if way.startswith("wudi") and name.endswith(("proj.weight", "embed_tokens.weight")):  # a tied head
+            own, values = (new - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
+            change = WudiBeside().change([own, change.double()], [1.0, 1.0], values) - own
+        new.copy_(new + change)
     return model
 
 
-def controls_of(bench: Bench, tuned: str, base: str, way: str) -> dict[str, Any]:
-    """Controls of a change that `added` has measured."""
-    reached = bench.journal.found[f"carry {tuned} {way}"][task_of(tuned)]
-    return controls(bench, tuned, base, changes_of(bench, tuned, base, way), reached)
-
-
-def controls(bench: Bench, tuned: str, base: str, changes: dict[str, Tensor], reached: float) -> dict[str, Any]:
+@torch.no_grad()
+def controls(bench: Bench, tuned: str, base: str, carried: PreTrainedModel, reached: float) -> dict[str, Any]:
     """Recovered lift of random changes with the same singular values, and the lift net of these or the negated change.
 
     Args:
-        reached: the loss with the changes themselves.
+        carried: the new base with the change itself.
+        reached: the loss of it.
     """
     task, draw = task_of(tuned), torch.Generator().manual_seed(0)
     start = bench.judged(base)[task]
     gain = bench.judged("base")[task] - bench.judged(tuned)[task]
+    changed = dict(carried.named_parameters())
 
     def lift(control: Callable[[Tensor], Tensor]) -> float:
-        model = changed(read(bench.root / base), {name: control(change) for name, change in changes.items()})
+        model = bench.read(base)
+        for name, tensor in model.named_parameters():
+            tensor.copy_(tensor + control(changed[name] - tensor))
         return float(start - bench.judge(model, (task,))[task]) / gain
 
     drawn = [lift(partial(random_change, draw=draw)) for _ in range(DRAWS)]
     chance = {"mean": mean(drawn), "standard error": stdev(drawn) / DRAWS**0.5}
     return {"random": chance, "net": (start - reached) / gain - max(chance["mean"], lift(torch.neg))}
-
-
-def on_base(base: Path, out: Path) -> PreTrainedModel:
-    if (out / "adapter_config.json").exists():
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(read(base), out).merge_and_unload().to(DEVICE)
-    return read(out)
 
 
 COMMANDS = {
@@ -545,26 +487,21 @@ def command(bench: Bench) -> None:
     """The best merge, as a user asks for it; judged on text that nobody used."""
     table = Table("real-command", KEPT, keep=["pair"])
     for title, (tasks, with_data) in COMMANDS.items():
-        figures = []
-        for seed in SEEDS:
-            key = f"command-{seed} {title}"
-            if bench.due(key, f"{title}, seed {seed}"):
-                figures.append(bench.once(key, partial(best_merge, bench, tasks, seed, with_data)))
-        if not figures:
-            continue
+        keys = {
+            f"command-{seed} {title}": seed
+            for seed in SEEDS
+            if bench.due(f"command-{seed} {title}", f"{title}, seed {seed}")
+        }
+        figures = [bench.once(key, partial(best_merge, bench, tasks, seed, with_data)) for key, seed in keys.items()]
         judged = [row for row in figures if "own" in row]
-        table.add(
-            {
-                "pair": title,
-                "tasks, unseen text": spread([mean(row[task] for task in tasks) for row in judged]),
-                "base's own text": spread([row["own"] for row in judged]),
-                "minutes": reach([row["clock"] / 60 for row in figures], 1),
-                "processor minutes": reach([row["seconds"] / 60 for row in figures], 1),
-                "GB": reach([row["GB"] for row in figures], 1),
-                "without mapped files": reach([row["GB allocated"] for row in figures if "GB allocated" in row], 1),
-                "seeds": len(figures),
-            }
-        )
+        cells = {
+            "tasks, unseen text": spread([mean(row[task] for task in tasks) for row in judged]),
+            "base's own text": spread([row["own"] for row in judged]),
+            "minutes": reach([row["clock"] / 60 for row in figures], 1),
+            "processor minutes": reach([row["seconds"] / 60 for row in figures], 1),
+        }
+        if figures:
+            table.add({"pair": title, **cells, **memory(figures)})
 
 
 def best_merge(bench: Bench, tasks: Sequence[str], seed: int, with_data: bool) -> dict[str, Any]:
@@ -573,7 +510,7 @@ def best_merge(bench: Bench, tasks: Sequence[str], seed: int, with_data: bool) -
     data = [word for task in tasks for word in ("--data", bench.samples(task))] if with_data else []
     options = ("--base", bench.root / "base", "--budget", "15m", *data, *ON_DEVICE)
     step = run(BIN / "rotation-merge", "merge", *models, out, *options, may_fail=True)
-    return {**(bench.judge(read(out), (*tasks, "own")) if out.exists() else {}), **step}
+    return {**(bench.judge(bench.read(out.name), (*tasks, "own")) if out.exists() else {}), **step}
 
 
 def main() -> None:

