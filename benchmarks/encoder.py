@@ -282,7 +282,7 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
     if steps:
         config = rm.PolishConfig(samples=count, steps=steps)
         trained = rm.polish(str(out), [str(work / name) for name in found], samples, config)
-        trained.save_pretrained(out := scratch / "polished")
+        trained.save_pretrained(out := scratch / f"polished-{steps}")
     return {name: out / "heads" / name for name in found}, time.process_time() - began
 
 
