@@ -177,8 +177,7 @@ def measured(family: Family, base: str, method: str) -> dict[str, Found]:
 
 
 def moved_by_plans(new: View, old: View, tuned: dict[str, View]) -> dict[str, rm.Delta]:
-    """Changes moved by soft plans from the old base's coordinates to the new one's, from weights, as delegate
-    `ot_fusion` makes them."""
+    """Changes moved by soft plans from the old base to the new one, from weights, as `ot_fusion` makes them."""
     strength, architecture = REGULARISATION["weights"], new.architecture
     streams = plans_of(architecture.streams.values(), stream_ends(architecture, new.tensors, old.tensors), strength)
     plans: dict[str, Any] = dict(streams)

@@ -139,8 +139,7 @@ class Bench:
 
 
 def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
-    """One command as a process of its own: seconds of the processor and on the clock, largest resident memory in GB,
-    with mapped files and without, its output, its exit code."""
+    """One command as a process of its own: seconds, largest resident memory in GB, what it printed, its exit code."""
     cost = process(words, may_fail=may_fail)
     memory = {"GB": round(cost.peak / 2**30, 2), "GB allocated": round(cost.allocated / 2**30, 2)}
     seconds = {"seconds": round(cost.processor, 1), "clock": round(cost.wall, 1)}
@@ -446,8 +445,8 @@ def added(bench: Bench, tuned: str, base: str, way: str) -> PreTrainedModel:
     for name, new in model.named_parameters():
         change = fine[name] - old[name]
         if way.startswith("wudi") and name.endswith(("proj.weight", "embed_tokens.weight")):  # a tied head
-            own, values = (new - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
-            change = WudiBeside().change([own, change.double()], [1.0, 1.0], values) - own
+            of_base, values = (new - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
+            change = WudiBeside().change([of_base, change.double()], [1.0, 1.0], values) - of_base
         new.copy_(new + change)
     return model
 
