@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from mergekit.merge_methods.base import MergeMethod, TensorGroup
 from torch import Tensor
 
-from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
@@ -61,14 +61,11 @@ def averaged(
         if copied(name):
             return check_finite(stored[0], name, views[0].name)
         tensors = [check_finite(tensor, name, view.name) for tensor, view in zip(stored, views, strict=True)]
-        takes_stored = isinstance(method, OwnMethod)
-        dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
-        if not takes_stored:
-            tensors = [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+        widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
         axis, base_index = places[name][1].vocabulary_axis, 0 if based else None
         group = TensorGroup.from_tensors(tensors, ids=ids, base_index=base_index, name=name, vocabulary_axis=axis)
         with seeded(zlib.crc32(f"{seed} {name}".encode())):
-            (result,) = method((group,), parameters=values(name), out_dtype=dtypes[0] if takes_stored else None)
+            (result,) = method((group,), parameters=values(name), dtype=widest, out_dtype=widest)
         return check_merged(result, name)
 
     def read(names: Names) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 import yaml
 from mergekit.common import dtype_from_name
 
+from rotation_merge.carrying.adapter import NewAdapter, adapter_places, new_adapter
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.judge import parted
-from rotation_merge.carrying.lora import NewAdapter, adapter_places, new_adapter
 from rotation_merge.carrying.tokens import (
     chat_folder,
     check_adapter_tokens,

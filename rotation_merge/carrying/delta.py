@@ -252,10 +252,5 @@ class Delta:
         return moved.new_zeros(shape).index_copy(axis, new_rows, moved.index_select(axis, old_rows))
 
 
-def is_bias(key: str) -> bool:
-    """Whether a key is that of a bias."""
-    return key.endswith(".bias")
-
-
 def _squares(tensor: Tensor) -> float:
     return float(tensor.square().sum())

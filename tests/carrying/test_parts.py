@@ -22,9 +22,9 @@ from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import delta as carry
+from rotation_merge.carrying.adapter import of_low_rank
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN
 from rotation_merge.carrying.judge import RecoveredLift, halves, parted
-from rotation_merge.carrying.lora import of_low_rank
 from rotation_merge.carrying.refit import of_rank, refit_change
 from rotation_merge.carrying.sampled import ChangeCandidate, answered_by_target, best_of
 from rotation_merge.files import Store
