@@ -61,10 +61,6 @@ class MergedModels:
         facts = {"tied_head": first.tied_head, **facts}
         return cls(0, first.architecture.places(), views=dict(enumerate(views)), **facts)
 
-    def name(self, model: Hashable) -> str:
-        """What a model is called in messages."""
-        return self.views[model].name if model in self.views else str(model)
-
 
 @dataclass(frozen=True)
 class Source:
@@ -182,7 +178,7 @@ class OwnMethod(MergeMethod):
             if weight < 0:
                 problem = f"its weight is {weight:g} (tensor '{name}')"
                 remedy = f"delegate {self.spec.name} takes none below 0; 'delegate: linear' does"
-                raise RecipeError(problem, where=self.models.name(model), remedy=remedy)
+                raise RecipeError(problem, where=self.models.views[model].name, remedy=remedy)
         weighted = [model for model, weight in weights.items() if weight != 0]
         if not weighted:
             raise StatisticsError(f"all weights of tensor '{name}' are zero", remedy="give one model a weight")

@@ -95,7 +95,7 @@ class OtFusion(OwnMethod):
         words = "hard plans, which are permutations" if hard else soft
         for model in models:
             if model != self.models.base:
-                self.models.tell(f"Delegate ot_fusion moved `{self.models.name(model)}` by {words}.")
+                self.models.tell(f"Delegate ot_fusion moved `{self.models.views[model].name}` by {words}.")
         return models
 
     def brings(self, name: str, model: Hashable, parameters: Mapping[str, Any], device: torch.device) -> Inputs:

@@ -11,6 +11,7 @@ Donors give one kind of targets (`teacher_answers`), a carried change another (`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -66,6 +67,11 @@ def teacher_answers(shares: Sequence[float] | None = None) -> Answers:
     return answers
 
 
+def on_device(answer: Answer, device: torch.device | str) -> Answer:
+    """Targets of one batch on a device."""
+    return {key: value.to(device) for key, value in answer.items()}
+
+
 def same_place(first: Block, second: Block) -> bool:
     """Whether two blocks of one family correspond, whatever their names in the checkpoints."""
     if (first.module, first.place, first.index) != (second.module, second.place, second.index):
@@ -85,8 +91,7 @@ class Refit:
         answers: the targets of every batch.
         weights: weight of each batch.
         ridge: see above.
-        store: where the answers to each batch wait.
-        results: where solved tensors wait; None: with the answers.
+        store: where solved tensors wait; the answers to each batch wait on the CPU.
         rounded: a solved tensor as it is stored, by its checkpoint name.
         skip: whether a tensor stays unchanged, by its checkpoint name.
         watch: called for every block with a label, the count done and the total.
@@ -104,14 +109,13 @@ class Refit:
     weights: Sequence[float]
     ridge: float
     store: StateStore
-    results: StateStore | None = None
     rounded: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
     skip: Callable[[str], bool] = lambda _: False
     watch: Progress = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
     softmax: float | None = None
     errors: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
-    unsolved: dict[str, list[str]] = field(default_factory=dict, init=False)
+    unsolved: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _solved: dict[str, StoredValue] = field(default_factory=dict, init=False)
     _names: list[str] = field(default_factory=list, init=False)
 
@@ -141,13 +145,14 @@ class Refit:
         names = self._solvable(block, hooks)
         block_stages = stages(hooks, set(names))
         keys = {key for stage in block_stages for key in stage.keys}
-        self._leave(UNSEEN, [name for key, of_key in names.items() if key not in keys for name in of_key])
+        for name in (name for key, of_key in names.items() if key not in keys for name in of_key):
+            self.unsolved[UNSEEN].append(name)
         present = [(runner, runner.advance()) for runner in self.targets]
         target_hooks = [BlockHooks(r, its) for r, its in present if its is not None and same_place(its, block)]
         needed: frozenset[str] = frozenset().union(*(stage.wanted for stage in block_stages))
         if len(target_hooks) < len(present) or not (needed or block.index is not None):
             return
-        answers = [self.store.put_each(answer) for answer in self.answers(target_hooks, needed)]
+        answers = [on_device(answer, "cpu") for answer in self.answers(target_hooks, needed)]
         for number, stage in enumerate(block_stages, 1):
             self._solve(hooks, stage, names, answers)
             later = frozenset[str]().union(*(following.wanted for following in block_stages[number:]))
@@ -162,42 +167,39 @@ class Refit:
             if self.skip(info.name):
                 continue
             if linear.stacked or any(space.kind == "experts" for space in info.spaces()):
-                self._leave(EXPERTS, [info.name])
+                self.unsolved[EXPERTS].append(info.name)
             elif not keys:
-                self._leave(UNSEEN, [info.name])
+                self.unsolved[UNSEEN].append(info.name)
             elif any(self.merge.is_shared(hooks.maps[key].info.name) for key in keys):
-                self._leave(TIED, [info.name])
+                self.unsolved[TIED].append(info.name)
             else:
                 for key in keys:
                     names.setdefault(key, []).append(info.name)
         return names
-
-    def _leave(self, reason: str, names: Sequence[str]) -> None:
-        if names:
-            self.unsolved.setdefault(reason, []).extend(names)
 
     def _solve(
         self,
         hooks: BlockHooks,
         stage: Stage,
         names: Mapping[str, Sequence[str]],
-        answers: Sequence[Mapping[str, StoredValue]],
+        answers: Sequence[Answer],
     ) -> None:
         """Solve the maps of a stage from sums over all batches."""
         sums: RidgeSums | None = None
-        is_head, head_inputs = self._gives_logits(hooks, stage), dict[int, Tensor]()
-        for batch in (batch for batch, weight in enumerate(self.weights) if weight != 0):
-            answer = self._answer(answers[batch], stage.wanted)
+        is_head, head_inputs = self._gives_logits(hooks, stage), list[Tensor]()
+        for batch, weight in enumerate(self.weights):
+            wanted = {key: value for key, value in answers[batch].items() if key in stage.wanted}
+            answer = on_device(wanted, self.merge.device)
             activations = hooks.see(batch, stage.wanted.union(stage.keys))
             keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
             if not keys:
                 return
             inputs = activations.rows(keys[0], inputs=True)
             if is_head:
-                head_inputs[batch] = inputs
+                head_inputs.append(inputs)
             sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
             lacks = {key: (lacking(key, stage, activations, answer), activations.rows(key)) for key in keys}
-            sums.add(inputs, lacks, self.weights[batch])
+            sums.add(inputs, lacks, weight)
         if sums is None:
             return
         sums.flush()
@@ -212,10 +214,6 @@ class Refit:
                 change = self.shape(change, sums.gram)
             self.errors[name] = sums.errors(key, change, self.ridge if change is best else None)
             self._set(hooks, key, change, names[key])
-
-    def _answer(self, answer: Mapping[str, StoredValue], keys: frozenset[str]) -> Answer:
-        device = self.merge.device
-        return {key: value.get(device) for key, value in answer.items() if key in keys}
 
     def _gives_logits(self, hooks: BlockHooks, stage: Stage) -> bool:
         """Whether the only map of a stage outputs the model's logits, so that it is fitted by softmax."""
@@ -232,17 +230,16 @@ class Refit:
         hooks: BlockHooks,
         key: str,
         start: Tensor,
-        inputs: Mapping[int, Tensor],
-        answers: Sequence[Mapping[str, StoredValue]],
+        inputs: Sequence[Tensor],
+        answers: Sequence[Answer],
     ) -> Tensor:
         """The change of a head that brings its softmax nearest to the targets' probabilities."""
-        module, batches = cast(Any, hooks.modules[key]), list(inputs)
+        module = cast(Any, hooks.modules[key])
         weight = module.weight.mT if isinstance(module, Conv1D) else module.weight
         if module.bias is not None:
             weight = torch.cat([weight, module.bias[:, None]], 1)
-        logits: Callable[[int], Tensor] = lambda number: answers[batches[number]][key].get(self.merge.device)  # noqa: E731
-        shares = [self.weights[batch] for batch in batches]
-        return softmax_change(weight, start, list(inputs.values()), logits, shares, cast(float, self.softmax))
+        ridge, device = cast(float, self.softmax), self.merge.device
+        return softmax_change(weight, start, inputs, lambda i: answers[i][key].to(device), self.weights, ridge)
 
     def _set(self, hooks: BlockHooks, key: str, change: Tensor, names: Sequence[str]) -> None:
         """Give the merge a map with its change, (out, in [+ 1 for a bias]), rounded as it is stored."""
@@ -259,7 +256,7 @@ class Refit:
     def _put(self, name: str, tensor: Tensor, names: Sequence[str]) -> None:
         """Keep a solved tensor, and run the merge with it from here on."""
         stored = self.rounded(names[0], tensor)
-        self._solved[name] = (self.results or self.store).put(stored)
+        self._solved[name] = self.store.put(stored)
         self._names += [each for each in names if each not in self._names]
         self.merge.set(name, stored.to(tensor))
 

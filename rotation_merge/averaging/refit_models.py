@@ -37,9 +37,6 @@ from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.run.sources import writes_text
 from rotation_merge.workers import Progress
 
-Chosen = Callable[[str], bool]
-"""Says of a tensor, by its name, whether it is chosen."""
-
 TOKENS = 2048
 """In a batch of several texts, at most."""
 
@@ -144,7 +141,7 @@ class ModelRefit:
     base: View
     teachers: Sequence[Teacher]
     config: RefitConfig
-    exclude: Chosen = lambda _: False
+    exclude: Callable[[str], bool] = lambda _: False
     own_heads: bool = False
     dtype: torch.dtype | None = None
     device: str = "cpu"
@@ -169,14 +166,11 @@ class ModelRefit:
             RotationMergeError: models or samples are of no use.
         """
         self.store = StateStore(None if self.base.files is None else gettempdir())
-        self.states = StateStore()
         try:
             written = self._solved(progress)
         except BaseException:
             self.store.close()
             raise
-        finally:
-            self.states.close()
         return written.map(self._rounded)
 
     def excluded(self, name: str) -> bool:
@@ -254,7 +248,7 @@ class ModelRefit:
 
     def _runner(self, view: View, batches: list[Batch]) -> Runner:
         """Runs a model in the coordinates of the merge."""
-        return Runner(replace(view, untie=self.base.untie), batches, self.states, self.exact, self.device)
+        return Runner(replace(view, untie=self.base.untie), batches, dtype=self.exact, device=self.device)
 
     def _refit(self, merge: Runner, donors: Sequence[Runner], weights: Sequence[float] | None = None) -> Refit:
         """A refit towards donors.
@@ -264,7 +258,7 @@ class ModelRefit:
         """
         answers = teacher_answers([teacher.share for teacher in self.teachers] if weights is None else None)
         of_batch, targets = weights or [1.0] * len(merge.batches), (donors, answers)
-        refit = Refit(merge, self.base.architecture, *targets, of_batch, self.config.ridge, self.states, self.store)
+        refit = Refit(merge, self.base.architecture, *targets, of_batch, self.config.ridge, self.store)
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
 

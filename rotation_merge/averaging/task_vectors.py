@@ -113,7 +113,7 @@ class TaskVectorMethod(OwnMethod):
         models, log = self.models, self.models.log
         ratios, rule = log["ratios"], " or ".join(sorted(set(log["others"]))) or "mean"
         tied = "" if models.tied_head is None else ", the embedding among them, which is the head, too"
-        merged = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {models.name(models.base)}"
+        merged = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {models.views[models.base].name}"
         line = f"Delegate {self.spec.name} {merged}; other tensors got the {rule} of their changes."
         uneven = sum(ratio > RATIO for ratio in ratios)
         if ratios:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.averaging.average import check_finite
 from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
@@ -209,10 +210,7 @@ class Delta:
         before, after = (self.fold.tensor(block, info, get) for get in (old, tuned))
         kind = torch.promote_types(before.dtype, self.precision)
         before = before.to(kind)
-        change = after.to(kind) - before
-        if not bool(torch.isfinite(change).all()):
-            problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
-            raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
+        change = check_finite(after.to(kind) - before, info.name, "the fine-tune or its base")
         if self.record is not None:
             self.record(_squares(change), _squares(before))
         return change

@@ -79,12 +79,11 @@ def read_parts(
     if source == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text", where=tuned.name, remedy="give a file as 'data'")
     data = read_samples(tuned, source, **config.reading(AT_ONCE), module=model)
-    where = source if isinstance(source, str) else "samples"
     if data.task in UNLABELLED:
         problem = f"holds no labels for the loss of {type(model).__name__}"
-        raise DataError(problem, where=where, remedy="give data with labels, or carry by weights alone")
+        raise DataError(problem, where=data.source, remedy="give data with labels, or carry by weights alone")
     if len(data.batches) <= 1:
-        raise DataError(f"holds {data.examples} samples", where=where, remedy=f"give at least {2 * AT_ONCE}")
+        raise DataError(f"holds {data.examples} samples", where=data.source, remedy=f"give at least {2 * AT_ONCE}")
     solved, held_out = parted(data)
     choice, judge = halves(held_out)
     base, own_halves = load(new), list[Data | None]([None, None])

@@ -19,13 +19,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.refit import Answer, Answers, Refit
+from rotation_merge.averaging.refit import Answer, Answers, Refit, on_device
 from rotation_merge.averaging.ridge import RidgeSums
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.run.batches import Batch, with_small_first_batch
-from rotation_merge.run.runner import Runner, StateStore, StoredValue
+from rotation_merge.run.runner import Runner, StateStore
 from rotation_merge.run.stages import BlockHooks
 from rotation_merge.workers import Progress
 
@@ -57,11 +57,11 @@ def refit_change(
     Returns:
         The solved tensors by the new base's names, in float32.
     """
-    store, batches = StateStore(), [*with_small_first_batch(samples), *base_texts]
+    batches = [*with_small_first_batch(samples), *base_texts]
     base, maps = delta.base, (delta.alignment.transforms, delta.alignment.folded)
 
     def runner(tensors: Tensors, untied: bool) -> Runner:
-        return Runner(replace(base, tensors=tensors, untie=untied), batches, store, device=device)
+        return Runner(replace(base, tensors=tensors, untie=untied), batches, device=device)
 
     new, merge = (runner(base.tensors, untie) for _ in range(2))
     old, fine = (runner(moved_tensors(base.architecture, x, *maps), True) for x in (delta.old, delta.tuned))
@@ -69,10 +69,10 @@ def refit_change(
         merge,
         base.architecture,
         [new, old, fine],
-        changed_answers(len(batches), len(base_texts), store),
+        changed_answers(len(batches), len(base_texts)),
         [1.0] * len(batches),
         RIDGE,
-        store,
+        StateStore(),
         watch=progress,
         shape=partial(of_rank, rank=rank) if rank else None,
         softmax=softmax,
@@ -80,7 +80,7 @@ def refit_change(
     return {name: tensor.float().contiguous() for name, tensor in refit.run().solved().items()}
 
 
-def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
+def changed_answers(count: int, base_texts: int) -> Answers:
     """Targets of the refit: the new base's outputs plus the mapped change of the old pair.
 
     The target models are the new base, the old base and the fine-tune, the last two in the first one's coordinates.
@@ -88,12 +88,10 @@ def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
     Args:
         count: number of batches.
         base_texts: number of the last of them, on which nothing changes.
-        store: where outputs wait until the maps are known.
     """
 
     def answers(hooks: Sequence[BlockHooks], keys: frozenset[str]) -> Iterator[Answer]:
-        sums = dict[str, RidgeSums]()
-        waiting: list[tuple[dict[str, StoredValue], dict[str, StoredValue]]] = []
+        sums, waiting = dict[str, RidgeSums](), list[tuple[Answer, Answer]]()
         for batch in range(count):
             new, old, tuned = (model.pass_on(batch, keys) for model in hooks)
             common = sorted(new.keys() & old.keys() & tuned.keys())
@@ -106,20 +104,18 @@ def changed_answers(count: int, base_texts: int, store: StateStore) -> Answers:
                 sums[key].add(x, {key: (y - x, x)}, 1.0)
                 sums[key].flush()
             counts = float(batch < count - base_texts)
-            changes = {key: counts * (tuned[key] - old[key]) for key in common}
-            waiting.append((store.put_each({key: new[key] for key in common}), store.put_each(changes)))
+            outputs = {key: new[key].cpu() for key in common}
+            waiting.append((outputs, {key: (counts * (tuned[key] - old[key])).cpu() for key in common}))
         # M - 1: directions without samples keep the identity
         maps = {key: of_key.change(key, MAP_RIDGE, biased=False) for key, of_key in sums.items()}
         device = hooks[0].runner.device
         while waiting:
-            outputs, stored_changes = waiting.pop(0)
-            answer: Answer = {}
-            for key, value in stored_changes.items():
-                change, beyond_identity = value.get(device), maps.get(key)
-                if beyond_identity is not None:
+            outputs, changes = (on_device(values, device) for values in waiting.pop(0))
+            for key, change in changes.items():
+                if (beyond_identity := maps.get(key)) is not None:
                     change = change + change @ beyond_identity.mT.to(change)
-                answer[key] = outputs[key].get(device) + change
-            yield answer
+                outputs[key] = outputs[key] + change
+            yield outputs
 
     return answers
 

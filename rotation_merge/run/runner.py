@@ -10,7 +10,7 @@ joined from its pieces, or taken apart.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -287,10 +287,10 @@ def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[Slot]
 class StoredValue:
     """A value with its tensors off the accelerator; its file goes with it."""
 
-    def __init__(self, value: Any, owned: bool, path: Path | None) -> None:
+    def __init__(self, value: Any, path: Path | None) -> None:
         leaves, self._form = _pytree.tree_flatten(value)
         tensors = {str(i): x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        stored = {key: x.detach().to("cpu", copy=not owned).contiguous() for key, x in tensors.items()}
+        stored = {key: x.detach().to("cpu", copy=True).contiguous() for key, x in tensors.items()}
         self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
         self._tensors, self._path = stored if path is None else {}, path
         if path is not None:
@@ -323,24 +323,16 @@ class StateStore:
             problem = f"cannot be written to ({short(error)})"
             raise RotationMergeError(problem, where=folder, remedy="name another folder in TMPDIR") from error
 
-    def put(self, value: Any, owned: bool = False) -> StoredValue:
-        """Store a value for as long as somebody holds the result.
-
-        Args:
-            owned: nobody else has its tensors, so that they need not be copied.
-        """
+    def put(self, value: Any) -> StoredValue:
+        """Store a value for as long as somebody holds the result."""
         if self._scratch is None:
-            return StoredValue(value, owned, None)
+            return StoredValue(value, None)
         path = Path(self._scratch.path, f"{next(self._numbers)}.safetensors")
         try:
-            return StoredValue(value, owned, path)
+            return StoredValue(value, path)
         except (SafetensorError, OSError) as error:
             problem, where = f"hidden states cannot be written ({short(error)})", str(path.parent.parent)
             raise SpaceError(problem, where=where, remedy=self._remedy) from error
-
-    def put_each(self, values: Mapping[str, Tensor]) -> dict[str, StoredValue]:
-        """Store tensors that nobody else has, one by one."""
-        return {name: self.put(value, owned=True) for name, value in values.items()}
 
     def close(self) -> None:
         """Remove the folder."""
