@@ -189,9 +189,9 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
     def by_own_rule(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
         assert isinstance(method, TaskVectorMethod)
         sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
-        merge = method.merge if like.embedding else method.merge_map  # an embedding is no linear map
-        base = Source(torch.zeros_like(changes[0]), 0.0)
-        return merge([base, *sources], TensorInfo("", ("",), ()), {**values, "size": min(like.shape)})
+        base, size = Source(torch.zeros_like(changes[0]), 0.0), {"size": min(like.shape)}
+        # an embedding is no linear map
+        return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, not like.embedding)
 
     if isinstance(method, TaskVectorMethod):
         return by_own_rule, False

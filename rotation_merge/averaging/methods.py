@@ -87,7 +87,7 @@ class OwnMethod(MergeMethod):
     A new one is a class in a file of its own, with a line in `averaging/registry.py`. `on` tells it about the models.
 
     Attributes:
-        maps_only: whether its rule is for linear maps alone (`merge_map`), each by itself as (outputs, inputs).
+        maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
         needs_base: whether it takes the base's tensor, whatever the base's weight.
         tied: whether an embedding that is the head, too, counts as a linear map.
         negative: whether weights may be negative.
@@ -142,17 +142,14 @@ class OwnMethod(MergeMethod):
         if self.bound is not None:
             self.bound.log[name].append(value)
 
-    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
-        """The merged tensor, in any floating dtype; of a rule for linear maps alone, of all others.
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
+        """The merged tensor, in any floating dtype.
 
         Args:
             sources: of the models that count, the anchor's first; at least one.
+            linear: whether it is a linear map (outputs, inputs), of a rule for these alone; all others are not.
         """
         return weighted_mean(sources)
-
-    def merge_map(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
-        """The merged linear map (outputs, inputs); arguments as of `merge`."""
-        raise NotImplementedError
 
     def words(self) -> list[str]:
         """Lines for the report, once all is merged."""
@@ -230,12 +227,10 @@ class OwnMethod(MergeMethod):
         if name not in self.models.places:
             return weighted_mean(sources)
         info = self.models.places[name][1]
-        if not linear:
-            return self.merge(sources, info, parameters)
-        if sources[0].weight.ndim != 3:
-            return self.merge_map(sources, info, parameters)
+        if not linear or sources[0].weight.ndim != 3:
+            return self.merge(sources, info, parameters, linear)
         rows = range(len(sources[0].weight))
-        return torch.stack([self.merge_map([source.row(i) for source in sources], info, parameters) for i in rows])
+        return torch.stack([self.merge([s.row(i) for s in sources], info, parameters, linear) for i in rows])
 
 
 class StatisticsMethod(OwnMethod):
@@ -261,10 +256,8 @@ class StatisticsMethod(OwnMethod):
             models.tell(f"Delegate {self.spec.name}: {unmapped}{head} keep the average.")
         return super().on(models)
 
-    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
         return self.average(sources, parameters) if sources[0].inputs else weighted_mean(sources)
-
-    merge_map = merge
 
     def words(self) -> list[str]:
         kind, count = "linear maps" if self.maps_only else "tensors", len(set(self.models.log["weighed"]))

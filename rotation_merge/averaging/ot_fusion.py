@@ -109,7 +109,7 @@ class OtFusion(OwnMethod):
             plans = {**plans, **self._block_plans(model, block.name, streams, device)}
         return {"plans": {space: plan.of_piece(piece) for space, plan in plans.items()} if info.stacked else plans}
 
-    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any]) -> Tensor:
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
         if info.stacked:  # this is one of several experts
             info = TensorInfo(info.key, info.names[:1], info.axes[1:])
         moved = [transform_tensor(source.weight, info, source.inputs.get("plans", {})) for source in sources]

@@ -8,7 +8,6 @@ gives ``L f(D) R^T``: an alignment may come before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partialmethod
 from typing import Any, Literal
 
 import torch
@@ -76,9 +75,7 @@ class TaskVectorMethod(OwnMethod):
         """`change` of a map whose rows may be in several slices, as those of a long vocabulary; here of the whole."""
         return SlicedMatrix.of(self.change([change.whole() for change in changes], weights, parameters))
 
-    def merge(
-        self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool = False
-    ) -> Tensor:
+    def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
         base, *tuned_sources = sources
         start, weights = base.weight, [source.share for source in tuned_sources]
         parts: list[Part] = [...]
@@ -106,8 +103,6 @@ class TaskVectorMethod(OwnMethod):
         for part in parts:
             merged[part] = start[part].double() + parameters["lambda"] * change.rows(part)
         return merged
-
-    merge_map = partialmethod(merge, linear=True)
 
     def words(self) -> list[str]:
         models, log = self.models, self.models.log
