@@ -40,13 +40,12 @@ LINEAR = "linear"
 SPARE = 16
 """Directions that a randomised decomposition looks at beyond the rank that is asked for."""
 
-_OWN = {method.spec.name: method for method in TASK_VECTORS}
 _ENTRYWISE = {
     method.spec.name: method
     for method in registry.registered_methods()
     if isinstance(method, GeneralizedTaskArithmeticMerge)
 }
-METHODS = (LINEAR, *sorted(_ENTRYWISE), *_OWN)
+METHODS = (LINEAR, *sorted(_ENTRYWISE), *TASK_VECTORS)
 """Methods that merge adapters."""
 
 
@@ -172,7 +171,7 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
     Raises:
         RecipeError: there is no such method or parameter, or a value means nothing.
     """
-    method = _ENTRYWISE["task_arithmetic"] if name == LINEAR else _ENTRYWISE.get(name) or _OWN.get(name)
+    method = _ENTRYWISE["task_arithmetic"] if name == LINEAR else _ENTRYWISE.get(name) or TASK_VECTORS.get(name)
     if method is None:
         remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)

@@ -192,8 +192,7 @@ class ModelRefit:
         total = 1.0 if name == "average" else sum(teacher.share for teacher in tuned) / len(tuned)
         weights, scale = [teacher.share / total for teacher in tuned], {"lambda": self.config.lambda_}
         views = [base, *(teacher.view for teacher in tuned)]
-        method = next((each for each in TASK_VECTORS if each.spec.name == name), None)
-        if method is None:
+        if (method := TASK_VECTORS.get(name)) is None:
             values = {**scale, "weight": weights, "normalize": False}
             merged = averaged(views, merge_methods.get("task_arithmetic"), values)
         else:

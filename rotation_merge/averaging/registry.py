@@ -45,5 +45,5 @@ METHODS: tuple[OwnMethod, ...] = (
     RefitMethod(),
 )
 
-TASK_VECTORS = tuple(method for method in METHODS if isinstance(method, TaskVectorMethod))
-"""Those that merge the changes of single maps, and so those of adapters, too."""
+TASK_VECTORS = {method.spec.name: method for method in METHODS if isinstance(method, TaskVectorMethod)}
+"""By name those that merge the changes of single maps, and so those of adapters, too."""

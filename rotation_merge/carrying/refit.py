@@ -107,7 +107,7 @@ def changed_answers(count: int, base_texts: int) -> Answers:
             outputs = {key: new[key].cpu() for key in common}
             waiting.append((outputs, {key: (counts * (tuned[key] - old[key])).cpu() for key in common}))
         # M - 1: directions without samples keep the identity
-        maps = {key: of_key.change(key, MAP_RIDGE, biased=False) for key, of_key in sums.items()}
+        maps = {key: sums.pop(key).change(key, MAP_RIDGE, biased=False) for key in [*sums]}
         device = hooks[0].runner.device
         while waiting:
             outputs, changes = (on_device(values, device) for values in waiting.pop(0))

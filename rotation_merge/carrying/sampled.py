@@ -103,18 +103,17 @@ def sampled_change(
     Raises:
         RotationMergeError: the samples cannot be read, or are of no use to the models.
     """
-    load = partial(module, device=transfer.bases.device)
+
+    def load(view: View) -> Any:
+        """A model in memory, on a device, with parameters of its own."""
+        return in_memory(view, trained=True).to(transfer.bases.device)
+
     assert transfer.tuned is not None
     parts = read_parts(transfer.tuned, transfer.base, transfer.config, transfer.samples, load)
     sampling = _Sampling(transfer, parts, load, place, progress or (lambda *_: None))
     lines = [f"{' and '.join(transfer.bases.names)} share their coordinates ({transfer.bases.nearness.words})."]
     best, lift = sampling.judged(sampling.candidates())
     return best, lift, [*(lines if transfer.bases.nearness.shared else []), *sampling.lines, *lift.words()]
-
-
-def module(view: View, device: str) -> Any:
-    """A model in memory, on a device, with parameters of its own."""
-    return in_memory(view, trained=True).to(device)
 
 
 @dataclass(frozen=True)

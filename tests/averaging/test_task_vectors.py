@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rotation_merge as rm
-from rotation_merge.averaging.registry import TASK_VECTORS
+from rotation_merge.averaging.registry import TASK_VECTORS as BY_NAME
 from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.task_vectors import change_of, shortening
 from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, both_sides, one_side
 
-BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
 EACH_RULE = pytest.mark.parametrize("name", list(BY_NAME))
 EACH_CASE = pytest.mark.parametrize(
     ("name", "values"), [("wudi", {}), ("wudi", {"sides": "both", "ridge": 0.3}), ("tsv", {}), ("iso", {})]

@@ -64,7 +64,7 @@ def test_states_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("rotation_merge.run.runner.save_file", full)
     with pytest.raises(RotationMergeError, match=r"No space left.*name a folder that has more in TMPDIR"):
-        store.put("a", [torch.zeros(2)])
+        store.put([torch.zeros(2)])
     store.close()
     assert list((tmp_path / "spill").iterdir()) == []
     (tmp_path / "file").write_text("")
