@@ -70,7 +70,9 @@ def pytest_collection_finish() -> None:
 def _spared() -> None:
     """Work for nobody, which all tests together do for minutes: whenever transformers reads a config it prints it for
     a log of a level that is off, and with all families' names for weights it compiles more patterns than Python
-    remembers, over and over; a card's picture takes two fifths of the time of a tiny merge (see `drawn`)."""
+    remembers, over and over; a card's picture takes two fifths of the time of a tiny merge (see `drawn`); and every
+    file waits for the disk, which only a machine that stops has need of."""
+    os.fsync = os.fstat
     if configs := sys.modules.get("transformers.configuration_utils"):
         vars(re)["_MAXCACHE"] = 100_000
         configs.PreTrainedConfig.__repr__ = object.__repr__
