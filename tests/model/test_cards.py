@@ -154,16 +154,16 @@ PLAIN_WORDS = ("practically the plain one", "this is the plain merge", "mergekit
 
 
 @pytest.mark.parametrize(
-    ("delegate", "moved"), [("linear", True), ("linear", False), ("regmean", False), ("fisher", True), ("refit", False)]
+    ("delegate", "moved"), [("linear", True), ("linear", False), ("regmean", True), ("refit", False)]
 )
 def test_only_averages_of_positions_are_called_plain(delegate: str, moved: bool, models: Pair, tmp_path: Path) -> None:
     """Near models: alignment does nothing; methods of the plugin still make another merge than the plain one."""
     near = write_state({n: x + 1e-3 for n, x in state(models[0]).items()}, models[0], tmp_path / "near")
     recipe = recipe_for("linear", models[0], near, **({"attention": "none"} if moved else STILL))
     recipe["parameters"] |= {"delegate": delegate} | ({"samples": 2} if delegate == "refit" else {})
-    for number, entry in enumerate(recipe["models"] if delegate in ("regmean", "fisher") else ()):
+    for number, entry in enumerate(recipe["models"] if delegate == "regmean" else ()):
         file = tmp_path / f"{number}.safetensors"
-        flags = ("--data", "self", "--length", 8, "--samples", 8, "--kinds", "gram,fisher", "--out", file)
+        flags = ("--data", "self", "--length", 8, "--samples", 8, "--out", file)
         assert run("measure", entry["model"], *flags).exit_code == 0
         entry["parameters"] = {**entry.get("parameters", {}), "statistics": str(file)}
     merged(recipe, tmp_path / "out")

@@ -20,7 +20,7 @@ import pytest
 import torch
 from cli_support import output_of, run
 from hub_support import at_home, served
-from plugin_support import load, lora, merged, state, twin
+from plugin_support import load, lora, merged, recipe_for, state, twin, write_recipe
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -187,31 +187,30 @@ def models(tmp_path_factory: pytest.TempPathFactory, gguf_home: str) -> Path:
     return folder
 
 
-def recipe(a: Path, b: Path, keys: str = "", parameters: str = "{delegate: linear}") -> str:
-    """Of ours, or without parameters of mergekit's own `linear`."""
-    models = "".join(f"- {{model: {name}, parameters: {{weight: {w}}}}}\n" for name, w in ((a, 0.3), (b, 0.7)))
-    method = f"rotation_merge\nparameters: {parameters}" if parameters else "linear"
-    return f"merge_method: {method}\nbase_model: {a}\ndtype: float32\n{keys}models:\n{models}"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("parameters", ["{delegate: linear, attention: rotation, heads: permutation}", ""])
-@pytest.mark.parametrize("keys", ["", "tokenizer: {source: union}\nchat_template: chatml\n"])
+@pytest.mark.parametrize("method", ["rotation_merge", "linear"])
+@pytest.mark.parametrize("keys", [{}, {"tokenizer": {"source": "union"}, "chat_template": "chatml"}], ids=len)
 def test_a_merge_of_files_is_the_merge_of_the_checkpoints(
-    keys: str, parameters: str, models: Path, tmp_path: Path
+    method: str, keys: dict[str, Any], models: Path, tmp_path: Path
 ) -> None:
-    first = merged(recipe(models / "b", models / "a", keys, parameters), tmp_path / "first")
-    for donor in (models / "a.gguf", models / "alone"):
-        again = merged(recipe(models / "b", donor, keys, parameters), tmp_path / donor.stem)
-        assert first.keys() == again.keys()
-        for key, tensor in first.items():
-            torch.testing.assert_close(again[key], tensor, rtol=1e-5, atol=1e-5)
-    merged(recipe(models / "a.gguf", models / "b", keys, parameters), tmp_path / "based")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "based")
+    def merge(anchor: str, donor: str) -> dict[str, torch.Tensor]:
+        recipe = {**recipe_for("linear", models / anchor, models / donor), **keys}
+        stock = {"merge_method": "linear", "parameters": {}}
+        return merged({**recipe, **(stock if method == "linear" else {})}, tmp_path / anchor / donor)
+
+    expected = merge("b", "a")
+    for donor in ("a.gguf", "alone"):
+        result = merge("b", donor)
+        assert result.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(result[key], tensor, rtol=1e-5, atol=1e-5)
+    merge("a.gguf", "b")
+    out = tmp_path / "a.gguf" / "b"
+    tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer(TEXT).input_ids == first_tokenizer("tokens-bytes")(TEXT).input_ids
-    assert ("<|im_start|>" in str(tokenizer.chat_template)) == ("chatml" in keys)
-    if parameters:
-        report = json.loads((tmp_path / "based" / "rotation_merge.json").read_text())
+    assert ("<|im_start|>" in str(tokenizer.chat_template)) == bool(keys)
+    if method == "rotation_merge":
+        report = json.loads((out / "rotation_merge.json").read_text())
         assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
         assert set(report["models"]) == {str(models / "a.gguf"), str(models / "b")}
 
@@ -263,9 +262,8 @@ def test_commands_and_python_take_files(models: Path, tmp_path: Path) -> None:
 
 
 def test_check_reads_the_weights_of_a_file_and_takes_no_model_for_a_recipe(models: Path, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yml"
-    path.write_text(recipe(models / "a.gguf", models / "alone"))
-    output = output_of("check", path)
+    recipe = recipe_for("linear", models / "a.gguf", models / "alone")
+    output = output_of("check", write_recipe(recipe, tmp_path / "recipe.yml"))
     assert "was read from" in output
     assert "no weights" not in output
     assert "a.gguf: " in output_of("check", models / "a.gguf", code=2)
@@ -302,8 +300,9 @@ def test_an_adapter_on_a_file_in_other_methods(models: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_report_names_the_types_of_a_fine_tune_that_is_carried(models: Path, tmp_path: Path) -> None:
     tuned = shutil.copyfile(models / "a.gguf", tmp_path / "tuned.gguf")
-    text = recipe(models / "b", tuned, parameters="{delegate: task_arithmetic}")
-    merged(text.replace("weight: 0.7", f"weight: 1, finetuned_from: {models / 'a'}"), tmp_path / "merged")
+    recipe = recipe_for("task_arithmetic", models / "b", tuned)
+    recipe["models"][1]["parameters"]["finetuned_from"] = str(models / "a")
+    merged(recipe, tmp_path / "merged")
     output_of("carry", tuned, "--from", models / "a", "--to", models / "b", tmp_path / "carried")
     for folder in ("merged", "carried"):
         notes = json.loads((tmp_path / folder / "rotation_merge.json").read_text())["notes"]
