@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.match import PARTS
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.visit import BYTES_FOLDED
-from rotation_merge.model.tensors import KEPT
+from rotation_merge.model.tensors import KEPT, Shapes
 from rotation_merge.model.vocabulary import LONG
 from rotation_merge.workers import BYTES_A_WEIGHT, KEPT_FREED, workers_for
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
@@ -27,13 +27,9 @@ def check_plot(path: str) -> None:
     except ImportError as error:
         raise RotationMergeError("plots need matplotlib", remedy="pip install 'rotation-merge[report]'") from error
     known = FigureCanvasAgg.get_supported_filetypes()
-    if _ending(path) not in known:
+    if Path(path).suffix[1:].lower() not in known:
         problem = f"this ending is not supported; plots are written as {', '.join(known)}"
         raise RotationMergeError(problem, where=path, remedy="end the name in .png, .svg or .pdf")
-
-
-def _ending(path: str) -> str:
-    return os.path.splitext(path)[1][1:].lower()
 
 
 def _axes(width: float, height: float, labels: tuple[str, str], layout: Any = None) -> tuple[Any, Any]:
@@ -57,7 +53,7 @@ def save_barrier(barrier: Barrier, path: str) -> None:
         axes.plot(curve.t, curve.loss, marker="o", markersize=3, color=colour, label=label)
     axes.legend(frameon=False)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160, format=_ending(path))
+        figure.savefig(temporary, dpi=160, format=Path(path).suffix[1:].lower())
 
 
 def save_distances(report: MergeReport, folder: str) -> str | None:
@@ -90,7 +86,7 @@ def save_distances(report: MergeReport, folder: str) -> str | None:
 def _layer_distances(report: MergeReport, donor: str) -> dict[int, tuple[float, float]]:
     """A donor's relative distances before and after alignment, by layer."""
     rows = [row for row in report.rows if row.donor == donor]
-    layers: Iterable[int] = sorted({row.layer for row in rows if row.layer is not None})
+    layers = sorted({row.layer for row in rows if row.layer is not None})
     return {layer: relative_distance([row for row in rows if row.layer == layer]) for layer in layers}
 
 

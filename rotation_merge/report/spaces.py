@@ -10,9 +10,8 @@ from rotation_merge.architecture.model import Architecture, Block, Space
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import residual_groups
+from rotation_merge.model.tensors import Shapes
 from rotation_merge.symmetry.admitted import admitted
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 UNMATCHED = "not matched"
 
@@ -68,14 +67,11 @@ def _local(architecture: Architecture, options: AlignConfig) -> Iterator[dict[st
         for space in block.spaces.values():
             if space in matched or not space.head:  # a head's is moved only where it is asked for
                 group = admitted(space, block_options).words if space in matched else UNMATCHED
-                alike.setdefault((_last(space), space.kind, _sizes(space), group), []).append(block)
+                key = (space.name.rpartition(".")[2], space.kind, _sizes(space), group)
+                alike.setdefault(key, []).append(block)
     for facts, blocks in alike.items():
         line = dict(zip(("space", "kind", "sizes", "group"), facts, strict=True))
         yield {**line, "count": len(blocks), "blocks": _ranges(blocks)}
-
-
-def _last(space: Space) -> str:
-    return space.name.rsplit(".", 1)[-1]
 
 
 def _ranges(blocks: list[Block]) -> str:
@@ -110,7 +106,7 @@ def _still_streams(architecture: Architecture, options: AlignConfig, tied: str |
 def _limits(architecture: Architecture, options: AlignConfig) -> Iterator[str]:
     """What heads keep, and layers that are left out."""
     spaces = [space for block in architecture.blocks for space in block.spaces.values() if space.kind == "attention"]
-    for name, space in {_last(space): space for space in spaces}.items():
+    for name, space in {space.name.rpartition(".")[2]: space for space in spaces}.items():
         if not (space.free_order and space.free_groups):
             yield f"heads of '{name}' keep their order: positions, or other layers, are tied to it"
         if space.values == "fixed":

@@ -40,11 +40,7 @@ lists them; their axes say which tensors are linear maps, and how fused ones are
 ROLES: dict[str, dict[str, Role]] = {
     "stream": _STREAM,
     "latent": _STREAM,
-    "ffn": {
-        "in": Role("neurons"),
-        "gate": Role("neurons", follows=True),
-        "out": Role("neurons", dual=True),
-    },
+    "ffn": {"in": Role("neurons"), "gate": Role("neurons", follows=True), "out": Role("neurons", dual=True)},
     "experts": {
         "index": Role(None, levels=1),
         "in": Role("neurons", stacked=True),
