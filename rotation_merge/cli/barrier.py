@@ -26,6 +26,7 @@ from rotation_merge.diagnose.paths import ALIGNED, COMPARE, Paths, curves_of
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.mergekit_plugin.recipe import numbered
 from rotation_merge.model.open import parse_reference
 from rotation_merge.report.plots import check_plot, save_barrier
 from rotation_merge.run.evaluate import FILE, Barrier, BarrierConfig, is_barrier
@@ -82,7 +83,7 @@ def command(
     paths = Paths(models[0], donors, data, config, curves)
     with kept_beside(os.path.join(save, FILE) if save else plot, paths.mark) as ledger:
         paths = replace(paths, ledger=ledger)
-        pictures = _pictures(plot, len(paths.measured)) if plot else []
+        pictures = numbered(plot, len(paths.measured)) if plot else []
         click.get_current_context().with_resource(checked_outputs([Output(picture) for picture in pictures[1:]]))
         barriers = paths.barriers()
     facts = [barrier.to_dict() for barrier in barriers]
@@ -109,12 +110,6 @@ def _donors(
     values = {"match_on": match.match_on, **asdict(options)} if alignment is None else {"alignment": alignment}
     heads, (anchor, donor) = {"heads_of": "each"} if each_head else {}, map(parse_reference, models)
     return [PairRecipe(anchor, donor, {**values, **heads, "untie": match.untie})]
-
-
-def _pictures(plot: str, count: int) -> list[str]:
-    """A file for each path: PLOT, PLOT-2, PLOT-3."""
-    stem, ending = os.path.splitext(plot)
-    return [plot, *(f"{stem}-{number}{ending}" for number in range(2, count + 1))]
 
 
 def _lines(barrier: Barrier) -> Iterator[str | Table]:

@@ -237,6 +237,6 @@ def _is_kept(path: str) -> bool:
 
 
 def numbered(path: str, count: int) -> list[str]:
-    """A file for each donor: NAME, NAME-2, NAME-3."""
+    """A file for each donor, or path: NAME, NAME-2, NAME-3."""
     stem, ending = os.path.splitext(path)
     return [f"{stem}{'' if number == 1 else f'-{number}'}{ending}" for number in range(1, max(count, 1) + 1)]
