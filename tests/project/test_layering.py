@@ -49,7 +49,7 @@ ORDER = (
 ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1039),
     ("linalg",): (350, 340),
-    ("symmetry",): (1200, 1308),
+    ("symmetry",): (1200, 1304),
     ("architecture",): (1800, 1800),
     ("record",): (250, 235),
     ("model",): (4000, 5359),
@@ -57,11 +57,11 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("matching",): (3400, 4957),
     ("averaging",): (2000, 3107),
     ("carrying",): (1500, 2030),
-    ("report",): (1400, 1478),
+    ("report",): (1400, 1468),
     ("mergekit_plugin",): (2500, 3562),
     ("diagnose",): (2100, 2041),
     ("search", "share"): (1400, 1780),
-    ("api", "cli", "__init__"): (1400, 2637),
+    ("api", "cli", "__init__"): (1400, 2632),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
