@@ -93,21 +93,6 @@ def test_unknown_tensors_tied_embeddings_and_rounding() -> None:
     assert merged(plain, models, MAP, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "words"),
-    [
-        ("wudi", [1.0, -0.5], "b: its weight is -0.5 .*delegate wudi takes none below 0"),
-        ("regmean", [0.0, 0.0], "all weights of tensor .* are zero"),
-        ("ot_fusion", [1.0, -1.0], "the weights of the models sum to zero"),
-    ],
-)
-def test_weights_that_mean_nothing_are_one_line(name: str, weights: list[float], words: str) -> None:
-    models = views(2)
-    with pytest.raises(rm.RotationMergeError, match=words) as error:
-        merged(bound(name, models), models, MAP, weights)
-    assert "\n" not in str(error.value)
-
-
 # --- formulas ---------------------------------------------------------------------------------------------------------
 
 

@@ -104,18 +104,14 @@ class Home:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home("llama", "llama", tmp_path_factory.mktemp("llama"))
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Home]:
+    names = {"llama": "llama", "gpt2": "untied", "vit": "classifier"}
+    return {family: Home(family, name, tmp_path_factory.mktemp(family)) for family, name in names.items()}
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home("gpt2", "untied", tmp_path_factory.mktemp("gpt2"))
-
-
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home("vit", "classifier", tmp_path_factory.mktemp("vit"))
+@pytest.fixture
+def llama(homes: dict[str, Home]) -> Home:
+    return homes["llama"]
 
 
 def on(*modules: str, **config: Any) -> dict[str, Any]:
@@ -143,9 +139,9 @@ FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest) -> None:
+def test_peft_runs_the_carried_adapter(form: str, homes: dict[str, Home]) -> None:
     family, options, config = FORMS[form]
-    home = request.getfixturevalue(family)
+    home = homes[family]
     expected = home.adapter(**config)
     assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
     result, logits = home.carried("adapter", options)
@@ -164,9 +160,9 @@ REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_forms_that_cannot_express_it_are_refused(form: str, request: pytest.FixtureRequest) -> None:
+def test_forms_that_cannot_express_it_are_refused(form: str, homes: dict[str, Home]) -> None:
     family, options, config, words = REFUSED[form]
-    home = request.getfixturevalue(family)
+    home = homes[family]
     home.adapter(**config)
     with pytest.raises(AlignmentError, match=words):
         home.carried("adapter", options)
@@ -382,8 +378,9 @@ def test_at_full_rank_an_adapter_says_it_all(llama: Home, options: AlignConfig, 
 
 
 @pytest.mark.slow
-def test_biases_and_what_has_no_place(gpt2: Home, tmp_path: Path) -> None:
+def test_biases_and_what_has_no_place(homes: dict[str, Home], tmp_path: Path) -> None:
     """Beside biases peft has no place for embeddings: their change is counted as lost."""
+    gpt2 = homes["gpt2"]
     tuned(gpt2)
     written, _ = gpt2.carried("tuned", ROTATION, rank=96)
     tensors = load_file(gpt2.where / "new" / "model.safetensors")

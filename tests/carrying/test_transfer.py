@@ -83,11 +83,12 @@ def test_results_of_models_in_memory_name_no_temporary_folder(tmp_path: Path) ->
     new, old = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
     tuned = {name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, old.config
     module = new.case.model_class.from_pretrained(new.path)
-    adapter = rm.transfer(tuned, (old.state, old.config), module, rank=2)
+    options: dict[str, Any] = {"rank": 2, "residual": "none", **STILL}
+    adapter = rm.transfer(tuned, (old.state, old.config), module, **options)
     assert adapter.config["base_model_name_or_path"] == str(new.path)
     assert adapter.report.anchor == "new"
     assert not any("rotation-merge-" in line for line in (*adapter.notes, adapter.report.text(), repr(adapter)))
-    nameless = rm.transfer(tuned, old.path, (new.state, new.config), rank=2)
+    nameless = rm.transfer(tuned, old.path, (new.state, new.config), **options)
     assert nameless.config["base_model_name_or_path"] is None
     vit = next(case for case in ALL if (case.family, case.name) == ("vit", "classifier")).model_class
     images = [vit(vit.config_class(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)) for _ in range(2)]
