@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 from mergekit import merge_methods
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import rotation_merge as rm
 from rotation_merge.mergekit_plugin.keys import OPTIONS
@@ -213,3 +215,9 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
 def files_of(folder: Path) -> dict[str, bytes]:
     """What every file in a folder holds, by its path there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def with_tokenizer(words: list[str], where: Path) -> None:
+    """A tokenizer that knows these words, in a model's folder."""
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(where)

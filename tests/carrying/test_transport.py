@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from cli_support import output_of, run
-from plugin_support import error_of_merge, merged
+from plugin_support import error_of_merge, merged, with_tokenizer
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import rotation_merge as rm
 from rotation_merge.carrying.bases import Bases
@@ -86,13 +85,6 @@ def test_far_changes_are_called_far_and_excluded_tensors_are_the_anchors(trio: A
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def tokenizer(words: list[str], folder: Path) -> None:
-    """A tokenizer that knows these words."""
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(folder)
-
-
 def other_vocabulary(model: Checkpoint, folder: Path, rows: list[int], extra: int) -> Checkpoint:
     """The model with its tokens in another order, and new rows after them."""
     state, generator = model.state, torch.Generator().manual_seed(1)
@@ -110,7 +102,7 @@ def copied(model: Checkpoint, folder: Path, words: list[str] | None = None) -> C
     copy = model.write(model.state, folder)
     (folder / "config.json").write_text((model.path / "config.json").read_text())
     if words is not None:
-        tokenizer(words, folder)
+        with_tokenizer(words, folder)
     return copy
 
 
@@ -124,7 +116,7 @@ def words(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoi
     longer = other_vocabulary(old, folder / "old", rows, extra=9)
     models = copied(anchor, folder / "anchor"), longer, tuned(longer, folder / "fine")
     for model, order in zip(models, (range(size), rows, rows), strict=True):
-        tokenizer([f"w{i}" for i in order], model.path)
+        with_tokenizer([f"w{i}" for i in order], model.path)
     return *models, rows
 
 
@@ -182,7 +174,7 @@ def test_vocabularies_that_cannot_be_carried(words: Any, tmp_path: Path) -> None
     cases[1][0]["models"][-1]["parameters"]["carry"] = "refit"
     for document, expected in cases:
         assert expected in error_of_merge(document, tmp_path / "out")
-    tokenizer([f"other{i}" for i in range(53)], mute["old"].path)
+    with_tokenizer([f"other{i}" for i in range(53)], mute["old"].path)
     message = error_of_merge(cases[2][0], tmp_path / "out")
     assert f"has 53 tokens that differ from {anchor.path} (`other0`, `other1`)" in message
     assert "carry between bases of one vocabulary" in message

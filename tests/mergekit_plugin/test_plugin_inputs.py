@@ -28,11 +28,10 @@ from plugin_support import (
     relative_distances,
     state,
     twin,
+    with_tokenizer,
     write_recipe,
     write_state,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import AlbertConfig, AlbertModel, PreTrainedTokenizerFast
 
 from rotation_merge.model.folder import ShardReader
@@ -219,11 +218,6 @@ WORDS = [f"w{i}" for i in range(40)]
 OTHERS = [WORDS[i] for i in torch.randperm(35, generator=torch.Generator().manual_seed(3))] + ["new1", "new2"]
 """The donor has the anchor's words in another order, lacks some and has some of its own."""
 EMBEDDING = "model.embed_tokens.weight"
-
-
-def with_tokenizer(words: list[str], where: Path) -> None:
-    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(where)
 
 
 @pytest.fixture(scope="module")

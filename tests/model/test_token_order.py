@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cli_support import error_of, run
-from plugin_support import error_of_merge, load, lora, merged, write_recipe
+from plugin_support import error_of_merge, load, lora, merged, with_tokenizer, write_recipe
 from residual_support import Checkpoint, checkpoint, recipe, transport, twin
-from test_plugin_inputs import with_tokenizer
 from torch import Tensor
 
 import rotation_merge as rm
