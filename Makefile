@@ -25,7 +25,9 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest $(PYTEST) -m slow
 
-test-all: test test-slow
+# Both in one run, as CI does it: what they share is made once.
+test-all: install
+	$(BIN)/python -m pytest $(PYTEST)
 
 # All tests as other processors compute: without vector instructions, then with AVX2. CPU kernels add in another order
 # there, so a test that compares two ways of computing one thing by bits fails here. By hand, once an issue.
