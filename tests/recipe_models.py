@@ -19,10 +19,12 @@ from rotation_merge.mergekit_plugin.document import documents
 DECODER = {**SMALL, "vocab_size": 256}
 TEXT = {**ENCODER, "vocab_size": 256, "max_position_embeddings": 64}
 PICTURE = {**ENCODER, "image_size": 16, "patch_size": 8}
+DIGITS = {**ENCODER, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "meta-llama/": ("LlamaForCausalLM", DECODER),
     "allenai/": ("LlamaForCausalLM", DECODER),
+    "org/vit": ("ViTForImageClassification", DIGITS),
     "org/": ("LlamaForCausalLM", DECODER),
     "Qwen/": ("Qwen2ForCausalLM", DECODER),
     "mistralai/": ("MistralForCausalLM", DECODER),
@@ -56,6 +58,8 @@ def stand_in(name: str, folder: Path) -> Path:
         torch.manual_seed(len(list(folder.iterdir())) if folder.exists() else 0)
         model_class = getattr(transformers, class_name)
         model_class(model_class.config_class(**sizes)).save_pretrained(out)
+        if sizes is DIGITS:
+            shutil.copy(CHECKPOINTS / "vit-0" / "preprocessor_config.json", out)
         if "vision" not in str(sizes) and "image_size" not in sizes:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(CHECKPOINTS / "llama-0" / file, out / file)

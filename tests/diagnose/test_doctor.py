@@ -143,13 +143,6 @@ def test_causes(name: str, models: Models, tmp_path: Path) -> None:
         assert words in str(listed[cause]), listed[cause]
 
 
-def test_layers_on_layers(models: Models, tmp_path: Path) -> None:
-    layers = [{"sources": [{"model": str(models["anchor"]), "layer_range": [0, 2]}]}] * 2
-    listed = causes({"merge_method": "passthrough", "slices": layers, "dtype": "float32"}, tmp_path)
-    assert listed.keys() == {"stacked layers"}
-    assert "training" in str(listed)
-
-
 def test_parents_that_are_not_known_or_not_here(models: Models, tmp_path: Path) -> None:
     alone = merged(models["anchor"], models["tuned"], tmp_path / "merged")
     assert "No cause of a bad merge" in run("doctor", alone).output

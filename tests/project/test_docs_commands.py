@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +17,9 @@ from typing import Any
 import click
 import pytest
 import torch
-from cli_support import CHECKPOINTS, TEXTS, app
-from click.testing import CliRunner, Result
-from mergekit.io.tasks import LoaderCache
-from mergekit.scripts.multimerge import main as mergekit_multi
-from mergekit.scripts.run_yaml import main as mergekit_yaml
+from cli_support import TEXTS, app
+from programs import run as program
 from recipe_models import FAMILIES, localised, stand_in
-from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge import TransferConfig
 from rotation_merge.matching import match
@@ -34,7 +29,7 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
+RUN = ("rotation-merge", "mergekit-yaml", "mergekit-multi")
 PARSED_ONLY = ("demo", "polish", "doctor", "push")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
 
@@ -84,57 +79,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def invoke(program: click.Command, arguments: list[str]) -> Result:
-    LoaderCache.loaders.clear()
-    result = CliRunner().invoke(program, arguments)
-    assert result.exit_code == 0, f"{arguments}: {result.output} {result.exception!r}"
-    return result
+def invoke(*words: object) -> None:
+    done = program(*words)
+    assert done.code == 0, f"{words}: {done.err}"
 
 
-def digits_model(out: Path) -> Path:
-    """A tiny ViT for the demo's digits."""
-    if not out.exists():
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=1, num_labels=10)
-        ViTForImageClassification(config).save_pretrained(out)
-        shutil.copy(CHECKPOINTS / "vit-0" / "preprocessor_config.json", out)
-    return out
-
-
-def local(word: str, models: Path) -> str:
-    """A tiny checkpoint for a word that names a model; `C/` is how the pages write the folder of the shipped ones."""
-    name = word.replace("C/llama", "org/llama").replace("C/vit", "org/vit")
-    if name.startswith("org/vit"):
-        return str(digits_model(models / Path(name).name))
-    return str(stand_in(name, models)) if name.startswith(tuple(FAMILIES)) else word
+def shipped(text: str) -> str:
+    """The pages write C for the folder of the shipped models, which here are tiny ones, too."""
+    return re.sub(r"\bC/(llama|vit)", r"org/\1", text)
 
 
 def run(line: str, models: Path) -> None:
-    program, *arguments = shlex.split(line, comments=True)
-    arguments = [local(word, models) for word in arguments]
-    if program == "rotation-merge" and (arguments[0] in PARSED_ONLY or "--backend" in arguments):
+    name, *arguments = shlex.split(shipped(line), comments=True)
+    arguments = [str(stand_in(word, models)) if word.startswith(tuple(FAMILIES)) else word for word in arguments]
+    if name == "rotation-merge" and (arguments[0] in PARSED_ONLY or "--backend" in arguments):
         command = app.get_command(click.Context(app), arguments[0])
         assert command is not None
         command.make_context(arguments[0], arguments[1:])
         return
-    if program != "rotation-merge":
+    if name != "rotation-merge":
         arguments.append("--quiet")
     for words, options in SHORTER.items():
         if words.split()[0] == arguments[0] and {*words.split()} <= {*arguments}:
             for option, value in options.items():
                 position = arguments.index(option) if option in arguments else len(arguments)
                 arguments[position : position + 2] = [option, value]
-    invoke(RUN[program], arguments)
+    invoke(name, *arguments)
 
 
 def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
-    for vit in re.findall(r"C/(vit-\d)", block.text):
-        digits_model(models / f"org--{vit}")
-    text = block.text.replace("C/llama", "org/llama").replace("C/vit", "org/vit")
-    Path(name).write_text(localised(text, models), encoding="utf-8")
-    invoke(app, ["check", name])
+    Path(name).write_text(localised(shipped(block.text), models), encoding="utf-8")
+    invoke("rotation-merge", "check", name)
     if merge:
-        invoke(mergekit_yaml, [name, f"merged-{name}", "--quiet"])
+        invoke("mergekit-yaml", name, f"merged-{name}", "--quiet")
 
 
 @pytest.fixture(autouse=True)

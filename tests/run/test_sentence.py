@@ -126,8 +126,13 @@ def everything(folder: Path) -> set[str]:
 
 
 def agrees(folder: Path, pairs: Path) -> float:
-    """How a folder's cosines go with the scores of pairs."""
-    return parsed("evaluate", folder, "--data", pairs)[0]["pearson"]
+    """How a folder's cosines go with the scores of pairs; Python judges as the command does."""
+    (facts,) = parsed("evaluate", folder, "--data", pairs)
+    assert facts["task"] == "similarity"
+    figures = rm.evaluate(folder, str(pairs))
+    assert figures == pytest.approx({name: facts[name] for name in ("loss", "pearson", "spearman")}, rel=1e-5)
+    assert (figures["spearman"] > 0.99) == (figures["pearson"] > 0.99)
+    return figures["pearson"]
 
 
 def check_alike(first: Path, second: Path) -> None:
@@ -221,24 +226,9 @@ def test_averages_write_every_module(models: dict[str, Path], pairs: Path, tmp_p
     check_alike(tmp_path / "python", tmp_path / "plain")
     weights = [load_file(folder / DENSE / "model.safetensors")["linear.weight"] for folder in (anchor, donor)]
     torch.testing.assert_close(average[f"{DENSE}.linear.weight"], sum(weights) / 2)
-    assert agrees(tmp_path / "python", pairs) == pytest.approx(rm.evaluate(average, pairs)["pearson"], rel=1e-5)
+    assert agrees(tmp_path / "python", pairs) < 0.99
     for out in (tmp_path / "plain", tmp_path / "python"):
         assert everything(out) >= everything(anchor)
-
-
-@pytest.mark.slow
-def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
-    """Embeddings are those of the modules one by one, of texts of several lengths in one batch."""
-    anchor, donor = parsed("evaluate", models["anchor"], models["donor"], "--data", pairs)
-    assert anchor["task"] == "similarity"
-    assert [anchor["pearson"], anchor["spearman"]] == pytest.approx([1.0, 1.0], abs=1e-3)
-    assert max(donor["pearson"], donor["spearman"]) < 0.9
-    figures = rm.evaluate(rm.average([models["donor"]]), pairs)  # Python judges as the command does
-    assert figures == pytest.approx({name: donor[name] for name in ("loss", "pearson", "spearman")}, rel=1e-5)
-    (barrier,) = parsed("barrier", models["anchor"], models["twin"], "--data", pairs, "--points", "3", *WHOLE)
-    plain, aligned = (curve["loss"] for curve in barrier["curves"])
-    assert plain[1] > aligned[1] + 0.02
-    assert aligned[1] == pytest.approx(0.0, abs=1e-3)
 
 
 def test_what_does_not_know_the_modules_says_so(models: dict[str, Path], pairs: Path, tmp_path: Path):
