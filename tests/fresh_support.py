@@ -6,7 +6,7 @@ A new interpreter that imports what a merge needs takes eight seconds of a proce
 from __future__ import annotations
 
 import gc
-import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ START = (Path(__file__).resolve().parent.parent / "rotation_merge.pth").read_tex
 
 
 def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any:
-    """What some work gives, as JSON holds it.
+    """What some work gives.
 
     Args:
         work: may import mergekit and this package, and must not use what this process has imported of them.
@@ -33,30 +33,27 @@ def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any
     Returns:
         What `work` returns, or {"broken": the exception}.
     """
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            torch.set_num_threads(1)  # OpenMP waits forever for threads that are not forked
-            gc.freeze()
-            constants.HF_HUB_OFFLINE = True
-            os.environ[SWITCH] = plugin
-            forget()
-            exec(start, {})
-            found = work()
-        except BaseException as error:
-            found = {"broken": repr(error)}
-        with os.fdopen(writing, "w", encoding="utf-8") as file:
-            json.dump(found, file)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
+    fork = multiprocessing.get_context("fork")
+    reading, writing = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: writing.send(begun_anew(work, plugin, start)))
+    child.start()
+    writing.close()
+    answer = reading.recv()
+    child.join()
+    return answer
 
 
-def forget() -> None:
-    """mergekit and ourselves as if they had never been imported."""
-    for module in [name for name in sys.modules if name.split(".")[0] in ("mergekit", "rotation_merge")]:
-        del sys.modules[module]
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "MergekitFinder"]
+def begun_anew(work: Callable[[], Any], plugin: str, start: str) -> Any:
+    """What some work gives in this process, as if mergekit and ourselves had never been imported."""
+    try:
+        torch.set_num_threads(1)  # OpenMP waits forever for threads that are not forked
+        gc.freeze()
+        constants.HF_HUB_OFFLINE = True
+        os.environ[SWITCH] = plugin
+        for module in [name for name in sys.modules if name.split(".")[0] in ("mergekit", "rotation_merge")]:
+            del sys.modules[module]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "MergekitFinder"]
+        exec(start, {})
+        return work()
+    except BaseException as error:
+        return {"broken": repr(error)}

@@ -104,6 +104,20 @@ LINES = [
     call("barrier anchor donor --data demo:latin", "the demo has no data 'latin'", "demo:english"),
     call("barrier anchor donor --data bad.jsonl", "bad.jsonl", "is not JSON"),
     call("barrier anchor donor --data text.txt", "anchor: no tokenizer can be loaded"),
+    call("barrier anchor donor vit --data samples.jsonl --alignment x", "two"),
+    call("barrier anchor donor vit --data samples.jsonl --heads permutation", "measure more of them two by two"),
+    *(
+        call(f"barrier anchor donor --data samples.jsonl --plot p.{words}", problem)
+        for words, problem in {
+            "xyz": "end the name in .png",
+            "png --compare locals": "did you mean 'local'?",
+            "png --compare learned=": "names no file",
+            "png --compare local,local": "'local' is named twice",
+            f"png --compare {','.join(f'm{i}=x' for i in range(8))}": "holds 8 curves",
+            "png --compare made=./gone": "gone",
+            "png --compare local --residual rotation": "need the curve 'aligned'",
+        }.items()
+    ),
     call("barrier anchor anchor --data demo:digits", "LlamaForCausalLM takes input_ids"),
     call("barrier vit vit --data demo:python", "ViTForImageClassification takes pixel_values"),
     call("evaluate anchor --data junk.npz", "is not an archive of arrays"),

@@ -26,8 +26,8 @@ FAST = {"rope_theta": 20.0, "rope_type": "default"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """An anchor, a twin in other coordinates (of the stream, too), one by local groups alone, a stranger, one whose
-    config differs where a merge becomes questionable; data."""
+    """An anchor, a twin in other coordinates (of the stream, too), one by local groups alone, one whose config
+    differs where a merge becomes questionable; data."""
     folder = tmp_path_factory.mktemp("models")
     anchor = make("llama", folder / "anchor", num_hidden_layers=1)
     save_file({"input_ids": torch.arange(80).view(4, 20) % 40}, folder / "data.safetensors")
@@ -36,7 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         "anchor": anchor,
         "turned": twin(anchor, folder / "turned", **WHOLE),
         "near": twin(anchor, folder / "near", heads="permutation"),
-        "other": make("llama", folder / "other", seed=7, num_hidden_layers=1),
         "strange": save(strange, folder / "strange"),
         "data": folder / "data.safetensors",
     }
@@ -105,27 +104,6 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: Models, tmp_path: Pa
     assert carried["aligned"] != carried["residual"]
     assert carried["aligned"] != carried["plain"]
     assert carried["plain"][0] == pytest.approx(carried["aligned"][0], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--alignment x", "two"),
-        ("--heads permutation", "measure more of them two by two"),
-        ("--plot p.xyz", "end the name in .png"),
-        ("--plot p.png --compare locals", "did you mean 'local'?"),
-        ("--plot p.png --compare learned=", "names no file"),
-        ("--plot p.png --compare local,local", "'local' is named twice"),
-        (f"--plot p.png --compare {','.join(f'm{i}=x' for i in range(8))}", "holds 8 curves"),
-        ("--plot p.png --compare made=./gone", "gone"),
-        ("--plot p.png --compare local --residual rotation", "need the curve 'aligned'"),
-    ],
-)
-def test_bad_input_is_one_line(models: Models, options: str, words: str) -> None:
-    names = TURNED if options.startswith("--plot") else (*TURNED, "other")
-    output = output_of("barrier", *map(models.get, names), "--data", models["data"], *options.split(), code=2)
-    assert words in output
-    assert "Traceback" not in output
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
