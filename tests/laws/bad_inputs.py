@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, WITH_ALIGNMENT, ind
 from bad_methods import METHODS
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
-from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, edit, put, python, tokenizer
+from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, edit, model, put, python, tokenizer
 
 import rotation_merge as rm
 
@@ -140,6 +141,38 @@ LINES = [
     call("push file org/name", "file/rotation_merge.json: no such file"),
 ]
 
+IDS, THERE_AND_BACK = torch.arange(60).view(6, 10) % 40, ("donor", "donor", "anchor")
+FURTHER = both(
+    adapter("one", "anchor"), adapter("two", "anchor"), lambda: model("LlamaForCausalLM", "deep", num_hidden_layers=3)
+)
+CALLS: list[tuple[str, Callable[[], object]]] = [
+    ("the model has no layer 2", lambda: rm.align("anchor", "donor", layers="0-99")),
+    ("'slices'", lambda: rm.align("anchor", "deep")),
+    ("another width or depth", lambda: rm.transfer("deep", "deep", "anchor")),
+    ("name its own base", lambda: rm.transfer("one", "donor", "anchor")),
+    ("no effect beside", lambda: rm.transfer(*THERE_AND_BACK, alignment=rm.align("anchor", "donor"), ffn="none")),
+    ("carrying by weights takes no steps", lambda: rm.transfer(*THERE_AND_BACK, steps=4)),
+    ("already exists", lambda: rm.transfer("one", "anchor", "donor").save_pretrained("vit")),
+    ("add 't'", lambda: rm.average(["anchor", "donor"], "slerp")),
+    ("write somewhere else", lambda: rm.merge(["anchor", "donor"], "vit")),
+    ("one data source is of type dict", lambda: rm.merge(["anchor", "donor"], "out", [{"input_ids": IDS}])),
+    ("no such directory", lambda: rm.merge(["one", "two"], "out", config=rm.MergeConfig(base="none"))),
+    ("give one number for each adapter", lambda: rm.merge_adapters(["one", "two"], weights=["x", 1])),
+    ("already exists", lambda: rm.merge_adapters(["one", "two"]).save("vit")),
+    ("teacher 1: 1 batches", lambda: rm.polish("anchor", ["anchor", "donor"], [{"input_ids": IDS[:1]}])),
+    ("'synthetic' is for image models", lambda: rm.evaluate("anchor", "synthetic")),
+    ("are no batches", lambda: rm.evaluate("anchor", IDS)),
+    ("are no batches", lambda: rm.evaluate("anchor", (batch for batch in [IDS]))),
+    ("are no batches", lambda: rm.evaluate("anchor", [])),
+    ("not a tensor", lambda: rm.evaluate("anchor", [{"input_ids": "text"}])),
+    ("no example has a label", lambda: rm.evaluate("anchor", [{"input_ids": IDS[:, :1]}])),
+    ("labels have shape", lambda: rm.evaluate("anchor", [{"input_ids": IDS, "labels": IDS[:, 0]}])),
+    ("'attention_mask' has", lambda: rm.evaluate("anchor", [{"input_ids": IDS, "attention_mask": IDS[:, :3]}])),
+    ("takes input_ids", lambda: rm.evaluate("anchor", [{"pixel_values": torch.zeros(1, 3, 4, 4)}])),
+    ("outside the model's vocabulary", lambda: rm.evaluate("anchor", [{"input_ids": torch.tensor([[400]])}])),
+]
+"""Calls from Python beside two adapters and a deeper model, and words of their lines."""
+
 PYTHON = [
     python("models of two architectures", lambda: rm.align("anchor", "vit"), "vit: architecture is vit, that of"),
     python("no model", lambda: rm.align("anchor", 3), "donor: is of type int, which is not a model"),
@@ -159,6 +192,7 @@ PYTHON = [
     ),
     python("unknown method", lambda: rm.average(["anchor", "donor"], "lienar"), "did you mean 'linear'?"),
     python("no alignment", lambda: rm.Alignment.load("file"), "file: cannot be read"),
+    *(python(f"call {i}", function, words, spoil=FURTHER) for i, (words, function) in enumerate(CALLS)),
 ]
 
 ON_THE_HUB = [

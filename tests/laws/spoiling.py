@@ -225,5 +225,6 @@ def call(line: str, *words: str, spoil: Step = lambda: None) -> Row:
     return Row(line, words, spoil, commands=(line,))
 
 
-def python(name: str, function: Callable[[], object], *words: str) -> Row:
-    return Row(name, words, python=function)
+def python(name: str, function: Callable[[], object], *words: str, spoil: Step = lambda: None) -> Row:
+    """A call from Python, whose line names no option as the command line spells it."""
+    return Row(name, words, spoil, python=function)

@@ -134,6 +134,7 @@ def test_bad_input(row: Row, bench: Hub) -> None:
         with pytest.raises(rm.RotationMergeError) as caught:
             row.python()
         is_told(str(caught.value), row.words)
+        assert row.recipe or "--" not in re.sub(r"\(the command .* with --force\)", "", str(caught.value))
     assert snapshot() == before
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plugin_support import build, lora
+from plugin_support import build
 from scipy import stats
 from transformers import PreTrainedModel, ViTForImageClassification
 
@@ -150,61 +146,3 @@ def test_samples_may_be_a_loader_or_a_generator(models) -> None:
     expected = rm.average(models, "regmean", samples=SAMPLES)
     assert all(torch.equal(tensor, again[name]) for name, tensor in expected.items())
     assert rm.fit(*models, iter(SAMPLES), options=rm.FitConfig(steps=1)).alignments
-
-
-IDS = SAMPLES[0]["input_ids"]
-
-
-@pytest.fixture(scope="module")
-def s(models, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Models in memory, and in folders: of several shapes, and two adapters of the first; what is not there yet."""
-    place = tmp_path_factory.mktemp("folders")
-    deep, tied = build("llama", num_hidden_layers=3), build("llama", tie_word_embeddings=True)
-    for name, model in zip(("a", "b", "deep", "tied"), (*models, deep, tied), strict=True):
-        model.save_pretrained(place / name)
-    for name in ("one", "two"):
-        lora(place / name, copy.deepcopy(models[0]), base_model_name_or_path=str(place / "a"))
-    names = ("a", "b", "deep", "tied", "one", "two", "gone", "new")
-    return SimpleNamespace(place=place, models=models, m=models[0], **{name: str(place / name) for name in names})
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda s: rm.align(s.a, s.b, layers="0-99"), "the model has no layer 2"),
-        (lambda s: rm.align(s.a, s.deep), "'slices'"),
-        (lambda s: rm.transfer(s.deep, s.deep, s.a), "another width or depth"),
-        (lambda s: rm.transfer(s.one, s.b, s.a), "name its own base"),
-        (lambda s: rm.transfer(s.a, s.a, s.b, alignment=rm.align(s.b, s.a), ffn="none"), "no effect beside"),
-        (lambda s: rm.transfer(s.a, s.a, s.b, steps=4), "carrying by weights takes no steps"),
-        (lambda s: rm.transfer(s.one, s.a, s.b).save_pretrained(s.tied), "already exists"),
-        (lambda s: rm.average([s.a, s.b], "slerp"), "add 't'"),
-        (lambda s: rm.merge([s.a, s.b], s.deep), "write somewhere else"),
-        (lambda s: rm.merge([s.m, s.b], s.new), "one model is of type LlamaForCausalLM; give names"),
-        (lambda s: rm.merge([s.a, s.b], s.new, SAMPLES), "one data source is of type dict; give names"),
-        (lambda s: rm.merge([s.one, s.two], s.new, config=rm.MergeConfig(base=s.gone)), "no such directory"),
-        (lambda s: rm.merge_adapters([s.one, s.two], weights=["x", 1]), "give one number for each adapter"),
-        (lambda s: rm.merge_adapters([s.one, s.two]).save(s.tied), "already exists"),
-        (lambda s: rm.polish(s.a, s.models, [{"input_ids": IDS[:1]}]), "teacher 1: 1 batches of samples"),
-        (lambda s: rm.evaluate(s.a, "synthetic"), "'synthetic' is for image models"),
-        (lambda s: rm.evaluate(s.m, IDS), "are no batches"),
-        (lambda s: rm.evaluate(s.m, (batch for batch in [IDS])), "are no batches"),
-        (lambda s: rm.evaluate(s.m, []), "are no batches"),
-        (lambda s: rm.evaluate(s.m, [{"input_ids": "text"}]), "not a tensor"),
-        (lambda s: rm.evaluate(s.m, [{"input_ids": IDS[:, :1]}]), "no example has a label"),
-        (lambda s: rm.evaluate(s.m, [{"input_ids": IDS, "labels": IDS[:, 0]}]), "labels have shape"),
-        (lambda s: rm.evaluate(s.m, [{"input_ids": IDS, "attention_mask": IDS[:, :3]}]), "'attention_mask' has shape"),
-        (lambda s: rm.evaluate(s.m, [{"pixel_values": torch.zeros(1, 3, 4, 4)}]), "takes input_ids"),
-        (lambda s: rm.evaluate(s.m, [{"input_ids": torch.tensor([[400]])}]), "outside the model's vocabulary"),
-    ],
-)
-def test_a_wrong_call_is_one_line_in_words_of_python(
-    call: Callable[[Any], Any], words: str, s: SimpleNamespace
-) -> None:
-    """Which names no option as the command line spells it; what lies in a folder stays."""
-    before = {path: path.read_bytes() for path in s.place.rglob("*") if path.is_file()}
-    with pytest.raises(rm.RotationMergeError, match=re.escape(words)) as error:
-        call(s)
-    assert "\n" not in str(error.value)
-    assert "--" not in re.sub(r"\(the command .* with --force\)", "", str(error.value))
-    assert {path: path.read_bytes() for path in s.place.rglob("*") if path.is_file()} == before
