@@ -194,7 +194,7 @@ def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
         served[recipe.base], parameters = refitted_view(views, parameters), {}
     elif recipe.own_method is not None:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
-        inner = bound_method(recipe.own_method, views, parameters, dtype_from_name(stock.out_dtype))
+        inner = bound_method(recipe.own_method, views, parameters)
     stock._architecture = described(views)
     delegated = Delegated(name, inner, recipe.plain, parameters, _finisher(session, stock.out_dtype))
     loaders = {reference: ViewLoader(served[model]) for model, reference in placed.items()}

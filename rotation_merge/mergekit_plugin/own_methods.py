@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.methods import MergedModels, OwnMethod
@@ -34,7 +34,6 @@ def bound_method(
     method: OwnMethod,
     views: RecipeViews,
     parameters: Parameters,
-    dtype: torch.dtype | None = None,
     statistics: Mapping[ModelReference, Statistics] | None = None,
     samples: Callable[[], Sequence[Batch]] | None = None,
 ) -> OwnMethod:
@@ -44,7 +43,6 @@ def bound_method(
 
     Args:
         parameters: of the method for each tensor.
-        dtype: of the result; None: each tensor has that of the anchor's files.
         statistics: of models, as measured; None: those that the recipe names.
         samples: gives the samples that activations are compared on; None: they are what the recipe names.
 
@@ -52,6 +50,7 @@ def bound_method(
         RotationMergeError: weights are of no use, statistics or samples are missing.
     """
     recipe, run = views.recipe, views.session.run
+    written = dtype_from_name(recipe.config.out_dtype) or recipe.dtype
     if statistics is None:
         statistics = _statistics(method, views, parameters) if method.statistics else {}
     models = MergedModels(
@@ -60,7 +59,7 @@ def bound_method(
         tied_head=None if recipe.value("untie") else views.base.tied_head,
         views={model: views.view(model) for model in views.stored},
         statistics={model: _moved(views, model, stored) for model, stored in statistics.items()},
-        storage=lambda name: dtype or recipe.dtype or views.anchor.dtypes.get(name),
+        storage=lambda name: written or views.anchor.dtypes.get(name),
         samples=samples or (_samples(method, views) if method.on_samples else None),
         tell=run.note,
     )
