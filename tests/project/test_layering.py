@@ -58,7 +58,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3107),
     ("carrying",): (1500, 2030),
     ("report",): (1400, 1468),
-    ("mergekit_plugin",): (2500, 3562),
+    ("mergekit_plugin",): (2500, 3561),
     ("diagnose",): (2100, 2041),
     ("search", "share"): (1400, 1780),
     ("api", "cli", "__init__"): (1400, 2632),
