@@ -51,27 +51,20 @@ def stand_in(name: str, folder: Path) -> Path:
         base, adapter = (stand_in(part, folder) for part in name.split("+"))
         return Path(f"{base}+{adapter}")
     out = folder / name.replace("/", "--").strip(".-")
-    if "lora" in name and not out.exists():
-        return adapter_stand_in(out, name[: name.index("/") + 1])
     if not out.exists():
         class_name, sizes = next(value for start, value in FAMILIES.items() if name.startswith(start))
         torch.manual_seed(len(list(folder.iterdir())) if folder.exists() else 0)
         model_class = getattr(transformers, class_name)
-        model_class(model_class.config_class(**sizes)).save_pretrained(out)
+        model = model_class(model_class.config_class(**sizes))
+        if "lora" in name:
+            lora(out, model, r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], base_model_name_or_path=None)
+            return out
+        model.save_pretrained(out)
         if sizes is DIGITS:
             shutil.copy(CHECKPOINTS / "vit-0" / "preprocessor_config.json", out)
         if "vision" not in str(sizes) and "image_size" not in sizes:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(CHECKPOINTS / "llama-0" / file, out / file)
-    return out
-
-
-def adapter_stand_in(out: Path, family: str) -> Path:
-    """A LoRA for the stand-ins of a family, which names no base."""
-    class_name, sizes = FAMILIES[family]
-    model_class = getattr(transformers, class_name)
-    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj"], "base_model_name_or_path": None}
-    lora(out, model_class(model_class.config_class(**sizes)), seed=1, **options)
     return out
 
 

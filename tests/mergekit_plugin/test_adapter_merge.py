@@ -13,7 +13,7 @@ import torch
 from cli_support import error_of, output_of, run
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
-from plugin_support import lora, make
+from plugin_support import lora, make, write_adapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,11 +45,8 @@ def write_peft(
         for part, shape in (("A", (width, inputs)), ("B", (outputs, width))):
             key = f"base_model.model.layers.0.{name}.lora_{part}.weight"
             tensors[key] = scale * torch.randn(shape, generator=generator)
-    folder.mkdir(parents=True)
-    save_file({**tensors, **(more or {})}, folder / WEIGHTS)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": BASE, **settings}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
+    return str(write_adapter(config, {**tensors, **(more or {})}, folder))
 
 
 def pair(module: str, outputs: int, inputs: int, form: tuple[str, str] = DIFFUSERS, rank: int = 1) -> Tensors:
