@@ -220,9 +220,7 @@ def parents(tmp_path: Path) -> Pair:
 
 def checked(parents: Pair, out: Path, **keys: Any) -> str:
     """Merges, and gives the notes of the report."""
-    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in parents]
-    recipe = {"merge_method": "rotation_merge", "base_model": str(parents[0]), "models": models, "dtype": "float32"}
-    merge_recipe(yaml.safe_dump({**recipe, "parameters": {"delegate": "linear"}, **keys}), str(out), tokenizer=True)
+    merge_recipe(yaml.safe_dump({**recipe_for("linear", *parents), **keys}), str(out), tokenizer=True)
     return "\n".join(read(out / "rotation_merge.json")["notes"])
 
 
