@@ -84,8 +84,8 @@ def match_on(root: Path) -> None:
         began, barriers = time.process_time(), dict[str, float]()
         for a, b in pairs:
             models = ends([root / f"llama-{seed}" for seed in (a, b)], options)
-            curve = rm.barrier(*models, "demo:python", rm.BarrierConfig(points=3, limit=80))
-            barriers[f"Llamas {a} and {b}"] = curve.barrier()
+            first, middle, last = rm.barrier(*models, "demo:python", rm.BarrierConfig(points=3, limit=80)).loss
+            barriers[f"Llamas {a} and {b}"] = middle - (first + last) / 2
         seconds = (time.process_time() - began) / len(pairs)
         cells = {words: f"{value:.3f}" for words, value in barriers.items()}
         table.add({"match_on": how, **cells, "mean": f"{fmean(barriers.values()):.3f}", "seconds": f"{seconds:.0f}"})
