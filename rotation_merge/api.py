@@ -223,15 +223,12 @@ def _pool(models: Sequence[View], method: str, sources: Sequence[Samples], limit
     if any(source is not first for source in further):
         problem = f"delegate {method} compares activations on the same samples, but models have their own 'data'"
         raise RecipeError(problem, remedy="write 'data' once, under the recipe's parameters")
+    base = models[0]
     for view in models[1:]:
-        _check_one_vocabulary(models[0], view)
-    return read_samples(models[0], first, limit, seed=seed).batches
-
-
-def _check_one_vocabulary(base: View, view: View) -> None:
-    if shared_rows([base, view]) is not None:
-        problem = f"its tokens are not those of {base.name}, but all models run on the same token ids"
-        raise RecipeError(problem, where=view.name, remedy="use another method")
+        if shared_rows([base, view]) is not None:
+            problem = f"its tokens are not those of {base.name}, but all models run on the same token ids"
+            raise RecipeError(problem, where=view.name, remedy="use another method")
+    return read_samples(base, first, limit, seed=seed).batches
 
 
 def _check_folded(models: Sequence[View]) -> None:

@@ -7,13 +7,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import FOLDER, Output, Store, check_output, write_text
@@ -35,7 +37,6 @@ from rotation_merge.search.candidates import Candidate, candidates_of, left_out,
 from rotation_merge.search.config import MergeConfig, seconds
 from rotation_merge.search.judge import Figures, forgetting
 from rotation_merge.search.parents import Parents, SearchConfig
-from rotation_merge.search.scale import best_scale
 
 LOG = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ WRITING = "writing"
 """Name of the record of a search that has begun to write OUT."""
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """The hub's names of the measures, by unit."""
+STEP = 1.25
+"""Two scales that are tried side by side differ by this factor, in the end by its root."""
+MOST = 8
+"""So many scales are measured, at the most."""
 
 
 @dataclass(frozen=True)
@@ -349,3 +354,45 @@ class Search:
         for folder in (*searches, everything):
             with suppress(OSError):  # it is not empty, or not there
                 folder.rmdir()
+
+
+# --- `lambda`, on the line from the base through a merge, without merging again --------------------------------------
+
+
+def best_scale(
+    merged: Any,
+    base: Any,
+    scale: float,
+    measure: Callable[[Any], Figures],
+    rank: Callable[[Figures], tuple[float, float]],
+    over: Callable[[], bool] = lambda: False,
+) -> tuple[float, Figures]:
+    """Search the scale of a merged change with the lowest score, in steps from the first one.
+
+    Args:
+        merged: the base with `scale` times the merged change; left as the base with some multiple of it.
+        measure: the figures of a model.
+        rank: the sort key of merges, the best one first.
+        over: whether no more scales may be measured.
+
+    Returns:
+        The scale and its figures.
+    """
+    starts, place, best = base.state_dict(), 0.0, 0.0
+    measured = {place: measure(merged)}
+    for move in (1.0, -1.0, 0.5, -0.5):
+        while (step := best + move) not in measured and len(measured) < MOST and not over():
+            _scale(merged, starts, STEP ** (step - place))
+            place, measured[step] = step, measure(merged)
+            if rank(measured[step]) >= rank(measured[best]):
+                break
+            best = step
+    return round(scale * STEP**best, 3), measured[best]
+
+
+@torch.no_grad()
+def _scale(merged: Any, starts: Mapping[str, Tensor], factor: float) -> None:
+    """Move a model along the line from the starts, each tensor once: tied ones move in place."""
+    for name, tensor in (*merged.named_parameters(), *merged.named_buffers()):
+        if name in starts and tensor.is_floating_point():
+            tensor.copy_(torch.lerp(starts[name].to(tensor), tensor, factor))

@@ -24,8 +24,7 @@ from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import LAST, SCALES, candidates_of, left_out
 from rotation_merge.search.judge import Ensemble, Figures, Judge, forgetting
 from rotation_merge.search.parents import FAR, NEAR, SHARED, Parents, SearchConfig, split, write_data
-from rotation_merge.search.run import Outcome, Search
-from rotation_merge.search.scale import STEP, best_scale
+from rotation_merge.search.run import STEP, Outcome, Search, best_scale
 
 BASE, ENGLISH, C, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c", "llama-1"))
 LORA = str(CHECKPOINTS / "llama-0-lora-english")
