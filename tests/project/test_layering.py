@@ -60,8 +60,8 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("report",): (1400, 1468),
     ("mergekit_plugin",): (2500, 3561),
     ("diagnose",): (2100, 2041),
-    ("search", "share"): (1400, 1780),
-    ("api", "cli", "__init__"): (1400, 2632),
+    ("search", "share"): (1400, 1771),
+    ("api", "cli", "__init__"): (1400, 2629),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
