@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 Plant = Callable[[Path], object]
-"""Spoils a folder; raises `Absent` where a folder of the kind cannot have the fault."""
+"""Spoils a folder; raises `Absent`, or finds no file, where a folder of the kind cannot have the fault."""
 Tensors = dict[str, Tensor]
 Entries = dict[str, Any]
 
@@ -71,7 +71,7 @@ class Fault:
             return False
         try:
             self.spoil(folder)
-        except Absent:
+        except (Absent, FileNotFoundError):
             return False
         return True
 
@@ -139,10 +139,9 @@ def edit(folder: Path, file: str = CONFIG, /, **changes: Any) -> None:
 def entry(folder: Path, *names: str) -> tuple[str, Any]:
     """The first of some config entries that is there; the fault is absent where none is."""
     config = read(folder / CONFIG)
-    known = ((name, part[name]) for part in (config, config.get("text_config") or {}) for name in names if name in part)
-    named = next(known, None)
-    needs(named is not None)
-    return named
+    known = [(name, part[name]) for part in (config, config.get("text_config") or {}) for name in names if name in part]
+    needs(known)
+    return known[0]
 
 
 def matrix(tensors: Tensors) -> str:
@@ -166,7 +165,6 @@ def of_json(change: Callable[[Entries, Path], object], file: str = CONFIG) -> Pl
     """A fault of what a JSON file holds."""
 
     def plant(folder: Path) -> None:
-        needs((folder / file).exists())
         content = read(folder / file)
         change(content, folder)
         write(folder / file, content)
@@ -217,12 +215,7 @@ def text_of(file: str, text: str) -> Plant:
 
 
 def without(*names: str) -> Plant:
-    def plant(folder: Path) -> None:
-        needs(any((folder / name).exists() for name in names))
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-
-    return plant
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
 def edited(file: str = CONFIG, beside: str = CONFIG, **changes: Any) -> Plant:
