@@ -32,8 +32,9 @@ import rotation_merge as rm
 TOLERANCE, NAME = 2e-4, "statistics.safetensors"
 TWINS = {
     **{"llama": "llama", "bert": "classifier", "gpt2": "untied", "t5": "plain", "phi3": "grouped", "gemma2": "tied"},
-    **{"mixtral": "untied", "qwen_moe": "qwen2", "llava": "llama", "nemotron_h": "latent experts"},
+    **{"mixtral": "untied", "granitemoe": "plain", "llava": "llama", "nemotron_h": "latent experts"},
 }
+"""Among them experts that files have apart, and stacked."""
 
 
 def data_for(model: Path | Checkpoint, file: Path, rows: int = 24) -> str:
