@@ -48,8 +48,8 @@ def test_half_precision_keeps_maps_orthogonal(case: tuple[str, str, str], tmp_pa
     """Between independent models: the donor aligned by a file in float16 computes what the donor computes."""
     anchor, donor = (checkpoint(*case[:2], tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
     double = {name: x.double() for name, x in donor.state.items()}, donor.config
-    made = rm.align((anchor.state, anchor.config), double, heads="permutation", residual=case[2])
-    made.save(tmp_path / "map", {"note": 1}, half=True)
+    alignment = rm.align((anchor.state, anchor.config), double, heads="permutation", residual=case[2])
+    alignment.save(tmp_path / "map", {"note": 1}, half=True)
     loaded = rm.Alignment.load(tmp_path / "map")
     assert (loaded.metadata["note"], loaded.metadata["options"]["residual"]) == (1, case[2])
     if case[2] == "rotation":
@@ -113,9 +113,9 @@ def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str
     second["parameters"]["save_alignment"] = kept
     assert equal(merged(second, again), first)
     assert equal(load_file(again / kept), load_file(out / kept))
-    made, found = report(out), report(again)
-    assert any("nothing was matched" in note for note in found["notes"])
-    assert (found["rows"], found["whole"]) == (made["rows"], made["whole"])
+    matched, replayed = report(out), report(again)
+    assert any("nothing was matched" in note for note in replayed["notes"])
+    assert (replayed["rows"], replayed["whole"]) == (matched["rows"], matched["whole"])
     assert table(again) == table(out)
     rm.align(anchor, donor, heads="permutation", **options).save(tmp_path / "file")
     shown = [parsed("inspect", path) for path in (out / kept, tmp_path / "file")]

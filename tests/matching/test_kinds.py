@@ -52,13 +52,13 @@ def other_kind(model: Any, other: Case) -> Any | None:
     try:
         config = other.model_class.config_class(**{k: v for k, v in said.items() if k in known})
         config._attn_implementation = config._experts_implementation = "eager"
-        found = other.model_class(config).double().eval()
-        prefixes = model.base_model_prefix, found.base_model_prefix
-        found.load_state_dict({name.replace(*prefixes, 1): tensor for name, tensor in model.state_dict().items()})
-        found.config.architectures = [other.class_name]
+        turned = other.model_class(config).double().eval()
+        prefixes = model.base_model_prefix, turned.base_model_prefix
+        turned.load_state_dict({name.replace(*prefixes, 1): tensor for name, tensor in model.state_dict().items()})
+        turned.config.architectures = [other.class_name]
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, StrictDataclassError):
         return None
-    return found
+    return turned
 
 
 def named(model: Any, other: Any) -> str:
@@ -80,15 +80,15 @@ def test_whatever_computes_otherwise_is_named(one: Case, other: Case) -> None:
     """What computes the same and has one config passes; entries that differ are tried in architecture/test_variants."""
     with keep_float64():
         model = make(one)
-        found = other_kind(model, other)
-        if found is None:
+        turned = other_kind(model, other)
+        if turned is None:
             return
         given = inputs(one, model)
         try:
-            apart = difference(outputs(found, given), outputs(model, given))
+            apart = difference(outputs(turned, given), outputs(model, given))
         except (RuntimeError, ValueError, TypeError):
             return  # transformers cannot compute with it
-        refused = named(model, found).startswith(REFUSED)
+        refused = named(model, turned).startswith(REFUSED)
         assert refused or apart <= SAME
         if apart <= SAME and kind(one) not in ("cohere", "lfm2"):  # tiny ones lack what is other
             assert not refused

@@ -29,13 +29,12 @@ from plugin_support import (
     recipe_for,
 )
 
-from rotation_merge import AlignConfig, workers
+from rotation_merge import workers
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import visit
 from rotation_merge.matching.run import Run
-from rotation_merge.matching.stream import random_gauge
 from rotation_merge.matching.visit import Visits
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.workers import BYTES_A_WEIGHT, SHARE, in_order, in_threads, on_devices, workers_for
@@ -257,15 +256,6 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
 
 @pytest.mark.parametrize("family", sorted(shipped()))
 def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
-    """What a block of two models is matched by, and what is found, is the same after a journey."""
     architecture = table.sample(shipped()[family])
     work = pickle.loads(cloudpickle.dumps(Visits(architecture, {}, {}, {}, ("stream",), cached=True)))
     assert (work.architecture, work.folded, work.cached) == (architecture, ("stream",), True)
-    options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
-    sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
-    back = pickle.loads(cloudpickle.dumps(sent))
-    assert back.keys() == sent.keys() != set()
-    for name, transform in sent.items():
-        mine, theirs = transform.tensors(), back[name].tensors()
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
