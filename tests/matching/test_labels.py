@@ -37,6 +37,11 @@ def reordered(tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[int, tuple
     return {n: t.index_select(rows[n][0], torch.tensor(rows[n][1])) if n in rows else t for n, t in tensors.items()}
 
 
+def of_head(order: tuple[int, ...]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The rows of a classifier's head in another order."""
+    return {"classifier.weight": (0, order), "classifier.bias": (0, order)}
+
+
 def rows_of(*models: Any) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """What puts the second's classes into the first's order."""
     return align(*models, **STILL).basis.rows
@@ -88,8 +93,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("labels")
     anchor = make("bert", folder / "anchor", id2label=dict(enumerate(NAMES)), label2id=called(NAMES)["label2id"])
     moved = state(twin(anchor, folder / "twin"))
-    order = tuple(map(NAMES.index, MOVED))
-    rows = {"classifier.weight": (0, order), "classifier.bias": (0, order)}
+    rows = of_head(tuple(map(NAMES.index, MOVED)))
     donor = renamed(write_state(reordered(moved, rows), anchor, folder / "donor"), MOVED)
     data = data_for(anchor, folder / "data.npz")
     for model in (anchor, donor):
@@ -107,7 +111,7 @@ def renamed(model: Path, names: tuple[str, ...]) -> Path:
 def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
     """And commands that compare models look at classes of one name."""
     (anchor, donor), out, file = models, tmp_path / "out", tmp_path / "maps.safetensors"
-    data = ("--data", labelled(models, tmp_path))
+    data = ("--data", labelled(tmp_path))
     output = output_of("align", anchor, donor, out, *HEADS_MOVE, "--alignment", file)
     assert all("another order" in text for text in (output, (out / "README.md").read_text()))
     assert farthest(state(out), state(anchor)) < TOLERANCE
@@ -124,7 +128,7 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     assert "not checked" not in (tmp_path / "replayed" / "README.md").read_text()
 
 
-def labelled(models: tuple[Path, Path], folder: Path) -> str:
+def labelled(folder: Path) -> str:
     path = folder / "data.jsonl"
     rows = [{"input_ids": [3 + i, 5, 7, 11], "labels": i % 3} for i in range(12)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
@@ -145,8 +149,8 @@ def test_recipes_merge_in_the_anchors_order(delegate: str, models: tuple[Path, P
 @pytest.mark.slow
 def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path: Path) -> None:
     """Of a donor with another head, in either order of its classes, the same merge comes."""
-    anchor, order, merges = models[0], tuple(map(NAMES.index, MOVED)), list[dict[str, Tensor]]()
-    rows, far = {"classifier.weight": (0, order), "classifier.bias": (0, order)}, state(anchor)
+    anchor, rows, merges = models[0], of_head(tuple(map(NAMES.index, MOVED))), list[dict[str, Tensor]]()
+    far = state(anchor)
     far |= {n: far[n] + torch.arange(3.0).reshape(-1, *[1] * (far[n].ndim - 1)) for n in rows}
     for names, tensors in ((NAMES, far), (MOVED, reordered(far, rows))):
         donor = renamed(write_state(tensors, anchor, tmp_path / names[0]), names)
@@ -162,8 +166,7 @@ def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], 
     """The same by a recipe and by `carry`, and whether the old base or its fine-tune is in the new one's order."""
     anchor, donor = models
     tuned = write_state({n: 1.1 * t for n, t in state(donor).items()}, donor, tmp_path / "tuned")
-    back = tuple(map(MOVED.index, NAMES))
-    rows = {"classifier.weight": (0, back), "classifier.bias": (0, back)}
+    rows = of_head(tuple(map(MOVED.index, NAMES)))
     in_order = renamed(write_state(reordered(state(tuned), rows), tuned, tmp_path / "in-order"), NAMES)
     wanted = {n: 1.1 * t for n, t in state(anchor).items()}
     for number, model in enumerate((tuned, in_order)):
@@ -179,7 +182,7 @@ def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], 
 @pytest.mark.slow
 def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
     anchor, donor = models
-    data, file = labelled(models, tmp_path), tmp_path / "learned.safetensors"
+    data, file = labelled(tmp_path), tmp_path / "learned.safetensors"
     learning = ("--learn", "--data", data, "--steps", "1", "--batch-size", "4", *HEADS_MOVE)
     found = parsed("align", anchor, donor, *learning, "--alignment", file)["learned"]
     assert found["before"] == pytest.approx(found["after"], rel=0.05)
