@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from plugin_support import state, write_state
-from tiny_models import ALL, Case, difference, inputs, make, outputs, save
+from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 from torch import Tensor
 
 import rotation_merge as rm
@@ -28,7 +28,6 @@ class Checkpoint:
 
     case: Case
     path: Path
-    untied: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -41,29 +40,16 @@ class Checkpoint:
     @property
     def architecture(self) -> Architecture:
         """The labels of its tensors."""
-        return resolve(self.config, list(self.state), self.case.name, untie=self.untied)
-
-    @property
-    def whole_state(self) -> dict[str, Tensor]:
-        """The tensors, a tied head under its own name too where it is to be untied."""
-        own = self.state
-        tied = {t.name: own[t.tied[0]].clone() for t in self.architecture.tensors() if t.tied and t.name not in own}
-        return own | (tied if self.untied else {})
+        return resolve(self.config, list(self.state), self.case.name)
 
     def folded(self) -> dict[str, Tensor]:
         """Tensors with all norm gains folded into their readers."""
-        model = self.whole_state, self.config
-        rotated = rm.Alignment.random(model, untie=self.untied, residual="rotation")
-        return rotated.apply_anchor(model).state_dict()
+        return rm.Alignment.random(self.path, residual="rotation").apply_anchor(self.path).state_dict()
 
     def outputs(self, path: Path | None = None) -> dict[str, Tensor]:
         """What the checkpoint (or another one of its class) computes, in float64."""
-        model, info = self.case.model_class.from_pretrained(
-            path or self.path, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
-        )
-        model.config._experts_implementation = "eager"
-        assert not info["missing_keys"], info["missing_keys"]
-        return outputs(model.eval(), inputs(self.case, model))
+        model = load(self.case, path or self.path)
+        return outputs(model, inputs(self.case, model))
 
     def differs(self, path: Path) -> float:
         """Largest difference of another checkpoint's outputs from these."""
@@ -72,25 +58,22 @@ class Checkpoint:
     def write(self, tensors: dict[str, Tensor], where: Path) -> Checkpoint:
         """Another checkpoint of the same class."""
         write_state({name: x.contiguous() for name, x in tensors.items()}, self.path, where)
-        if self.untied:
-            config = json.loads((where / "config.json").read_text())
-            (where / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-        return Checkpoint(self.case, where, self.untied)
+        return Checkpoint(self.case, where)
 
 
-def checkpoint(family: str, name: str, where: Path, seed: int = 0, untied: bool = False) -> Checkpoint:
+def checkpoint(family: str, name: str, where: Path, seed: int = 0) -> Checkpoint:
     """A tiny random model, in float32."""
     chosen = case(family, name)
     save(make(chosen, seed).float(), where)
-    return Checkpoint(chosen, where, untied)
+    return Checkpoint(chosen, where)
 
 
 def twin(
     anchor: Checkpoint, where: Path, residual: str, seed: int = 5, noise: float = 0.0, **options: Any
 ) -> Checkpoint:
     """The anchor moved in every space, with relative noise on its weights; it computes the same without."""
-    model, chosen = (anchor.whole_state, anchor.config), {"heads": "permutation", "residual": residual, **options}
-    moved = rm.Alignment.random(model, seed=seed, untie=anchor.untied, **chosen).apply(model)
+    chosen = {"heads": "permutation", "residual": residual, **options}
+    moved = rm.Alignment.random(anchor.path, seed=seed, **chosen).apply(anchor.path)
     generator = torch.Generator().manual_seed(seed + 1)
     noisy = {
         name: x + noise * x.std() * torch.randn(x.shape, generator=generator) if noise and x.ndim > 1 else x

@@ -65,7 +65,7 @@ def test_half_precision_keeps_maps_orthogonal(case: tuple[str, str, str], tmp_pa
 @pytest.mark.slow
 def test_untied_anchor_and_donor(tmp_path: Path) -> None:
     """Both tied, the alignment a rotation: written with --untie and --half, applied under untie: true."""
-    anchor, donor = (checkpoint("llama", "qwen2", tmp_path / n, seed=i, untied=True) for i, n in enumerate("ab"))
+    anchor, donor = (checkpoint("llama", "qwen2", tmp_path / n, seed=i) for i, n in enumerate("ab"))
     align(anchor.path, donor.path, tmp_path / "map", "rotation", "--untie", "--half")
     document = from_file(recipe(anchor, donor, residual="none", untie=True), tmp_path / "map")
     document["models"][0]["parameters"]["weight"], document["models"][1]["parameters"]["weight"] = 0.0, 1.0
