@@ -58,7 +58,7 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(family: str, monkeypatc
 
 @pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
-    """Two layers or eight: weights of one, sums of one."""
+    """Two layers or five: weights of one, sums of one."""
     peaks = []
     for layers in (2, 5):
         path = make_checkpoint("llama", tmp_path / str(layers), num_hidden_layers=layers, intermediate_size=96)
