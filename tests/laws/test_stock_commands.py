@@ -41,16 +41,8 @@ class Models:
         rm.average([(state, view.config)]).to(torch.float32).save_pretrained(folder)
         return folder
 
-    def aligned(self, *donors: Path, **groups: Any) -> list[rm.View]:
-        """The anchor and donors (by default the first), brought to it in Python."""
-        donors = donors or (self.donor,)
-        alignments = [rm.align(self.anchor, donor, **{**self.groups, **groups}) for donor in donors]
-        folded = max(alignments, key=lambda alignment: len(alignment.folded))
-        views = [alignment.apply(donor) for alignment, donor in zip(alignments, donors, strict=True)]
-        return [folded.apply_anchor(self.anchor), *views]
-
     def average(self, method: str = "linear", **parameters: Any) -> rm.View:
-        return rm.average(self.aligned(), method, **parameters)
+        return rm.average(aligned(self), method, **parameters)
 
     def recipe(self, *donors: Path | str, **parameters: Any) -> dict[str, Any]:
         """The recipe of an anchor and donors, evenly weighted."""
@@ -62,6 +54,16 @@ class Models:
             "parameters": {"delegate": "linear", **self.groups, **parameters},
             "dtype": "float32",
         }
+
+
+@functools.lru_cache(maxsize=2)
+def aligned(models: Models, *donors: Path, **groups: Any) -> list[rm.View]:
+    """The anchor and donors (by default the first), brought to it in Python."""
+    donors = donors or (models.donor,)
+    alignments = [rm.align(models.anchor, donor, **{**models.groups, **groups}) for donor in donors]
+    folded = max(alignments, key=lambda alignment: len(alignment.folded))
+    views = [alignment.apply(donor) for alignment, donor in zip(alignments, donors, strict=True)]
+    return [folded.apply_anchor(models.anchor), *views]
 
 
 def noise(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -122,7 +124,7 @@ def wudi(models: Models) -> float:
 def stock(models: Models) -> float:
     """The recipe of mergekit's method on aligned models that were written before."""
     folders = fresh("anchored"), fresh("aligned")
-    for view, folder in zip(models.aligned(), folders, strict=True):
+    for view, folder in zip(aligned(models), folders, strict=True):
         view.save_pretrained(folder)
     plain = {**models.recipe(), "merge_method": "linear", "parameters": {}, "base_model": str(folders[0])}
     plain["models"] = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in folders]
@@ -191,13 +193,13 @@ def untied(models: Models) -> float:
     """`untie: true`: a head of its own where the embedding was the head, in coordinates that only it allows."""
     result = merged(models.recipe(residual="largest", untie=True))
     assert len(result) >= len(tensors(models.anchor))
-    return apart(result, rm.average(models.aligned(residual="largest", untie=True)))
+    return apart(result, rm.average(aligned(models, residual="largest", untie=True)))
 
 
 def donors(models: Models) -> float:
     """Two donors."""
     pair = models.donor, models.other
-    return apart(merged(models.recipe(*pair)), rm.average(models.aligned(*pair)))
+    return apart(merged(models.recipe(*pair)), rm.average(aligned(models, *pair)))
 
 
 def lora(models: Models) -> float:
