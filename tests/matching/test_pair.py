@@ -8,17 +8,15 @@ import pkgutil
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from bad_checkpoints import READERS
 from cli_support import COMMANDS, output_of, run
-from plugin_support import make, mergekit_yaml, state
-from safetensors.torch import save_file
+from plugin_support import make, mergekit_yaml, state, write_state
 from spoiling import DONORS, RECIPE
-from tiny_models import ALL, Case, Planted, planted
+from tiny_models import ALL, Case, planted
 from variants import FIRST, ONE
 
 import rotation_merge as rm
@@ -135,33 +133,13 @@ def test_the_unknown_may_not_stay_while_the_stream_moves(case: Case) -> None:
 # --- layers that predict further tokens (MTP): they stay while their stream does
 
 
-def written(model: Planted, tensors: dict[str, torch.Tensor], folder: Path) -> Path:
-    """A checkpoint in float64, with the config of a tiny model."""
-    folder.mkdir()
-    (folder / "config.json").write_text((model.folder / "config.json").read_text())
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def drawn_for(model: Planted) -> Mock:
-    """In the place of the best alignment: any."""
-
-    def drawn(architecture: Any, anchor: Any, donor: Any, options: rm.AlignConfig, *_: Any, **__: Any) -> rm.Alignment:
-        return rm.Alignment.random(model.pair, options, seed=5)
-
-    return Mock(side_effect=drawn)
-
-
 @pytest.mark.parametrize("residual", ["none", "permutation"])
-def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
-    residual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_predict_further_tokens_stay_while_their_stream_does(residual: str, tmp_path: Path) -> None:
     """`align` copies what transformers does not read; where the stream moves, it says that it leaves it out."""
     model = planted(next(case for case in ONE if case.family == "qwen3_5"))
-    further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
-    anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
-    monkeypatch.setattr("rotation_merge.matching.match.match_model", drawn_for(model))
-    output = output_of("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
+    further, twin = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}, model.twin(residual=residual)
+    models = [write_state(x | further, model.folder, tmp_path / n) for n, x in (("a", model.state), ("b", twin))]
+    output = output_of("align", *models, tmp_path / "out", "--residual", residual, "--no-verify")
     after, moves = state(tmp_path / "out"), residual != "none"
     assert ("mtp.fc.weight" in after) != moves
     assert ("Left out, because the model does not read them: mtp.fc.weight." in output) == moves
@@ -169,20 +147,17 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
 
 
 @pytest.mark.parametrize(("family", "further"), [("qwen3_5", "mtp.fc.weight"), ("deepseek", "model.layers.2.eh_proj")])
-def test_the_python_api_leaves_them_out_as_well(
-    family: str, further: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_python_api_leaves_them_out_as_well(family: str, further: str, caplog: pytest.LogCaptureFixture) -> None:
     """Not moved by `align`, which names what it leaves out; nor need the other model have it. `carry` turns nothing."""
     model = planted(next(case for case in ONE if case.family == family))
-    whole = {**model.state, further: torch.eye(4, dtype=torch.float64)}
-    monkeypatch.setattr("rotation_merge.api._matcher", lambda *_: drawn_for(model))
-    for residual in ("none", "rotation"):
-        moves = residual != "none"
-        donor, anchor = (whole, model.config), (model.state, model.config)
-        alignment = rm.align(anchor, donor, residual=residual)
-        aligned, again = alignment.apply(donor), rm.transfer(donor, donor, donor, residual=residual)
-        assert again.keys() == whole.keys()
-        assert aligned.keys() == (model.state if moves else whole).keys()
+    whole = {further: torch.eye(4, dtype=torch.float64)}
+    for residual in ("none", "permutation"):
+        moves, twin = residual != "none", model.twin(residual=residual)
+        donor, base = (twin | whole, model.config), (model.state | whole, model.config)
+        alignment = rm.align(model.pair, donor, residual=residual)
+        aligned = alignment.apply(donor)
+        assert rm.transfer(donor, donor, base, residual=residual).keys() == donor[0].keys()
+        assert aligned.keys() == (model.state if moves else donor[0]).keys()
         assert model.differs({name: aligned[name] for name in model.state}) <= 1e-9
         words = f"Left out, because the model does not read them: {further}."
         for notes in (alignment.report.notes, aligned.notes, caplog.messages):
