@@ -34,6 +34,7 @@ PARTS = {
     "report": "report laws/test_planted_faults.py",
     "run": "run laws/test_bad_inputs.py",
     "cli": "cli project/test_manners.py",
+    **{part: f"{part} laws/test_bad_methods.py" for part in ("averaging", "carrying", "search")},
     "errors": "laws/test_bad_inputs.py",
     "config": "cli mergekit_plugin",
     "workers": "matching/test_workers.py",

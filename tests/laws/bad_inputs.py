@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, WITH_ALIGNMENT, index
-from bad_methods import METHODS
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
 from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, edit, model, put, python, tokenizer
@@ -205,7 +204,7 @@ ON_THE_HUB = [
     for name, (spoil, words) in EVERY_READER.items()
 ]
 
-ROWS = [*RECIPES, *METHODS, *CHECKPOINTS, *OUTPUTS, *LINES, *ON_THE_HUB, *PYTHON]
+ROWS = [*RECIPES, *CHECKPOINTS, *OUTPUTS, *LINES, *ON_THE_HUB, *PYTHON]
 
 OWN_TOKENIZER = '{"auto_map": {"AutoTokenizer": ["evil.Own", "evil.Own"]}, "tokenizer_class": "Own"}'
 BESIDE: dict[str, Step] = {

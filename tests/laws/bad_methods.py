@@ -32,7 +32,7 @@ from spoiling import (
 import rotation_merge as rm
 
 HALF = "{weight: 0.5}"
-NAME = "statistics.safetensors"
+STATISTICS = "statistics.safetensors"
 MERGE: dict[str, Any] = {"recipe": ("merge",)}
 """Of faults that `check`, which reads no weights and runs nothing, does not find."""
 
@@ -59,7 +59,7 @@ def alone(weight: str, parameters: str, *words: str, **more: Any) -> Row:
 def measured() -> None:
     """Statistics beside anchor and donor."""
     for folder in ("anchor", "donor"):
-        rm.measure(folder, "samples.jsonl").save(f"{folder}/{NAME}")
+        rm.measure(folder, "samples.jsonl").save(f"{folder}/{STATISTICS}")
 
 
 def no_numbers(content: bytes) -> bytes:
@@ -80,7 +80,7 @@ LATE = both(
 )
 UNKNOWN = both(*(put(f"{name}/config.json", BLOOM) for name in ("anchor", "donor")))
 ELSEWHERE = "under the recipe's 'parameters'"
-OWN = f"donor/{NAME}"
+DONOR_STATISTICS = f"donor/{STATISTICS}"
 DELEGATES = [
     sliced("delegate: ot_fusion, data: self", "slices pair layers differently"),
     delegated("ot_fusion", "{weight: 0.5, finetuned_from: anchor}", "a task vector is already in the anchor's"),
@@ -96,12 +96,14 @@ DELEGATES = [
     alone("0.0", "delegate: refit", "weights are shares", **MERGE),
     alone("1.0", "delegate: refit, start: wudi", "'start: wudi' merges task vectors", **MERGE),
     delegated("regmean", "{weight: -0.5}", "donor: its weight is -0.5", spoil=measured(), **MERGE),
-    of_statistics("regmean", f"anchor/{NAME}", "was measured on other weights"),
+    of_statistics("regmean", f"anchor/{STATISTICS}", "was measured on other weights"),
     of_statistics("regmean", "none.safetensors", "there are no statistics at 'none.safetensors'"),
     of_statistics("regmean", f"donor/{WEIGHTS}", "is not a statistics file"),
-    of_statistics("regmean", OWN, "cannot be read", spoil=bytes_of(OWN, lambda x: x[: len(x) // 2])),
-    of_statistics("regmean\n  shrink: 0.8", OWN, "NaN", spoil=bytes_of(OWN, no_numbers)),
-    of_statistics("fisher\n  attention: none", OWN, "needs fisher"),
+    of_statistics(
+        "regmean", DONOR_STATISTICS, "cannot be read", spoil=bytes_of(DONOR_STATISTICS, lambda x: x[: len(x) // 2])
+    ),
+    of_statistics("regmean\n  shrink: 0.8", DONOR_STATISTICS, "NaN", spoil=bytes_of(DONOR_STATISTICS, no_numbers)),
+    of_statistics("fisher\n  attention: none", DONOR_STATISTICS, "needs fisher"),
     delegated("regmean", "{weight: 0.5, finetuned_from: donor, carry: refit}", "needs statistics of"),
     delegated("regmean", HALF, "rotation-merge measure anchor --data DATA"),
     delegated("fisher\n  attention: none", HALF, "rotation-merge measure anchor --data DATA --kinds fisher"),
@@ -149,7 +151,7 @@ ANSWERS = [
 TUNED = "{weight: 1.0, finetuned_from: anchor"
 LORA = both(adapter("lora", "anchor"), tokenizer("lora", "AB", "new"))
 ADDED = both(LORA, tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new"))
-NEW = "has 1 token", "(`new`)"
+NEW_TOKEN = "has 1 token", "(`new`)"
 WIDER = another(LLAMA, intermediate_size=64)
 NO_PLACE = "its change has no place; add 'untie'"
 TIED = partial(model, LLAMA, "tied", 2, tie_word_embeddings=True)
@@ -175,10 +177,10 @@ CARRY = [
     delegated("task_arithmetic", f"{TUNED}, carry: refit, steps: 4}}", "carrying by refit takes no steps"),
     delegated("task_arithmetic", "{weight: 1.0, carry: refit}", "finetuned_from"),
     python("steps of a refit", lambda: rm.transfer("donor", "anchor", "anchor", method="refit", steps=4), "no steps"),
-    call("carry lora --from anchor --to anchor out", *NEW, "remove the tokens that it added", spoil=ADDED),
-    delegated("task_arithmetic", f"{TUNED}}}", *NEW, spoil=ADDED),
-    Row("change with tokens more", NEW, ADDED, python=lambda: rm.Delta.between("anchor", "donor")),
-    Row("transfer with tokens more", NEW, ADDED, python=lambda: rm.transfer("donor", "anchor", "anchor")),
+    call("carry lora --from anchor --to anchor out", *NEW_TOKEN, "remove the tokens that it added", spoil=ADDED),
+    delegated("task_arithmetic", f"{TUNED}}}", *NEW_TOKEN, spoil=ADDED),
+    Row("change with tokens more", NEW_TOKEN, ADDED, python=lambda: rm.Delta.between("anchor", "donor")),
+    Row("transfer with tokens more", NEW_TOKEN, ADDED, python=lambda: rm.transfer("donor", "anchor", "anchor")),
     Row("change of another width", ("donor", "gate_proj"), WIDER, python=lambda: rm.Delta.between("anchor", "donor")),
 ]
 
