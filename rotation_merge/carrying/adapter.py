@@ -64,7 +64,7 @@ def carry_adapter(
     moving.delta = replace(moving.changed(), record=lambda *squares: norms.append(squares))
     tensors, biases = moving.tensors()
     notes = [f"{len(norms)} changed tensors were carried."]
-    notes += filter(None, [change_note("The change", *map(sum, zip(*norms, strict=True)))])
+    notes += filter(None, [change_note("The change", norms)])
     facts = {**adapter.config, "base_model_name_or_path": str(delta.base.reference), "revision": None}
     if biases:
         facts |= {"lora_bias": True, "init_lora_weights": True}

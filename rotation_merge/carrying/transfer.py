@@ -97,8 +97,7 @@ def carry(job: Transfer, out: str, shard_size: int, progress: Progress | None = 
             value.write(staging, shard_size, progress)
         else:
             value.write(staging)
-        sums = map(sum, zip(*job.norms, strict=True))  # which are there once all is written
-        warning = change_note(f"The task vector of `{job.name}`", *sums) if job.norms else None
+        warning = change_note(f"The task vector of `{job.name}`", job.norms)  # which are there once all is written
         report = replace(report, notes=[*lines, *filter(None, [warning])])
         write_notes(staging, report, card(bases, job.name, report, out))
     return replace(value, report=replace(report, notes=[verdict(bases, report), *report.notes]))

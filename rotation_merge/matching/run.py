@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -106,7 +106,7 @@ class Run:
     def report(self, anchor: object, delegate: str, recipe: str, **facts: Any) -> MergeReport:
         """The report on the merge so far; arguments as the fields of `MergeReport`."""
         changed = [
-            change_note(f"The task vector of `{donor}`", *norms) for donor, norms in sorted(self.carried.items())
+            change_note(f"The task vector of `{donor}`", [norms]) for donor, norms in sorted(self.carried.items())
         ]
         notes = [*self.notes, *filter(None, changed), *(line for lines in self.later for line in lines())]
         return MergeReport(
@@ -134,8 +134,9 @@ class Run:
             ending()
 
 
-def change_note(subject: str, change: float, origin: float) -> str | None:
-    """A warning if a change is too large to transfer, by the squared norms of the change and of its base."""
+def change_note(subject: str, norms: Iterable[tuple[float, float]]) -> str | None:
+    """A warning if a change is too large to transfer, by the squared norms of its tensors and of those of its base."""
+    change, origin = map(sum, zip((0.0, 0.0), *norms, strict=True))
     share = change / origin if origin else 0.0
     if share <= FAR:
         return None
