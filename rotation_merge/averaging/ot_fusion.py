@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -31,7 +31,6 @@ from rotation_merge.model.apply import read_block, read_tensor, transform_tensor
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import on_shared_rows, shared_rows
-from rotation_merge.run.batches import Batch
 from rotation_merge.run.functions import in_memory
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
@@ -144,12 +143,8 @@ class OtFusion(OwnMethod):
 
     def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
-        return Activations.of(in_memory(self.models.views[model]), self._batches)
-
-    @cached_property
-    def _batches(self) -> Sequence[Batch]:
         assert self.models.samples is not None
-        return self.models.samples()
+        return Activations.of(in_memory(self.models.views[model]), self.models.samples())
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _samples(method: OwnMethod, views: RecipeViews) -> Callable[[], Sequence[Bat
         batches = read_samples(str(views.recipe.base), str(data), SAMPLES, seed=views.session.seed).batches
         return unpadded(batches, str(data))
 
-    return pool
+    return cache(pool)  # written once, where a model writes them
 
 
 def _statistics(method: OwnMethod, views: RecipeViews, parameters: Parameters) -> dict[ModelReference, Statistics]:
