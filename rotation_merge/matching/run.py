@@ -43,7 +43,7 @@ class Run:
     files: dict[str, str] = field(default_factory=dict)
     transforms: dict[str, Transforms] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
-    carried: dict[str, tuple[float, float]] = field(default_factory=dict)
+    carried: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     data: list[dict[str, Any]] = field(default_factory=list)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     lifts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -94,8 +94,7 @@ class Run:
     def transport(self, donor: str, change: float, origin: float) -> None:
         """Add a tensor's squared change by fine-tuning and its squared norm before it."""
         with self._lock:
-            so_far = self.carried.get(donor, (0.0, 0.0))
-            self.carried[donor] = (so_far[0] + change, so_far[1] + origin)
+            self.carried.setdefault(donor, []).append((change, origin))
 
     def note(self, text: str) -> None:
         """Add a note for the report, each text once."""
@@ -105,9 +104,7 @@ class Run:
 
     def report(self, anchor: object, delegate: str, recipe: str, **facts: Any) -> MergeReport:
         """The report on the merge so far; arguments as the fields of `MergeReport`."""
-        changed = [
-            change_note(f"The task vector of `{donor}`", [norms]) for donor, norms in sorted(self.carried.items())
-        ]
+        changed = [change_note(f"The task vector of `{donor}`", norms) for donor, norms in sorted(self.carried.items())]
         notes = [*self.notes, *filter(None, changed), *(line for lines in self.later for line in lines())]
         return MergeReport(
             str(anchor),
