@@ -54,7 +54,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("record",): (250, 235),
     ("model",): (4000, 5359),
     ("run",): (2400, 3647),
-    ("matching",): (3400, 4957),
+    ("matching",): (3400, 4955),
     ("averaging",): (2000, 3102),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1468),
