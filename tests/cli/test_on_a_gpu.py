@@ -86,10 +86,8 @@ def test_statistics(tmp_path: Path) -> None:
         assert distance(*map(load_file, files[model])) < EXACT
     of_each = [{"weight": 1.0, "statistics": str(paths[0])} for paths in files.values()]
     for delegate in ("regmean", "fisher"):
-        assert (
-            distance(*map(state, merges(tmp_path / delegate, (ENGLISH, C), of_each, delegate=delegate, **PLAIN)))
-            < EXACT
-        )
+        ways = merges(tmp_path / delegate, (ENGLISH, C), of_each, delegate=delegate, **PLAIN)
+        assert distance(*map(state, ways)) < EXACT
 
 
 @pytest.mark.parametrize("match_on", ["activations", "both"])
