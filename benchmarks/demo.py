@@ -14,7 +14,7 @@ COLUMNS = {"plain": "plain", "local": "heads, neurons", "whole": "whole model", 
 
 def main() -> None:
     table = Table("demo")
-    for row in rm.demo()["results"]:
+    for row in rm.demo().data["results"]:
         form = "{:.1%}" if row["measure"] == "accuracy" else "{:.3f}"
         figures = {title: row["merges"].get(way) for way, title in COLUMNS.items()}
         merges = {title: "" if figure is None else form.format(figure) for title, figure in figures.items()}
