@@ -59,10 +59,7 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
 def test_any_number_of_steps(steps: int, models: list[Path]) -> None:
     """Of a stored model or one in memory, which stays as it is."""
     before, ids = state(models[2]), torch.randint(40, (8, 8), generator=torch.Generator().manual_seed(0))
-    tensors, config = (
-        {name: x.clone() for name, x in before.items()},
-        json.loads((models[2] / "config.json").read_text()),
-    )
+    tensors, config = state(models[2]), json.loads((models[2] / "config.json").read_text())
     for model in (str(models[2]), (tensors, config)):
         samples = [{"input_ids": part} for part in ids.split(4)]
         view = rm.polish(model, [str(models[0])], samples, rm.PolishConfig(steps=steps, learning_rate=2e-3))
@@ -189,21 +186,14 @@ def test_teachers_with_heads_of_their_own(rate: float, encoders: Any, tmp_path: 
 
 
 def test_heads_that_cannot_be_trained_are_refused(encoders: Any, tmp_path: Path) -> None:
-    """One LoRA for several heads, and teachers of one name; by the command and in Python."""
+    """One LoRA for several heads, by the command; and teachers of one name, in Python."""
     teachers, data, before = encoders
-    again = make("bert", tmp_path / "other" / "five", seed=3, num_labels=5)
-    cases = [
-        (teachers, data, {"lora": 2}, "one LoRA cannot hold them"),
-        ([teachers[1], again], data[1:], {}, "two teachers are called 'five'"),
-    ]
-    for named, files, options, words in cases:
-        flags = [word for name, value in options.items() for word in (f"--{name}", value)]
-        assert words in output_of(
-            "polish", before, tmp_path / "out", "--teachers", *named, "--data", *files, *flags, code=2
-        )
-        with pytest.raises(rm.RotationMergeError, match=words):
-            rm.polish(before, named, files if len(files) > 1 else files[0], rm.PolishConfig(**options))
+    words = ("polish", before, tmp_path / "out", "--teachers", *teachers, "--data", *data, "--lora", 2)
+    assert "one LoRA cannot hold them" in output_of(*words, code=2)
     assert not list(tmp_path.glob("out*"))
+    again = make("bert", tmp_path / "other" / "five", seed=3, num_labels=5)
+    with pytest.raises(rm.RotationMergeError, match="two teachers are called 'five'"):
+        rm.polish(before, [teachers[1], again], data[1], rm.PolishConfig())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from cli_support import run
 from plugin_support import from_file, make, merged, state, write_state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
+from test_refit import farthest
 from tiny_models import ALL
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -44,10 +45,6 @@ def texts(path: Path, rows: list[list[int]]) -> Path:
 
 def random_rows(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return torch.randint(3, 40, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def farthest(first: State, second: State) -> float:
-    return max(float((first[name] - second[name]).abs().max()) for name in second)
 
 
 @pytest.mark.slow
