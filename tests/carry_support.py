@@ -63,6 +63,7 @@ def unfolded(
                 continue
             size = state[gain_info.name].shape[0]
             gain = 0.5 + torch.rand(size, generator=generator, dtype=torch.float64)
+            gain[::3] *= -1
             result[gain_info.name] = gain - norm.offset
             shift_info = block.tensor(norm.shift) if norm.shift else None
             readers = [i for i in block.tensors if _weight_of(i.key, norm.reads) and i.names[0] in state]
@@ -90,8 +91,8 @@ def unfolded(
             factor = 0.5 + torch.rand(state[info.name].shape, generator=generator, dtype=torch.float64)
             result[info.name] = factor
             for key in scale.writes:
-                if (own := block.tensor(key)) is not None and own.name in state:
-                    result[own.name] = state[own.name] / factor.reshape(-1, *[1] * (state[own.name].ndim - 1))
+                if (info := block.tensor(key)) is not None and info.name in state:
+                    result[info.name] = state[info.name] / factor.reshape(-1, *[1] * (state[info.name].ndim - 1))
     return result
 
 

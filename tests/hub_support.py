@@ -40,7 +40,6 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, list[tuple[str, Files]]] = {}
         self.blobs: dict[str, bytes] = {}
         self.asked: list[str] = []
-        self.sent = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def commit(self, repo: str, files: Files) -> str:
@@ -132,10 +131,8 @@ class Handler(BaseHTTPRequestHandler):
         content = commit[1][name]
         if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
             begin, end = int(match[1]), min(int(match[2]) + 1, len(content))
-            self.server.sent += end - begin
             place = f"bytes {begin}-{end - 1}/{len(content)}"
             return self.answer(content[begin:end], 206, Content_Range=place, X_Repo_Commit=commit[0])
-        self.server.sent += len(content) if self.command == "GET" else 0
         return self.answer(content, ETag=f'"{hashlib.sha256(content).hexdigest()}"', X_Repo_Commit=commit[0])
 
     def do_PUT(self) -> None:
