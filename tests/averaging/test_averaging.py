@@ -128,21 +128,25 @@ def test_statistics_go_along_with_a_donor_into_a_merge(family: str, name: str, t
     assert farthest(results[0], results[1]) < 1e-4
 
 
-def test_regmean_is_the_least_squares_optimum() -> None:
-    """Without shrinking each map gives, on both models' inputs, what the two maps gave, as nearly as can be."""
+@pytest.mark.parametrize(("shrink", "ridge"), [(1.0, 0.0), (0.8, 0.05)])
+def test_regmean_is_the_least_squares_optimum(shrink: float, ridge: float) -> None:
+    """Each map gives, on both models' inputs, what the two maps gave, as nearly as can be; but for shrinking, and for
+    ridges on both sides."""
     models, samples = [build("llama", seed) for seed in (0, 1)], [{"input_ids": torch.arange(768).view(64, 12) % 37}]
     statistics, right, total = [rm.measure(model, samples) for model in models], 0.0, 0.0
-    result = rm.average(models, "regmean", statistics=statistics, shrink=1.0, ridge=0.0)
-    for model in models:
+    options = {"weights": [1.0, 2.0], "shrink": shrink, "ridge": ridge}
+    result = rm.average(models, "regmean", statistics=statistics, **options)["model.layers.0.self_attn.k_proj.weight"]
+    for weight, model in zip(options["weights"], models, strict=True):
         layer, inputs = model.model.layers[0].self_attn.k_proj, list[Tensor]()
         layer.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs.append(x[0].flatten(0, 1).double()))
         with torch.no_grad():
             model(**samples[0])
-        right, total = right + layer.weight.double() @ inputs[0].T @ inputs[0], total + inputs[0].T @ inputs[0]
+        gram = inputs[0].T @ inputs[0]
+        diagonal = gram.diagonal()
+        gram = weight * (shrink * gram + torch.diag((1 - shrink) * diagonal + ridge * diagonal.mean()))
+        right, total = right + layer.weight.double() @ gram, total + gram
     expected = (right @ torch.linalg.inv(total)).detach()
-    torch.testing.assert_close(
-        result["model.layers.0.self_attn.k_proj.weight"].double(), expected, rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(result.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
