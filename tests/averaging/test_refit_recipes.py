@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from carry_support import noisy
 from cli_support import run
-from plugin_support import from_file, make, merged, state, write_state
+from plugin_support import from_file, make, merged, state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from test_refit import farthest
 from tiny_models import ALL
@@ -127,15 +128,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A base and two fine-tunes of it, and 40 texts of token ids."""
     folder = tmp_path_factory.mktemp("models")
     base = make("llama", folder / "base")
-    paths = {"base": base}
-    for seed, name in enumerate(("one", "two")):
-        draw = torch.Generator().manual_seed(seed)
-        changed = {key: value + 0.02 * torch.randn(value.shape, generator=draw) for key, value in state(base).items()}
-        paths[name] = write_state(changed, base, folder / name)
-    return {
-        **paths,
-        "texts": texts(folder / "texts.jsonl", [row for i in range(40) for row in random_rows(1, 12, 9 + i)]),
-    }
+    tuned = {name: noisy(base, folder / name, 0.02, seed) for seed, name in enumerate(("one", "two"))}
+    rows = [row for i in range(40) for row in random_rows(1, 12, 9 + i)]
+    return {"base": base, **tuned, "texts": texts(folder / "texts.jsonl", rows)}
 
 
 def of_tuned(models: dict[str, Path], delegate: str = "refit", **parameters: Any) -> dict[str, Any]:

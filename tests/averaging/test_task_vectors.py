@@ -1,13 +1,15 @@
-"""Delegates that merge task vectors: their rules on matrices, recipes that name them, and what these refuse."""
+"""Delegates that merge task vectors: their rules on matrices, and recipes that name them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from carry_support import noisy
 from cli_support import run
 from plugin_support import build, merged, write_adapter, write_recipe
 from residual_support import Checkpoint, checkpoint, report
@@ -218,9 +220,7 @@ def test_precision_does_not_matter(name: str) -> None:
 
 
 def tuned(base: Checkpoint, folder: Path, seed: int, noise: float = 0.01) -> Checkpoint:
-    generator = torch.Generator().manual_seed(seed)
-    moved = {name: x + noise * torch.randn(x.shape, generator=generator) for name, x in base.state.items()}
-    return base.write(moved, folder)
+    return replace(base, path=noisy(base.path, folder, noise, seed))
 
 
 def of(models: list[Checkpoint], delegate: str, **parameters: Any) -> dict[str, Any]:
