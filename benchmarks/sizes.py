@@ -44,6 +44,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
+from rotation_merge.mergekit_plugin import SWITCH
 
 OPTIONS: dict[str, Any] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
 NOISE = 0.02
@@ -58,7 +59,7 @@ CASES: dict[str, tuple[str, Mapping[str, object]]] = {
     "near, residual: rotation": ("near", TURNED),
     "far, residual: rotation": ("far", TURNED),
 }
-LINEAR = "mergekit's linear"
+LINEAR, BARE = "mergekit's linear", "the same without this plugin"
 
 
 def llama(hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocabulary: int, tied: bool = False) -> Shape:
@@ -132,11 +133,12 @@ def write(shape: Shape, where: Path, donor: str | None = None, number: int = 0) 
     return where
 
 
-def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], threads: int) -> Cost:
+def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], threads: int, plugin: int = 1) -> Cost:
     """One merge in a process of its own, all models alike.
 
     Args:
         options: none: by mergekit's own linear.
+        plugin: 0: switched off.
         threads: of torch; 0: as many as it takes by itself.
     """
     with tempfile.TemporaryDirectory(dir=anchor.parent) as name:
@@ -144,8 +146,8 @@ def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], thr
         merge = recipe(anchor, halves(anchor, *donors), {"delegate": "linear", **options} if options else {})
         merge |= {"dtype": "bfloat16"} if options else {"dtype": "bfloat16", "merge_method": "linear"}
         (folder / "recipe.yml").write_text(yaml.safe_dump(merge))
-        command = [BIN / "mergekit-yaml", folder / "recipe.yml", folder / "out", "--quiet", "--out-shard-size", "1B"]
-        return process(command, threads)
+        switch, command = f"{SWITCH}={plugin}", [BIN / "mergekit-yaml", folder / "recipe.yml", folder / "out"]
+        return process(["env", switch, *command, "--quiet", "--out-shard-size", "1B"], threads)
 
 
 def after_start(cost: Cost, threads: int) -> float:
@@ -174,9 +176,10 @@ def written(shape: Shape, cases: Sequence[str], folder: Path) -> tuple[Path, dic
 def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, table: Table, folder: Path) -> None:
     """Plain linear and each case in turn, so often."""
     anchor, donors = written(shape, cases, folder)
-    costs: dict[str, list[Cost]] = {LINEAR: [], **{case: [] for case in cases}}
+    costs: dict[str, list[Cost]] = {LINEAR: [], BARE: [], **{case: [] for case in cases}}
     for turn in range(repeats):
-        costs[LINEAR].append(run({}, anchor, list(donors.values())[:1], threads))
+        for plugin, case in enumerate((BARE, LINEAR)):
+            costs[case].append(run({}, anchor, list(donors.values())[:1], threads, plugin))
         for case in cases:
             kind, options = CASES[case]
             if turn == 0 or kind != "far":
@@ -203,7 +206,8 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
     layers = part["num_hidden_layers"]
     parts = [part, {**part, "num_hidden_layers": 2 * layers}]
     models = [written(shape, cases, folder / str(shape["num_hidden_layers"])) for shape in parts]
-    whole, some = (entries_outside(shape) for shape in (full, part))
+    outside = [[x for name, x in sizes_of(shape).items() if ".layers." not in name] for shape in (full, part)]
+    whole, some = (sum(map(math.prod, sizes)) for sizes in outside)
     linear = 0.0
     for case in (LINEAR, *cases):
         kind, options = CASES.get(case, (CASES[cases[0]][0], {}))
@@ -222,11 +226,6 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
                 "peak of the part, MB": f"{many.peak / 1e6:.0f}",
             }
         )
-
-
-def entries_outside(shape: Shape) -> int:
-    """How many weights are in no layer."""
-    return sum(math.prod(size) for name, size in sizes_of(shape).items() if ".layers." not in name)
 
 
 def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
