@@ -66,9 +66,9 @@ class Solution(NamedTuple):
 def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
     """The best order of heads and maps inside them, within the options and the layer's groups."""
     group = admitted(space, options)
-    elements = ("qk", "vo", "gains", None)
+    elements, unmoved = ("qk", "vo", "gains", None), group.identity()
     parts = [part for name in elements if (part := HeadPart.of(space, sides, group, name)) is not None]
-    rows, queries = group.identity().orders
+    rows, queries = unmoved.orders
     pairing, notes = Pairing(rows, rows, queries), list[str]()
     solutions, spectral = [part.solved(pairing) for part in parts], group.order == "spectral"
     if group.order == "fixed" and queries.numel() > 1:
@@ -82,7 +82,7 @@ def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> S
             pairing, solutions = candidate, candidate_solutions
     if (shared := HeadPart.of(space, sides, group, "gains", shared=True)) is not None:
         parts, solutions = [*parts, shared], [*solutions, shared.solved(shared.unmoved)]
-    best = {**group.identity().elements, **orders_of(pairing.donor, pairing.queries)}
+    best = {**unmoved.elements, **orders_of(pairing.donor, pairing.queries)}
     for part, solution in zip(parts, solutions, strict=True):
         if part.name in best and best[part.name].shape == solution.element.shape:
             best[part.name] = solution.element
