@@ -178,11 +178,7 @@ class Refit:
         return names
 
     def _solve(
-        self,
-        hooks: BlockHooks,
-        stage: Stage,
-        names: Mapping[str, Sequence[str]],
-        answers: Sequence[Answer],
+        self, hooks: BlockHooks, stage: Stage, names: Mapping[str, Sequence[str]], answers: Sequence[Answer]
     ) -> None:
         """Solve the maps of a stage from sums over all batches."""
         sums: RidgeSums | None = None
@@ -226,12 +222,7 @@ class Refit:
         return isinstance(logits, Tensor) and output is not None and torch.equal(logits.flatten(), output.flatten())
 
     def _head_change(
-        self,
-        hooks: BlockHooks,
-        key: str,
-        start: Tensor,
-        inputs: Sequence[Tensor],
-        answers: Sequence[Answer],
+        self, hooks: BlockHooks, key: str, start: Tensor, inputs: Sequence[Tensor], answers: Sequence[Answer]
     ) -> Tensor:
         """The change of a head that brings its softmax nearest to the targets' probabilities."""
         module = cast(Any, hooks.modules[key])

@@ -61,14 +61,14 @@ class Wudi(TaskVectorMethod):
     def in_slices(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        # a_t: each weight over the squared norm of the change; none for a zero change
-        shares = [weight / d.norm**2 if d.norm else 0.0 for weight, d in zip(weights, changes, strict=True)]
         if len(changes[0].parts) == 1:
             whole = [change.whole() for change in changes]
             if parameters["sides"] == "both":
                 return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
+            shares = _gram_shares([change.norm**2 for change in changes], weights)
             return SlicedMatrix.of(one_side(whole, shares, self.prior(whole, weights), parameters["ridge"]))
         grams = [change.gram() for change in changes]
+        shares = _gram_shares([float(gram.trace()) for gram in grams], weights)
         total = torch.zeros_like(grams[0])
         for gram, share in zip(grams, shares, strict=True):
             total.add_(gram, alpha=share)
@@ -96,6 +96,11 @@ class WudiBeside(Wudi):
 
     def prior(self, changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         return sum(weights) * mean(changes, weights)
+
+
+def _gram_shares(squares: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """a_t: each weight over the squared norm of the change, which its Gram is divided by; none for a zero change."""
+    return [weight / square if square else 0.0 for weight, square in zip(weights, squares, strict=True)]
 
 
 def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
