@@ -164,7 +164,7 @@ class _Sampling:
 
         Tensors that are no linear maps get the sum of both; an embedding that is the head, too, is one.
         """
-        base, views = self.transfer.base, [self.views[name] for name in ("old", "new", "tuned")]
+        base, views = self.transfer.base, [self.views[name].to(torch.float64) for name in ("old", "new", "tuned")]
         models = MergedModels.of(views, tied_head=None if self.transfer.config.untie else base.tied_head)
         values = {"ridge": BESIDE_RIDGE, "others": "sum", "lengths": "keep"}
         merged = averaged(views, WudiBeside().on(models), values)
