@@ -25,7 +25,7 @@ from rotation_merge.averaging.methods import Inputs, MergedModels, OwnMethod, So
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.config import Rate
 from rotation_merge.errors import StatisticsError
-from rotation_merge.matching.activations import Activations, Points, activation_points, grouped, wanted_roles
+from rotation_merge.matching.match_on import Activations, Points, activation_points, grouped, wanted_roles
 from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.model.apply import read_block, read_tensor, transform_tensor
 from rotation_merge.model.forms import named_as

@@ -18,10 +18,9 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.matching.basis import Basis, Identity, IdentityFacts
-from rotation_merge.matching.moving import mover
+from rotation_merge.matching.moving import moved_statistics, mover
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
-from rotation_merge.matching.statistics import moved_statistics
 from rotation_merge.matching.stream import Transforms, random_gauge
 from rotation_merge.model.forms import names_in
 from rotation_merge.model.hub import local_file

@@ -14,7 +14,7 @@ from mergekit.common import ModelReference, dtype_from_name
 from rotation_merge.averaging.config import RefitConfig
 from rotation_merge.averaging.methods import MergedModels, OwnMethod
 from rotation_merge.errors import RecipeError, StatisticsError
-from rotation_merge.matching.statistics import moved_statistics
+from rotation_merge.matching.moving import moved_statistics
 from rotation_merge.mergekit_plugin.donors import progress_bar
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.hub import HubFile, local_file

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.matching.match import PARTS
+from rotation_merge.matching.match import BYTES_FOLDED, PARTS
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.visit import BYTES_FOLDED
 from rotation_merge.model.tensors import KEPT, Shapes
 from rotation_merge.model.vocabulary import LONG
 from rotation_merge.workers import BYTES_A_WEIGHT, KEPT_FREED, workers_for

@@ -23,7 +23,7 @@ from rotation_merge.carrying import sampled
 from rotation_merge.carrying.config import MERGED, PLAIN
 from rotation_merge.carrying.judge import HeldOutSamples, TransferSamples
 from rotation_merge.carrying.sampled import ChangeCandidate
-from rotation_merge.matching.activations import Activations
+from rotation_merge.matching.match_on import Activations
 from rotation_merge.run.evaluate import score
 
 Models = dict[str, Path]

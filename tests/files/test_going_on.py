@@ -20,7 +20,7 @@ from interrupted_support import forked
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
 
 from rotation_merge import RotationMergeError
-from rotation_merge.matching import visit
+from rotation_merge.matching import match
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
 from rotation_merge.run.ledger import Ledger, kept_beside
@@ -57,7 +57,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Counter:
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counter = Counter()
-    for module in (visit, views):
+    for module in (match, views):
         monkeypatch.setattr(module, "match_block", counter.counted(module.match_block))
     return counter
 

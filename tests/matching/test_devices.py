@@ -18,11 +18,10 @@ from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg import scaling
 from rotation_merge.matching import block, heads, match, mean
-from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.between import LearnedTransforms
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.match import match_model
-from rotation_merge.matching.match_on import ROWS, match_on_samples
+from rotation_merge.matching.match_on import ROWS, Activations, match_on_samples
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import mover
 from rotation_merge.matching.options import FitConfig

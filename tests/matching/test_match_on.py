@@ -15,8 +15,7 @@ from residual_support import report
 from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, planted
 
 import rotation_merge as rm
-from rotation_merge.matching.activations import Activations
-from rotation_merge.matching.match_on import ROWS, centred, match_on_samples
+from rotation_merge.matching.match_on import ROWS, Activations, centred, match_on_samples
 
 FIRST = {case.family: case for case in reversed(ALL)}
 KINDS = ("bert", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")

@@ -33,9 +33,8 @@ from rotation_merge import workers
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
-from rotation_merge.matching import visit
+from rotation_merge.matching import match
 from rotation_merge.matching.run import Run
-from rotation_merge.matching.visit import Visits
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.workers import BYTES_A_WEIGHT, SHARE, in_order, in_threads, on_devices, workers_for
 
@@ -127,12 +126,12 @@ def test_merges_are_the_same_bytes_however_many_workers_and_devices(
     results = []
     for count in (1, 3):
         with monkeypatch.context() as patch:
-            for part in (views, visit):
+            for part in (views, match):
                 patch.setattr(part, "workers_for", lambda _, count=count: count)
             results.append(merged(recipe, tmp_path / str(count)))
     two_devices(monkeypatch)
     used: set[tuple[str, str]] = set()
-    for part in (visit, views):
+    for part in (match, views):
         stock = part.match_block
 
         def watched(*given: Any, stock: Any = stock, part: Any = part, **named: Any) -> Any:
@@ -143,7 +142,7 @@ def test_merges_are_the_same_bytes_however_many_workers_and_devices(
     results.append(merged(recipe, tmp_path / "together", "--multi-gpu"))
     for other in results[1:]:
         assert all(torch.equal(other[name], tensor) for name, tensor in results[0].items())
-    threads = {thread for part, thread in used if part == ("visit" if options else "views")}
+    threads = {thread for part, thread in used if part == ("match" if options else "views")}
     assert threads  # of the devices: how many blocks each gets is up to the clock
     assert threading.current_thread().name not in threads
 
@@ -258,5 +257,5 @@ def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pyt
 @pytest.mark.parametrize("family", sorted(shipped()))
 def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
     architecture = table.sample(shipped()[family])
-    work = pickle.loads(cloudpickle.dumps(Visits(architecture, {}, {}, {}, ("stream",), cached=True)))
+    work = pickle.loads(cloudpickle.dumps(match.Visits(architecture, {}, {}, {}, ("stream",), cached=True)))
     assert (work.architecture, work.folded, work.cached) == (architecture, ("stream",), True)
