@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from bad_ggufs import GGUFS
+from faults_support import in_two_shards, rewrite
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from spoiling import (
@@ -29,6 +30,7 @@ from spoiling import (
     folder_for,
     gone,
     in_donor,
+    in_folder,
     put,
     step,
     tensors,
@@ -65,21 +67,7 @@ def index(place: str) -> None:
 
 def shards(*spoil: Step) -> Step:
     """The donor in two shards, in which something is wrong."""
-
-    def sharded() -> None:
-        stored = load_file(DONOR)
-        places = {name: SHARDS[number % 2] for number, name in enumerate(sorted(stored))}
-        for shard in SHARDS:
-            save_file({n: x for n, x in stored.items() if places[n] == shard}, f"donor/{shard}", {"format": "pt"})
-        Path(INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
-        Path(DONOR).unlink()
-
-    return both(sharded, *spoil)
-
-
-def tensor_in_two_shards() -> None:
-    first, second = (load_file(f"donor/{shard}") for shard in SHARDS)
-    save_file({**second, **dict([first.popitem()])}, f"donor/{SHARDS[1]}", {"format": "pt"})
+    return both(in_folder(lambda: rewrite(load_file(WEIGHTS), SHARDS)), gone(DONOR), *spoil)
 
 
 def pickled(content: Any) -> Step:
@@ -140,7 +128,7 @@ FILES = [
             "index that leads above": (both(index("../secret.safetensors"), gone(DONOR)), OUTSIDE),
             "index that leads to the root": (both(index("/etc/secret.safetensors"), gone(DONOR)), OUTSIDE),
             "two checkpoints in a folder": (TWO_FILES, "model.safetensors.index.json and model.safetensors"),
-            "tensor in two shards": (shards(tensor_in_two_shards), f"{SHARDS[0]} and in {SHARDS[1]}"),
+            "tensor in two shards": (shards(in_folder(in_two_shards)), f"{SHARDS[0]} and in {SHARDS[1]}"),
             "tensor in two pickles": (two_pickles(dict), "pytorch_model-00001-of-00002.bin and in"),
             "adapter beside weights": (adapter("donor"), "model.safetensors and adapter_config.json"),
             "config that names another file": (BETTER, "two sets of weights", "better.safetensors"),

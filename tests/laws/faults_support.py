@@ -1,6 +1,6 @@
 """Faults that merges are found with, planted in whole folders: by safetensors, JSON and the file system alone.
 
-Nothing here is shared with the checks that find them.
+Nothing here is shared with the checks that find them. Steps that plant a fault spoil the current folder.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ import torch
 from models import ALL, make
 from programs import run
 from safetensors.torch import load_file, save_file
+from spoiling import Step, both, gone, in_folder, put, step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-Plant = Callable[[Path], object]
-"""Spoils a folder; raises `Absent`, or finds no file, where a folder of the kind cannot have the fault."""
 Tensors = dict[str, Tensor]
 Entries = dict[str, Any]
 
@@ -57,12 +56,12 @@ class Fault:
 
     Attributes:
         kinds: any of which it may be called by.
-        spoil: plants it.
+        spoil: plants it; raises `Absent`, or finds no file, where a folder of the kind cannot have the fault.
         weights: whether it shows only in numbers of tensors.
     """
 
     kinds: tuple[str, ...]
-    spoil: Plant
+    spoil: Step
     weights: bool = False
 
     def plant(self, folder: Path, family: str = "") -> bool:
@@ -70,7 +69,7 @@ class Fault:
         if self.weights and family in UNSEEN:
             return False
         try:
-            self.spoil(folder)
+            in_folder(self.spoil, folder)()
         except (Absent, FileNotFoundError):
             return False
         return True
@@ -99,46 +98,35 @@ def whole(family: str, folder: Path) -> Path:
     return folder
 
 
-def read(path: Path) -> Entries:
-    return json.loads(path.read_text())
+def read(path: str | Path) -> Entries:
+    return json.loads(Path(path).read_text())
 
 
-def write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content))
+def write(path: str | Path, content: Any) -> None:
+    Path(path).write_text(json.dumps(content))
 
 
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("model-*.safetensors"))
+def shards() -> list[Path]:
+    return sorted(Path().glob("model-*.safetensors"))
 
 
-def state(folder: Path) -> Tensors:
-    return {name: tensor for path in shards(folder) for name, tensor in load_file(path).items()}
+def state() -> Tensors:
+    return {name: tensor for path in shards() for name, tensor in load_file(path).items()}
 
 
-def rewrite(folder: Path, tensors: Tensors) -> None:
-    """Put other tensors into a folder, spread evenly over as many shards, with an index that agrees."""
-    paths = shards(folder)
-    places = {name: paths[number * len(paths) // len(tensors)].name for number, name in enumerate(tensors)}
-    for path in paths:
-        inside = {name: t.contiguous().clone() for name, t in tensors.items() if places[name] == path.name}
+def rewrite(tensors: Tensors, paths: Sequence[str | Path]) -> None:
+    """Spread tensors evenly over shards, with an index that agrees."""
+    places = {name: str(paths[number * len(paths) // len(tensors)]) for number, name in enumerate(tensors)}
+    for path in map(str, paths):
+        inside = {name: t.contiguous().clone() for name, t in tensors.items() if places[name] == path}
         save_file(inside, path, {"format": "pt"})
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    write(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    write(INDEX, {"metadata": {"total_size": size}, "weight_map": places})
 
 
-def edit(folder: Path, file: str = CONFIG, /, **changes: Any) -> None:
-    """Other entries of a JSON file; those that a text config has stand there."""
-    content = read(folder / file)
-    text = content.get("text_config")
-    for name, value in changes.items():
-        part = text if isinstance(text, dict) and name in text else content
-        part[name] = value
-    write(folder / file, content)
-
-
-def entry(folder: Path, *names: str) -> tuple[str, Any]:
+def entry(*names: str) -> tuple[str, Any]:
     """The first of some config entries that is there; the fault is absent where none is."""
-    config = read(folder / CONFIG)
+    config = read(CONFIG)
     known = [(name, part[name]) for part in (config, config.get("text_config") or {}) for name in names if name in part]
     needs(known)
     return known[0]
@@ -161,71 +149,60 @@ def stack(tensors: Tensors) -> tuple[str, int]:
 # ------------------------------------------------------------------------------------------------ ways to plant them
 
 
-def of_json(change: Callable[[Entries, Path], object], file: str = CONFIG) -> Plant:
+@step
+def of_json(change: Callable[[Entries], object], file: str = CONFIG) -> None:
     """A fault of what a JSON file holds."""
-
-    def plant(folder: Path) -> None:
-        content = read(folder / file)
-        change(content, folder)
-        write(folder / file, content)
-
-    return plant
+    content = read(file)
+    change(content)
+    write(file, content)
 
 
-def of_tensors(change: Callable[[Tensors, Path], Tensors]) -> Plant:
-    return lambda folder: rewrite(folder, change(state(folder), folder))
+def edited(file: str = CONFIG, /, **changes: Any) -> Step:
+    """Other entries of a JSON file; those that a text config has stand there."""
+
+    def change(content: Entries) -> None:
+        text = content.get("text_config") or {}
+        for name, value in changes.items():
+            (text if name in text else content)[name] = value
+
+    return of_json(change, file)
 
 
-def of_map(change: Callable[[Entries], object]) -> Plant:
+@step
+def of_tensors(change: Callable[[Tensors], Tensors]) -> None:
+    rewrite(change(state()), shards())
+
+
+def of_map(change: Callable[[Entries], object]) -> Step:
     """A fault of the index's map of tensors to shards."""
-    return of_json(lambda content, _: change(content["weight_map"]), INDEX)
+    return of_json(lambda content: change(content["weight_map"]), INDEX)
 
 
-def of_largest(change: Callable[[Tensor], Tensor]) -> Plant:
+def of_largest(change: Callable[[Tensor], Tensor]) -> Step:
     """A fault of the largest matrix of a layer."""
-    return of_tensors(lambda tensors, _: {**tensors, matrix(tensors): change(tensors[matrix(tensors)])})
+    return of_tensors(lambda tensors: {**tensors, matrix(tensors): change(tensors[matrix(tensors)])})
 
 
-def of_all(change: Callable[[Tensor], Tensor] = Tensor.clone, prefix: str = "") -> Plant:
-    return of_tensors(lambda tensors, _: {prefix + name: change(tensor) for name, tensor in tensors.items()})
+def of_all(change: Callable[[Tensor], Tensor] = Tensor.clone, prefix: str = "") -> Step:
+    return of_tensors(lambda tensors: {prefix + name: change(tensor) for name, tensor in tensors.items()})
 
 
-def of_entry(change: Callable[[Any], Any], *names: str) -> Plant:
+@step
+def of_entry(change: Callable[[Any], Any], *names: str) -> None:
     """Another value of the first of some config entries that is there."""
-
-    def plant(folder: Path) -> None:
-        name, value = entry(folder, *names)
-        edit(folder, **{name: change(value)})
-
-    return plant
+    name, value = entry(*names)
+    edited(**{name: change(value)})()
 
 
-def bytes_of(change: Callable[[bytes], bytes], shard: int = 0) -> Plant:
-    return lambda folder: shards(folder)[shard].write_bytes(change(shards(folder)[shard].read_bytes()))
+@step
+def of_shard(change: Callable[[bytes], bytes], number: int = 0) -> None:
+    path = shards()[number]
+    path.write_bytes(change(path.read_bytes()))
 
 
-def text_of(file: str, text: str) -> Plant:
+def text_of(file: str, text: str) -> Step:
     """A file with another text, in folders that have this file."""
-
-    def plant(folder: Path) -> None:
-        needs((folder / file).exists())
-        (folder / file).write_text(text)
-
-    return plant
-
-
-def without(*names: str) -> Plant:
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def edited(file: str = CONFIG, beside: str = CONFIG, **changes: Any) -> Plant:
-    """Other entries of a JSON file, in folders that have a file beside it."""
-
-    def plant(folder: Path) -> None:
-        needs((folder / beside).exists())
-        edit(folder, file, **changes)
-
-    return plant
+    return both(gone(file), put(file, text))
 
 
 # --------------------------------------------------------------------------------------------------- weight files
@@ -246,51 +223,49 @@ def other_shard(places: Entries) -> None:
     places[name] = next(place for place in places.values() if place != file)
 
 
-def copied(name: str) -> Plant:
+@step
+def copied(name: str) -> None:
     """The first shard a second time, under another name."""
-    return lambda folder: shutil.copy(shards(folder)[0], folder / name)
+    shutil.copy(shards()[0], name)
 
 
-def without_format(folder: Path) -> None:
-    for path in shards(folder):
+def without_format() -> None:
+    for path in shards():
         save_file(load_file(path), path)
 
 
-def without_weights(folder: Path) -> None:
-    for path in (folder / INDEX, *shards(folder)):
+def without_weights() -> None:
+    for path in (Path(INDEX), *shards()):
         path.unlink()
 
 
-def in_two_shards(folder: Path) -> None:
-    first, second = shards(folder)[:2]
+def in_two_shards() -> None:
+    first, second = shards()[:2]
     name, tensor = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: tensor}, second, {"format": "pt"})
 
 
-Rows = dict[str, tuple[str | tuple[str, ...], Plant]]
+Rows = dict[str, tuple[str | tuple[str, ...], Step]]
 """By fault, the kinds that it may be called by, and how it is planted."""
 
 OF_FILES: Rows = {
-    "a shard is not there": ("missing shard", lambda folder: shards(folder)[0].unlink()),
-    "a shard ends early": ("damaged weight file", bytes_of(lambda content: content[:-10])),
-    "a shard's header is not JSON": ("damaged weight file", bytes_of(lambda x: x[:8] + b"oops" + x[12:], shard=-1)),
-    "a tensor has fewer bytes than its shape takes": ("damaged weight file", bytes_of(wider_header)),
+    "a shard is not there": ("missing shard", lambda: shards()[0].unlink()),
+    "a shard ends early": ("damaged weight file", of_shard(lambda content: content[:-10])),
+    "a shard's header is not JSON": ("damaged weight file", of_shard(lambda x: x[:8] + b"oops" + x[12:], -1)),
+    "a tensor has fewer bytes than its shape takes": ("damaged weight file", of_shard(wider_header)),
     "the index names another shard for a tensor": ("index disagrees", of_map(other_shard)),
     "the index lacks a tensor": ("index disagrees", of_map(lambda places: places.popitem())),
     "the index names a tensor that nobody holds": (
         "index disagrees",
         of_map(lambda x: x.update(ghost=min(x.values()))),
     ),
-    "total_size of another model": (
-        "wrong total size",
-        of_json(lambda x, _: x["metadata"].update(total_size=8), INDEX),
-    ),
+    "total_size of another model": ("wrong total size", of_json(lambda x: x["metadata"].update(total_size=8), INDEX)),
     "the index is not JSON": ("damaged index", text_of(INDEX, "{")),
     "the index leads out of the folder": (
         "damaged index",
         of_map(lambda x: x.update({name: f"../{file}" for name, file in x.items()})),
     ),
-    "there is no index": ("no index", without(INDEX)),
+    "there is no index": ("no index", gone(INDEX)),
     "a single file beside shards": ("two sets of weights", copied("model.safetensors")),
     "a shard of an earlier run": ("stray shard", copied("model-00007-of-00009.safetensors")),
     "headers without a format": ("no format", without_format),
@@ -301,72 +276,72 @@ OF_FILES: Rows = {
 # ------------------------------------------------------------------------------------------------- names and shapes
 
 
-def without_the_largest(tensors: Tensors, folder: Path) -> Tensors:
+def without_the_largest(tensors: Tensors) -> Tensors:
     largest = matrix(tensors)
     return {name: tensor for name, tensor in tensors.items() if name != largest}
 
 
-def without_norms(tensors: Tensors, folder: Path) -> Tensors:
+def without_norms(tensors: Tensors) -> Tensors:
     stems = {name: name.rsplit(".", 2)[-2] for name in sorted(tensors)}
     norm = next((stem for name, stem in stems.items() if "norm" in stem and ".0." in name), None)
     needs(norm is not None)
     return {name: tensor for name, tensor in tensors.items() if stems[name] != norm}
 
 
-def without_the_last_layer(tensors: Tensors, folder: Path) -> Tensors:
+def without_the_last_layer(tensors: Tensors) -> Tensors:
     prefix, last = stack(tensors)
-    needs(last > 0 and entry(folder, *LAYERS)[1] == last + 1)
+    needs(last > 0 and entry(*LAYERS)[1] == last + 1)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{prefix}{last}.")}
 
 
-def with_a_layer_more(tensors: Tensors, folder: Path) -> Tensors:
+def with_a_layer_more(tensors: Tensors) -> Tensors:
     prefix, last = stack(tensors)
-    needs(entry(folder, *LAYERS)[1] == last + 1)
+    needs(entry(*LAYERS)[1] == last + 1)
     begin = f"{prefix}{last}."
     more = {f"{prefix}{last + 1}.{n[len(begin) :]}": t for n, t in tensors.items() if n.startswith(begin)}
     return {**tensors, **more}
 
 
-def on_its_side(tensors: Tensors, folder: Path) -> Tensors:
+def on_its_side(tensors: Tensors) -> Tensors:
     name = next(n for n in sorted(tensors) if tensors[n].ndim == 2 and len(set(tensors[n].shape)) == 2 and ".0." in n)
     return {**tensors, name: tensors[name].T}
 
 
-def without_the_prefix(tensors: Tensors, folder: Path) -> Tensors:
+def without_the_prefix(tensors: Tensors) -> Tensors:
     prefix = matrix(tensors).split(".")[0]
-    plain = prefix in ("model", "transformer", "gpt_neox") and "vision_config" not in read(folder / CONFIG)
-    needs(plain and entry(folder, "architectures")[1][0].endswith(("ForCausalLM", "LMHeadModel")))
+    plain = prefix in ("model", "transformer", "gpt_neox") and "vision_config" not in read(CONFIG)
+    needs(plain and entry("architectures")[1][0].endswith(("ForCausalLM", "LMHeadModel")))
     return {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()}
 
 
-def needs_a_tied_head(folder: Path) -> None:
-    needs(entry(folder, "tie_word_embeddings")[1] and "ForCausalLM" in str(entry(folder, "architectures")[1]))
+def needs_a_tied_head() -> None:
+    needs(entry("tie_word_embeddings")[1] and "ForCausalLM" in str(entry("architectures")[1]))
 
 
-def with_a_head(tensors: Tensors, folder: Path) -> Tensors:
+def with_a_head(tensors: Tensors) -> Tensors:
     ends = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "shared.weight")
     name = next((name for name in tensors if name.endswith(ends)), None)
     needs(name is not None)
-    needs_a_tied_head(folder)
+    needs_a_tied_head()
     return {**tensors, "lm_head.weight": tensors[name]}
 
 
-def without_its_head(folder: Path) -> None:
-    needs_a_tied_head(folder)
-    needs("lm_head.weight" not in state(folder))
-    edit(folder, tie_word_embeddings=False)
+def without_its_head() -> None:
+    needs_a_tied_head()
+    needs("lm_head.weight" not in state())
+    edited(tie_word_embeddings=False)()
 
 
-def in_another_dtype(folder: Path) -> None:
-    needs(stack(state(folder))[1] > 0)
-    of_largest(lambda tensor: tensor.bfloat16())(folder)
+def in_another_dtype() -> None:
+    needs(stack(state())[1] > 0)
+    of_largest(lambda tensor: tensor.bfloat16())()
 
 
 OF_NAMES: Rows = {
     "a tensor left out": ("missing tensors", of_tensors(without_the_largest)),
     "a tensor that nobody reads": (
         "unexpected tensors",
-        of_tensors(lambda tensors, _: {**tensors, f"{matrix(tensors)}_scale": torch.ones(1)}),
+        of_tensors(lambda tensors: {**tensors, f"{matrix(tensors)}_scale": torch.ones(1)}),
     ),
     "names of a compiled model": ("prefix", of_all(prefix="_orig_mod.")),
     "names of a model with an adapter": ("prefix", of_all(prefix="base_model.model.")),
@@ -384,7 +359,7 @@ OF_NAMES: Rows = {
 # ---------------------------------------------------------------------------------------------------------- config
 
 
-def number(change: Callable[[int], int], *names: str) -> Plant:
+def number(change: Callable[[int], int], *names: str) -> Step:
     """Another value of an entry that holds a number."""
 
     def checked(value: Any) -> int:
@@ -394,7 +369,7 @@ def number(change: Callable[[int], int], *names: str) -> Plant:
     return of_entry(checked, *names)
 
 
-def rope(kind: str) -> Plant:
+def rope(kind: str) -> Step:
     """Another type of a table of RoPE that holds for all layers."""
 
     def checked(value: Any) -> Any:
@@ -412,20 +387,20 @@ def other_theta(value: Any) -> Any:
     return value
 
 
-def with_a_layer_in_the_config(folder: Path) -> None:
-    needs("t5" not in str(entry(folder, "model_type")[1]))
-    of_entry(lambda value: value + 1, *LAYERS)(folder)
+def with_a_layer_in_the_config() -> None:
+    needs("t5" not in str(entry("model_type")[1]))
+    of_entry(lambda value: value + 1, *LAYERS)()
 
 
-def with_more_heads(folder: Path) -> None:
-    config = read(folder / CONFIG)
+def with_more_heads() -> None:
+    config = read(CONFIG)
     needs(all(part.get("head_dim") is None for part in (config, config.get("text_config") or {})))
-    of_entry(lambda value: value * 2, "num_attention_heads", "n_head")(folder)
+    of_entry(lambda value: value * 2, "num_attention_heads", "n_head")()
 
 
-def with_fewer_types(folder: Path) -> None:
-    needs(entry(folder, "layer_types")[1])
-    of_entry(lambda value: value[:-1], "layer_types")(folder)
+def with_fewer_types() -> None:
+    needs(entry("layer_types")[1])
+    of_entry(lambda value: value[:-1], "layer_types")()
 
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj")
@@ -446,11 +421,11 @@ OF_CONFIG: Rows = {
         of_entry(lambda value: "gelu" if value == "relu" else "relu", *ACTIVATIONS),
     ),
     "another dtype in the config": ("dtype", edited(dtype="float16")),
-    "no class in the config": ("no architecture", of_json(lambda config, _: config.pop("architectures"))),
+    "no class in the config": ("no architecture", of_json(lambda config: config.pop("architectures"))),
     "a class that nobody knows": ("unknown architecture", edited(architectures=["LlamaForCasualLM"])),
-    "a kind of model that nobody knows": (NOT_LOADED, of_json(lambda config, _: config.update(model_type="lamma"))),
+    "a kind of model that nobody knows": (NOT_LOADED, of_json(lambda config: config.update(model_type="lamma"))),
     "config.json is not JSON": ("no config", text_of(CONFIG, "{'a': 1}")),
-    "config.json is not there": ("no config", without(CONFIG)),
+    "config.json is not there": ("no config", gone(CONFIG)),
     "quantisation in the config of plain weights": (
         "quantised weights",
         edited(quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -464,23 +439,23 @@ OF_CONFIG: Rows = {
 # ----------------------------------------------------------------------------------- tokens and files left behind
 
 
-def new_token(id_of: Callable[[int], int]) -> Plant:
+def new_token(id_of: Callable[[int], int]) -> Step:
     """A token more in tokenizer.json; its id, of the number of rows of the embeddings."""
 
-    def change(content: Entries, folder: Path) -> None:
-        content["model"]["vocab"]["<new>"] = id_of(entry(folder, "vocab_size")[1])
+    def change(content: Entries) -> None:
+        content["model"]["vocab"]["<new>"] = id_of(entry("vocab_size")[1])
 
     return of_json(change, TOKENIZER)
 
 
-def added_token(content: Entries, folder: Path) -> None:
-    rows = entry(folder, "vocab_size")[1]
+def added_token(content: Entries) -> None:
+    rows = entry("vocab_size")[1]
     content["added_tokens"].append({"id": rows + 4, "content": "<tool>", "special": True})
 
 
-def other_ends(folder: Path) -> None:
-    edited(GENERATION, TOKENIZER, eos_token_id=1)(folder)
-    edit(folder, TOKENS, eos_token="</s>")
+def of_a_tokenizer(spoil: Step) -> Step:
+    """A fault of folders that have a tokenizer."""
+    return both(lambda: needs(Path(TOKENIZER).exists()), spoil)
 
 
 OTHER_TEMPLATE = TEMPLATE_TEXT.replace(TURN, "<|start_header_id|>")
@@ -493,32 +468,29 @@ OF_TOKENS: Rows = {
     "tokenizer.json is not JSON": ("damaged file", text_of(TOKENIZER, "version 1")),
     "eos_token_id of another vocabulary in generation_config.json": (
         BEYOND,
-        edited(GENERATION, TOKENIZER, eos_token_id=[4, 128009]),
+        edited(GENERATION, eos_token_id=[4, 128009]),
     ),
-    "bos_token_id of another vocabulary in config.json": (BEYOND, edited(CONFIG, TOKENIZER, bos_token_id=151999)),
-    "a special token that the tokenizer lacks": (
-        "unknown special token",
-        edited(TOKENS, TOKENIZER, pad_token="<|endoftext|>"),
-    ),
+    "bos_token_id of another vocabulary in config.json": (BEYOND, of_a_tokenizer(edited(bos_token_id=151999))),
+    "a special token that the tokenizer lacks": ("unknown special token", edited(TOKENS, pad_token="<|endoftext|>")),
     "a chat template that is no Jinja": ("broken chat template", text_of(TEMPLATE, BROKEN_TEMPLATE)),
     "the chat template of another tokenizer": ("template of other tokens", text_of(TEMPLATE, OTHER_TEMPLATE)),
-    "eos_token_id of the base, tokenizer of the chat model": (
+    "eos_token_id of the base, tokenizer of the chat model": ("end of text", edited(GENERATION, eos_token_id=1)),
+    "turns end with a token that ends nothing": (
         "end of text",
-        edited(GENERATION, TOKENIZER, eos_token_id=1),
+        both(edited(GENERATION, eos_token_id=1), edited(TOKENS, eos_token="</s>")),
     ),
-    "turns end with a token that ends nothing": ("end of text", other_ends),
-    "no tokenizer": ("no tokenizer", without(TOKENIZER, TOKENS)),
-    "no tokenizer config": ("no tokenizer config", without(TOKENS)),
-    "no chat template": ("no chat template", without(TEMPLATE)),
-    "no generation config": ("no generation config", without(GENERATION)),
-    "no preprocessor": ("no processor", without(PROCESSOR)),
-    "no modules of sentence-transformers": ("no sentence-transformers modules", without(MODULES)),
+    "no tokenizer": ("no tokenizer", both(gone(TOKENIZER), gone(TOKENS))),
+    "no tokenizer config": ("no tokenizer config", gone(TOKENS)),
+    "no chat template": ("no chat template", gone(TEMPLATE)),
+    "no generation config": ("no generation config", gone(GENERATION)),
+    "no preprocessor": ("no processor", gone(PROCESSOR)),
+    "no modules of sentence-transformers": ("no sentence-transformers modules", gone(MODULES)),
 }
 
 # --------------------------------------------------------------------------------------------------------- numbers
 
 
-def at_first(value: float) -> Plant:
+def at_first(value: float) -> Step:
     first = torch.tensor([0])
     return of_largest(lambda tensor: tensor.flatten().index_fill(0, first, value).view(tensor.shape))
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -97,6 +98,14 @@ def step(spoil: Callable[..., object]) -> Callable[..., Step]:
 
 def both(*steps: Step) -> Step:
     return lambda: [spoil() for spoil in steps]
+
+
+@step
+def in_folder(spoil: Step, folder: str | Path = "donor") -> None:
+    """Spoil a folder by a step that spoils the current one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        spoil()
 
 
 @step
