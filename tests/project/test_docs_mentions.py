@@ -34,7 +34,7 @@ KNOWN = {
 }
 """Languages of blocks, and who sees to them."""
 
-NOT_OURS = ("tests/architectures/quokka.json", "tests/common.py")
+NOT_OURS = ("tests/architectures/gpt_bigcode.json", "tests/common.py")
 """Files named that are not here: made up for an example; of mergekit."""
 
 
