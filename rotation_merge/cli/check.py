@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from rotation_merge.cli.command import cli_command
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, read_recipe
+from rotation_merge.cli.paths import MODELS_OR_RECIPE
 from rotation_merge.cli.show import Answer
 
 
@@ -24,6 +24,7 @@ def check(
     models, and the lengths of the changes that the recipe merges.
     """
     from rotation_merge.diagnose.check import advice, needs_of
+    from rotation_merge.diagnose.donors import read_recipe
     from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_text
     from rotation_merge.report.remote import remote_headers
 

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from rotation_merge.architecture import families
 from rotation_merge.cli.command import cli_command, refuse_idle
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document, read_recipe
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document
 from rotation_merge.cli.show import Answer, Table, note, sentence
 from rotation_merge.diagnose.donors import donors_of
 from rotation_merge.diagnose.draft import draft_of
@@ -95,7 +95,6 @@ command = cli_command(
 def _aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
     """What aligning a model needs, or each donor of a recipe."""
     if is_document(target) or target.endswith((".yml", ".yaml")):
-        read_recipe(target)
         facts = list(map(_donor_facts, donors_of(target)))
     else:
         facts = [_needs(open_pair(target, target, options, untie), target, options)]

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
-from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path, short
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORD, WORK, Output, check_output, locked
 
 ADAPTER = "adapter"
@@ -35,6 +34,7 @@ class Reads(click.ParamType):
     def inputs(self, values: Sequence[str]) -> list[str]:
         """The names of what a parameter's values read."""
         if self.recipe and len(values) == 1 and is_document(values[0]):
+            from rotation_merge.diagnose.donors import read_recipe
             from rotation_merge.mergekit_plugin.recipe import inputs_in
 
             with suppress(RecipeError):
@@ -83,21 +83,6 @@ class Writes(click.ParamType):
 def is_document(path: str) -> bool:
     """Whether a path is a file that is no model: a recipe, or a file of ours."""
     return os.path.isfile(path) and not path.lower().endswith(".gguf")
-
-
-def read_recipe(path: str) -> str:
-    """A recipe's text.
-
-    Raises:
-        RecipeError: the file cannot be read as text.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        absent, remedy = isinstance(error, FileNotFoundError), "name a recipe, a YAML file"
-        problem = "no such file" if absent else f"cannot be read ({short(error)})"
-        remedy = nearest_path(path, remedy, of=os.path.isfile) if absent else remedy
-        raise RecipeError(problem, where=path, remedy=remedy) from error
 
 
 @contextmanager

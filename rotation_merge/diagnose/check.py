@@ -12,6 +12,7 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
+from rich.filesize import decimal
 
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
 from rotation_merge.diagnose.donors import donors_of, recipe_at
@@ -109,17 +110,13 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
     disk = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
     downloads, free = {model.name: model.bytes for model in models}, free_memory()
     needed = sum(downloads.values())
-    words = f"{len(downloads)} models to download, {_gigabytes(needed)}, {_gigabytes(disk)} free in the cache"
+    words = f"{len(downloads)} models to download, {decimal(needed)}, {decimal(disk)} free in the cache"
     shortages = []
     if needed > disk:
-        shortages.append(f"{_gigabytes(needed)} must go to {cache}, which has {_gigabytes(disk)} free")
+        shortages.append(f"{decimal(needed)} must go to {cache}, which has {decimal(disk)} free")
     if output is not None and memory is not None:
-        words += f", {_gigabytes(output)} to write, about {_gigabytes(memory)} of memory"
+        words += f", {decimal(output)} to write, about {decimal(memory)} of memory"
         if memory > free:
-            shortages.append(f"the merge takes about {_gigabytes(memory)} of memory, {_gigabytes(free)} are free")
+            shortages.append(f"the merge takes about {decimal(memory)} of memory, {decimal(free)} are free")
     facts = {"downloads": downloads, "cache": models[0].cache, "output": output, "memory": memory}
     return {**facts, "free_disk": disk, "free_memory": free, "words": words, "shortages": shortages}
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, nearest_path, short
 from rotation_merge.matching.options import WEIGHTS
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.delegates import OWN
@@ -36,14 +38,28 @@ def donors_of(path: str) -> list[Donor]:
     return donors
 
 
+def read_recipe(path: str) -> str:
+    """A recipe's text.
+
+    Raises:
+        RecipeError: the file cannot be read as text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        absent, remedy = isinstance(error, FileNotFoundError), "name a recipe, a YAML file"
+        problem = "no such file" if absent else f"cannot be read ({short(error)})"
+        remedy = nearest_path(path, remedy, of=os.path.isfile) if absent else remedy
+        raise RecipeError(problem, where=path, remedy=remedy) from error
+
+
 def recipe_at(path: str) -> Recipe:
     """The last recipe in a file.
 
     Raises:
         RecipeError: it is at fault, or none of ours.
     """
-    with open(path, encoding="utf-8") as file:
-        document = documents(file.read())[-1]
+    document = documents(read_recipe(path))[-1]
     if not is_ours(document.value, misspelt=False):
         raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=OTHER_INPUT)
     return Recipe.of(document)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.matching.alignment import opened_file
 from rotation_merge.record import MergeReport, gained, relative_distance
+from rotation_merge.run.statistics import Statistics
 
 ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
 ENDINGS = (".json", ".safetensors")
@@ -56,18 +57,14 @@ def described(path: str) -> dict[str, Any]:
         return _report(path)
     try:
         with safe_open(path, framework="pt") as file:
-            metadata, names = file.metadata() or {}, list(file.keys())
-        kind = str(metadata.get("format"))
-        if kind.startswith(ALIGNMENT):
-            return _alignment(path, kind)
-        if kind.startswith(STATISTICS):
-            return _statistics(kind, json.loads(metadata.get("made", "{}")), names)
-        problem = kind
-    except FileNotFoundError as error:
-        raise RotationMergeError("no such file", where=path, remedy="check the path") from error
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
-        problem = short(error)
-    words = f"cannot be read: it is neither an alignment nor statistics ({problem}), nor a report (.json)"
+            form = str((file.metadata() or {}).get("format"))
+    except (OSError, SafetensorError) as error:
+        form = short(error)
+    if form.startswith(ALIGNMENT):
+        return _alignment(path, form)
+    if form.startswith(STATISTICS):
+        return _statistics(path, form)
+    words = f"cannot be read: it is neither an alignment nor statistics ({form}), nor a report (.json)"
     raise RotationMergeError(words, where=path, remedy="give a file that 'align' or 'measure' wrote")
 
 
@@ -75,9 +72,11 @@ def _facts(kind: str, form: str, marks: Mapping[str, str], holds: Any, origin: A
     return {"is": kind, "format": form, "fingerprints": marks, "holds": holds, "made": origin, **more}
 
 
-def _statistics(form: str, metadata: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    marks = {metadata.pop("model", "model"): metadata.pop("fingerprint")}
-    return _facts("Statistics", form, marks, dict(Counter(name.rsplit(".", 1)[-1] for name in names)), metadata)
+def _statistics(path: str, form: str) -> dict[str, Any]:
+    statistics = Statistics.open(path)
+    marks = {statistics.metadata.pop("model", "model"): statistics.metadata.pop("fingerprint", None)}
+    holds = dict(Counter(name.rpartition(".")[2] for name in statistics.tensors))
+    return _facts("Statistics", form, marks, holds, statistics.metadata)
 
 
 def _alignment(path: str, form: str) -> dict[str, Any]:

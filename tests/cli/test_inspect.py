@@ -121,11 +121,3 @@ def test_files_of_ours_and_their_fingerprints(tmp_path: Path) -> None:
     shown = parsed("inspect", file)
     assert (shown["is"], shown["holds"]["gram"] > 0) == ("Statistics", True)
     assert shown["fingerprints"] == parsed("inspect", anchor, "--fingerprint")
-
-
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"{}"])
-@pytest.mark.parametrize("name", ["x.safetensors", "x.json"])
-def test_files_that_are_none_of_ours_are_named(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    for question in ((), ("--fingerprint",)):
-        assert name in error_of("inspect", tmp_path / name, *question)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rotation_merge.diagnose.donors import donors_of
+from rotation_merge.diagnose.donors import donors_of, read_recipe
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.document import documents
@@ -154,12 +154,7 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
 
 
 def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = documents(file.read())[-1]
-    except UnicodeDecodeError as error:
-        remedy = "give a recipe or a merged model's directory"
-        raise RecipeError("is not a text file", where=path, remedy=remedy) from error
+    document = documents(read_recipe(path))[-1]
     value = document.value
     if not isinstance(value, dict) or "merge_method" not in value:
         raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
