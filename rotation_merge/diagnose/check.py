@@ -11,16 +11,14 @@ from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.merge_methods.base import BasePolicy
-from mergekit.options import MergeOptions
 from rich.filesize import decimal
 
 from rotation_merge.averaging.task_vectors import RATIO, SHORTENED, TaskVectorMethod
-from rotation_merge.diagnose.donors import donors_of, recipe_at
+from rotation_merge.diagnose.donors import donors_of
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.mergekit_plugin.donors import listed_donors
 from rotation_merge.mergekit_plugin.keys import OPTIONS
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.session import Models, Session
+from rotation_merge.mergekit_plugin.session import Models
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.report.memory import peak_memory
@@ -44,10 +42,11 @@ def advice(path: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         merges no changes.
     """
     try:
-        session = Session(recipe_at(path), MergeOptions(), watched=False)
-        listed, recipe, presets = listed_donors(session), session.recipe, list[dict[str, Any]]()
+        listed = donors_of(path)
     except (RotationMergeError, ValueError):
         return [], None
+    session, presets = listed[0].session, list[dict[str, Any]]()
+    recipe = session.recipe
     donors = [d for d in listed if not (d.value("finetuned_from") or d.value("alignment") or absent_parts(d.model))]
     for donor in () if absent_parts(recipe.base) else donors:
         with suppress(RotationMergeError):  # such as of a model that another document of the recipe makes first

@@ -21,7 +21,6 @@ from rotation_merge.mergekit_plugin.keys import DONOR_ONLY, MATCHING, OPTIONS, P
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
 from rotation_merge.mergekit_plugin.session import Session
 
-OTHER_INPUT = "give two models instead"
 SHARED = (*OPTIONS, "preset", "unsupported", "untie", "heads_of")
 """Parameters of a whole recipe that say something about each of its donors."""
 
@@ -30,11 +29,14 @@ def donors_of(path: str) -> list[Donor]:
     """The donors of a recipe for one merge, each opened and checked when something is asked of it.
 
     Raises:
-        RecipeError: the recipe is at fault, or names none.
+        RecipeError: the recipe, the last one in the file, is at fault, none of ours, or names none.
     """
-    donors = listed_donors(Session(recipe_at(path), MergeOptions(quiet=True), watched=False))
+    document, remedy = documents(read_recipe(path))[-1], "give two models instead"
+    if not is_ours(document.value, misspelt=False):
+        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=remedy)
+    donors = listed_donors(Session(Recipe.of(document), MergeOptions(quiet=True), watched=False))
     if not donors:
-        raise RecipeError("names no donor under 'models'", where=path, remedy=OTHER_INPUT)
+        raise RecipeError("names no donor under 'models'", where=path, remedy=remedy)
     return donors
 
 
@@ -51,18 +53,6 @@ def read_recipe(path: str) -> str:
         problem = "no such file" if absent else f"cannot be read ({short(error)})"
         remedy = nearest_path(path, remedy, of=os.path.isfile) if absent else remedy
         raise RecipeError(problem, where=path, remedy=remedy) from error
-
-
-def recipe_at(path: str) -> Recipe:
-    """The last recipe in a file.
-
-    Raises:
-        RecipeError: it is at fault, or none of ours.
-    """
-    document = documents(read_recipe(path))[-1]
-    if not is_ours(document.value, misspelt=False):
-        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=OTHER_INPUT)
-    return Recipe.of(document)
 
 
 @dataclass(frozen=True)
