@@ -57,11 +57,11 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("matching",): (3400, 4917),
     ("averaging",): (2000, 3098),
     ("carrying",): (1500, 2029),
-    ("report",): (1400, 1467),
+    ("report",): (1400, 1466),
     ("mergekit_plugin",): (2500, 3561),
-    ("diagnose",): (2100, 2041),
+    ("diagnose",): (2100, 2038),
     ("search", "share"): (1400, 1771),
-    ("api", "cli", "__init__"): (1400, 2629),
+    ("api", "cli", "__init__"): (1400, 2614),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
