@@ -36,6 +36,7 @@ from journal import Journal
 from merging import BIN, STILL, process, recipe
 from record import Table
 
+from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside
 from rotation_merge.model.open import open_model
 from rotation_merge.run.sources import self_written
@@ -446,7 +447,8 @@ def added(bench: Bench, tuned: str, base: str, way: str) -> PreTrainedModel:
         change = fine[name] - old[name]
         if way.startswith("wudi") and name.endswith(("proj.weight", "embed_tokens.weight")):  # a tied head
             of_base, values = (new - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
-            change = WudiBeside().change([of_base, change.double()], [1.0, 1.0], values) - of_base
+            changes = [SlicedMatrix.of(each) for each in (of_base, change.double())]
+            change = WudiBeside().change(changes, [1.0, 1.0], values).whole() - of_base
         new.copy_(new + change)
     return model
 

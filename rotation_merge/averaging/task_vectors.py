@@ -58,22 +58,19 @@ class TaskVectorMethod(OwnMethod):
     needs_base = True
     tied = True
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
-        """The merged change of one map, before `lambda`; a rule is this function, or `in_slices`.
+    def change(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        """The merged change of one map, before `lambda`.
 
         Args:
-            changes: of the models, (outputs, inputs) each, float64; not all zero.
+            changes: of the models, (outputs, inputs) each, float64; not all zero. Those of long vocabularies have their
+                rows in several slices.
             weights: importances, positive.
             parameters: of the method; and `size`: the smaller side of the map, where the changes are given in smaller
                 orthonormal bases.
         """
-        return self.in_slices(list(map(SlicedMatrix.of, changes)), weights, parameters).whole()
-
-    def in_slices(
-        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
-    ) -> SlicedMatrix:
-        """`change` of a map whose rows may be in several slices, as those of a long vocabulary; here of the whole."""
-        return SlicedMatrix.of(self.change([change.whole() for change in changes], weights, parameters))
+        raise NotImplementedError
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
         base, *tuned_sources = sources
@@ -94,7 +91,7 @@ class TaskVectorMethod(OwnMethod):
             if info.vocabulary_axis is not None and "sides" in parameters:
                 # with both sides, rows of rare tokens, which have next to no change, would grow
                 parameters = {**parameters, "sides": "one"}
-            change = self.in_slices(changes, weights, parameters)
+            change = self.change(changes, weights, parameters)
         else:
             self.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0

@@ -33,7 +33,7 @@ class Tsv(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def in_slices(
+    def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         counting = [(change, weight) for change, weight in zip(changes, weights, strict=True) if change.norm > 0.0]
@@ -65,7 +65,7 @@ class Iso(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def in_slices(
+    def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]

@@ -58,17 +58,16 @@ class Wudi(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def in_slices(
+    def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
+        shares = [weight / c.norm**2 if c.norm else 0.0 for c, weight in zip(changes, weights, strict=True)]
         if len(changes[0].parts) == 1:
             whole = [change.whole() for change in changes]
             if parameters["sides"] == "both":
                 return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
-            shares = _gram_shares([change.norm**2 for change in changes], weights)
             return SlicedMatrix.of(one_side(whole, shares, self.prior(whole, weights), parameters["ridge"]))
         grams = [change.gram() for change in changes]
-        shares = _gram_shares([float(gram.trace()) for gram in grams], weights)
         total = torch.zeros_like(grams[0])
         for gram, share in zip(grams, shares, strict=True):
             total.add_(gram, alpha=share)
@@ -98,16 +97,11 @@ class WudiBeside(Wudi):
         return sum(weights) * mean(changes, weights)
 
 
-def _gram_shares(squares: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """a_t: each weight over the squared norm of the change, which its Gram is divided by; none for a zero change."""
-    return [weight / square if square else 0.0 for weight, square in zip(weights, squares, strict=True)]
-
-
 def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
     """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``; see `Wudi`.
 
     Args:
-        shares: a_t.
+        shares: a_t: each weight over the squared norm of the change, which its Gram is divided by.
         prior: M.
         ridge: l over the mean eigenvalue of the sum, weighted by itself.
     """

@@ -36,7 +36,13 @@ def defaults(name: str, **values: Any) -> dict[str, Any]:
 
 def change(name: str, changes: list[Tensor], weights: list[float] | None = None, **values: Any) -> Tensor:
     """The merged change by a rule."""
-    return BY_NAME[name].change(changes, weights or [1.0] * len(changes), defaults(name, **values))
+    return merged_change(BY_NAME[name], changes, weights, **defaults(name, **values))
+
+
+def merged_change(rule: Any, changes: list[Tensor], weights: list[float] | None = None, **values: Any) -> Tensor:
+    matrices: list[SlicedMatrix] = [SlicedMatrix.of(each) for each in changes]
+    whole: Tensor = rule.change(matrices, weights or [1.0] * len(changes), values).whole()
+    return whole
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -105,7 +111,7 @@ def test_a_map_into_a_large_vocabulary(name: str, values: dict[str, Any]) -> Non
     if "sides" not in values:
         matrices = [sliced(each, 20) for each in changes]
         with Largest() as largest:
-            rows = BY_NAME[name].in_slices(matrices, weights, defaults(name, **values)).rows(slice(140, 160))
+            rows = BY_NAME[name].change(matrices, weights, defaults(name, **values)).rows(slice(140, 160))
         assert largest.size <= 3 * 24 * 4
         torch.testing.assert_close(rows, whole[140:160], atol=1e-10, rtol=1e-8)
 
@@ -125,7 +131,7 @@ def test_what_does_not_meet_is_kept(name: str) -> None:
 
 
 def added(first: Tensor, second: Tensor) -> Tensor:
-    return WudiBeside().change([first, second], [1.0, 1.0], defaults("wudi", ridge=BESIDE_RIDGE)) - first
+    return merged_change(WudiBeside(), [first, second], **defaults("wudi", ridge=BESIDE_RIDGE)) - first
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 9)])

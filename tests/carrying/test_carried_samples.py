@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rotation_merge as rm
+from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside
 from rotation_merge.carrying import sampled
 from rotation_merge.carrying.config import MERGED, PLAIN
@@ -205,9 +206,9 @@ def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, mo
     for tensor, result in state(tmp_path / "out").items():
         expected = plain = new[tensor] + tuned[tensor] - before[tensor]
         if name == MERGED and tensor.endswith(maps):
-            changes = [(each[tensor] - before[tensor]).double() for each in (new, tuned)]
+            changes = [SlicedMatrix.of((each[tensor] - before[tensor]).double()) for each in (new, tuned)]
             both = WudiBeside().change(changes, [1.0, 1.0], {"ridge": BESIDE_RIDGE, "sides": "one"})
-            expected = (before[tensor] + both).float()
+            expected = (before[tensor] + both.whole()).float()
             assert not torch.allclose(result, plain, atol=1e-4)
         if name == PLAIN or tensor.endswith(maps):
             torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
