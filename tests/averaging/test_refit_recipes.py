@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from carry_support import noisy
 from cli_support import run
-from plugin_support import from_file, make, merged, state
+from plugin_support import from_file, merged
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from test_refit import farthest
+from test_task_vectors import of
+from test_task_vectors import three as three
 from tiny_models import ALL
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -123,36 +124,29 @@ def test_what_is_not_solved_is_said(llama: Checkpoint, tmp_path: Path) -> None:
 # --- starts, and samples held out -------------------------------------------------------------------------------------
 
 
+def on_texts(models: list[Checkpoint], file: Path, **parameters: Any) -> dict[str, Any]:
+    """A refit of fine-tunes on 24 texts of a file."""
+    return of(models, "refit", weight=1.0, data=str(file), samples=24, **parameters)
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A base and two fine-tunes of it, and 40 texts of token ids."""
-    folder = tmp_path_factory.mktemp("models")
-    base = make("llama", folder / "base")
-    tuned = {name: noisy(base, folder / name, 0.02, seed) for seed, name in enumerate(("one", "two"))}
+def forty_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [row for i in range(40) for row in random_rows(1, 12, 9 + i)]
-    return {"base": base, **tuned, "texts": texts(folder / "texts.jsonl", rows)}
-
-
-def of_tuned(models: dict[str, Path], delegate: str = "refit", **parameters: Any) -> dict[str, Any]:
-    """A recipe of the fine-tunes."""
-    samples = {"data": str(models["texts"]), "samples": 24} if delegate == "refit" else {}
-    entries = [{"model": str(models[name]), "parameters": {}} for name in ("base", "one", "two")]
-    parameters = {"delegate": delegate, **samples, **parameters}
-    document = {"merge_method": "rotation_merge", "base_model": str(models["base"]), "dtype": "float32"}
-    return weighted({**document, "models": entries, "parameters": parameters}, 0.0, 1.0, 1.0)
+    return texts(tmp_path_factory.mktemp("texts") / "texts.jsonl", rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["wudi", "average"])
-def test_a_ridge_that_lets_nothing_move_gives_the_start(start: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_ridge_that_lets_nothing_move_gives_the_start(
+    start: str, three: list[Checkpoint], forty_texts: Path, tmp_path: Path
+) -> None:
     """As the delegate of that name, which a recipe may name instead, with its own scale; of the average, scaled."""
-    options = {"start": start, "lambda": 0.7} if start != "average" else {"lambda": 1.5}
-    ours = merged(of_tuned(models, ridge=1e12, **options), tmp_path / "refit")
+    ours = merged(on_texts(three, forty_texts, ridge=1e12, start=start, **{"lambda": 0.7}), tmp_path / "refit")
     if start == "average":
-        base, mean = state(models["base"]), merged(of_tuned(models, "linear"), tmp_path / "linear")
-        expected = {name: base[name] + 1.5 * (mean[name] - base[name]) for name in base}
+        base, mean = three[0].state, merged(of(three, "linear", weight=1.0), tmp_path / "linear")
+        expected = {name: base[name] + 0.7 * (mean[name] - base[name]) for name in base}
     else:
-        expected = merged(of_tuned(models, start, **{"lambda": 0.7}), tmp_path / "delegate")
+        expected = merged(of(three, start, **{"lambda": 0.7}), tmp_path / "delegate")
     for name in (name for name in expected if "proj" in name):
         torch.testing.assert_close(ours[name], expected[name], atol=1e-5, rtol=1e-4)
 
@@ -166,33 +160,29 @@ def loss_of(path: Path, file: Path, rows: slice) -> float:
 
 @pytest.mark.slow
 def test_samples_held_out_are_the_next_of_the_file(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    three: list[Checkpoint], forty_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The losses that the report names are those of the merges on them, however many logits these have."""
     monkeypatch.setattr("rotation_merge.run.evaluate.MOST_LOGITS", 100)
-    merged(of_tuned(models), tmp_path / "refit")
-    merged(of_tuned(models, "linear"), tmp_path / "linear")
-    notes = (tmp_path / "refit" / "rotation_merge.json").read_text()
-    before, after = (loss_of(tmp_path / name, models["texts"], slice(24, 32)) for name in ("linear", "refit"))
-    assert f"was {before:.4f} before the refit and" in notes
-    if f"and {after:.4f} after" not in notes:
-        assert "was written" in notes
-        assert before == pytest.approx(after, abs=1e-6)
+    merged(on_texts(three, forty_texts), tmp_path / "refit")
+    merged(of(three, "linear", weight=1.0), tmp_path / "linear")
+    before, after = (loss_of(tmp_path / name, forty_texts, slice(24, 32)) for name in ("linear", "refit"))
+    assert f"was {before:.4f} before the refit and {after:.4f} after it" in notes_of(tmp_path / "refit")
 
 
 @pytest.mark.slow
-def test_a_refit_that_is_worse_is_not_written(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_refit_that_is_worse_is_not_written(three: list[Checkpoint], tmp_path: Path) -> None:
     """What it started from is. Two words, again and again, are all that the refit sees; what the average itself would
     write judges it, so that every change is for the worse."""
-    plain = merged({**of_tuned(models, "linear"), "dtype": "bfloat16"}, tmp_path / "linear")
+    plain = merged(of(three, "linear", weight=1.0, dtype="bfloat16"), tmp_path / "linear")
     average = AutoModelForCausalLM.from_pretrained(tmp_path / "linear", dtype=torch.float32)
     rows = torch.arange(3, 19)[:, None]
     with torch.no_grad():
         while rows.shape[1] < 12:
             rows = torch.cat([rows, average(rows).logits[:, -1:].argmax(-1)], 1)
     file = texts(tmp_path / "texts.jsonl", [[3, 4] * 6] * 24 + rows.tolist())
-    document = {**of_tuned({**models, "texts": file}, ridge=1e-9), "dtype": "bfloat16"}
-    torch.testing.assert_close(merged(document, tmp_path / "refit"), plain, atol=1e-4, rtol=0.02)
+    result = merged(on_texts(three, file, ridge=1e-9, dtype="bfloat16"), tmp_path / "refit")
+    torch.testing.assert_close(result, plain, atol=1e-4, rtol=0.02)
     assert "that is worse, so the average was written" in notes_of(tmp_path / "refit")
 
 
