@@ -55,7 +55,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 5359),
     ("run",): (2400, 3647),
     ("matching",): (3400, 4917),
-    ("averaging",): (2000, 3098),
+    ("averaging",): (2000, 3089),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1466),
     ("mergekit_plugin",): (2500, 3561),
