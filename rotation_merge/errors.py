@@ -60,7 +60,7 @@ class StatisticsError(RotationMergeError):
 
 
 class SpaceError(RotationMergeError):
-    """The disk is full for intermediate files; the next run resumes."""
+    """A file cannot be written, as the disk is full or refuses it; what is done stays, and the next run resumes."""
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from rotation_merge.errors import RotationMergeError, SpaceError, no_space, short
 
@@ -96,6 +97,22 @@ def sync_tree(folder: str) -> None:
             if os.path.isfile(path := os.path.join(place, name)):
                 sync(path)
         sync(place)
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
+    """Say in one line that something beside or in a place cannot be written within the block.
+
+    Raises:
+        SpaceError: the disk is full, or the place takes nothing.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not no_space(error):  # torch's writer says a full disk with one
+            raise
+        problem = f"cannot be written ({short(getattr(error, 'strerror', None) or error)})"
+        raise SpaceError(problem, where=str(path), remedy=remedy) from error
 
 
 # --- locked ----------------------------------------------------------------------------------------------------------
@@ -294,6 +311,8 @@ UNFINISHED, MATCHING_UNFINISHED = ".unfinished", ".matching.unfinished"
 """Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
 KEY = "run.txt"
 """In such a folder, the file that says which run it belongs to."""
+CONTINUES = "free some space (the same command continues), or write somewhere else"
+"""Remedy where unfinished work cannot be kept."""
 
 
 class Store:
@@ -327,7 +346,7 @@ class Store:
 
         Raises:
             RotationMergeError: no run wrote it.
-            OSError: it cannot be made.
+            SpaceError: it cannot be made.
         """
         if self.is_of(key):
             LOG.info("continuing from %s", self.path)
@@ -339,8 +358,9 @@ class Store:
             remedy = "move it away, or write somewhere else"
             raise RotationMergeError("exists, but rotation-merge did not write it", where=str(self.path), remedy=remedy)
         self._new = True
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / KEY).write_text(key, encoding="utf-8")
+        with writing(self.path, CONTINUES):
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / KEY).write_text(key, encoding="utf-8")
 
     def is_of(self, key: str) -> bool:
         """Whether the folder belongs to the run with this key."""
@@ -367,15 +387,12 @@ class Store:
         """Keep a part, atomically: dictionaries and lists of numbers, words and tensors; one of its name is replaced.
 
         Raises:
-            OSError: it cannot be written.
+            SpaceError: it cannot be written.
         """
         import torch
 
-        with replacing(self._file(name)) as temporary:
-            try:
-                torch.save(part, temporary)
-            except RuntimeError as error:  # how torch's writer says that the disk is full
-                raise OSError(str(error)) from error
+        with writing(self.path, CONTINUES), replacing(self._file(name)) as temporary:
+            torch.save(part, temporary)
 
     def get(self, name: str, device: str = "cpu", mapped: bool = False) -> Any:
         """A part that is kept; None if there is none, or it is damaged.

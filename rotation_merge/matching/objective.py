@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, short
+from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.files import Store
 from rotation_merge.matching.options import Objective
 from rotation_merge.run.batches import Batch, inputs_for
@@ -104,18 +104,14 @@ def write_answers(model: Any, batches: Sequence[Batch], work: Store, name: str, 
         label: what the model is called.
 
     Raises:
-        RotationMergeError: it answers with NaN, or there is no space.
+        RotationMergeError: it answers with NaN, or there is no space for the answers.
     """
     samples: Answered = []
     for batch in batches:
         answers = answer(model(**inputs_for(model, batch)))
         check_answers(model, answers.values(), label)
         samples.append(({name: tensor.clone() for name, tensor in batch.items()}, answers))
-    try:
-        work.put(name, samples)
-    except OSError as error:
-        problem, remedy = f"answers cannot be written ({short(error)})", "free some space, or give fewer samples"
-        raise RotationMergeError(problem, where=str(work.path), remedy=remedy) from error
+    work.put(name, samples)
     samples = work.get(name, mapped=True)
     return samples
 

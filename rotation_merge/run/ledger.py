@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rotation_merge.errors import short
+from rotation_merge.errors import SpaceError
 from rotation_merge.files import MATCHING_UNFINISHED, Store
 
 LOG = logging.getLogger(__name__)
@@ -55,10 +55,9 @@ class _DelayedStore:
                 self.store.begin(self.key())
                 for name, make_part in pending.items():
                     self.store.put(name, make_part())
-            except OSError as error:
+            except SpaceError as error:
                 self.broken = True
-                problem = "%s cannot be written (%s); after an interruption the run starts again"
-                LOG.warning(problem, self.store.path, short(error))
+                LOG.warning("%s %s; after an interruption the run starts again", error.where, error.what)
 
 
 @dataclass(frozen=True)

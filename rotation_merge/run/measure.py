@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError, StatisticsError
-from rotation_merge.files import Store
+from rotation_merge.files import CONTINUES, Store
 from rotation_merge.model.card import origins
 from rotation_merge.model.forms import names_in, paired, restructured
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
@@ -43,7 +43,7 @@ from rotation_merge.run.maps import maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner, StateStore
 from rotation_merge.run.sample_kinds import SAMPLES, SELF
-from rotation_merge.run.statistics import NAME, SPACE, Statistics, first_readers, write_error
+from rotation_merge.run.statistics import NAME, Statistics, first_readers
 from rotation_merge.workers import Progress, free_memory
 
 INPUTS, FISHER = "inputs of the maps", "Fisher"
@@ -137,9 +137,11 @@ def measured(
     }
     model = empty_model(view) if module is None else module
     result = Statistics(as_tensors({}), {}, frozenset(), frozenset())
-    with unfinished(out, metadata) as store:
+    with nullcontext() if out is None else Store(str(out)) as store:
+        if store is not None:
+            store.begin(json.dumps(metadata, sort_keys=True, default=str))
         if "gram" in options.kinds:
-            with closing(StateStore(None if store is None else str(store.path), SPACE)) as states:
+            with closing(StateStore(None if store is None else str(store.path), CONTINUES)) as states:
                 result = grams(Runner(view, with_small_first_batch(batches), states, device=device), store, progress)
         if "fisher" in options.kinds:
             scores = LabelScores(data.task, options.labels == "data", options.seed)
@@ -149,27 +151,6 @@ def measured(
         if out is not None:
             statistics.write(out)
     return statistics
-
-
-@contextmanager
-def unfinished(out: Path | None, identity: Mapping[str, Any]) -> Iterator[Store | None]:
-    """A store of finished parts beside an output, from which the same command continues; None without an output.
-
-    Args:
-        identity: key of all inputs and options of the measurement.
-
-    Raises:
-        StatisticsError: it cannot be written.
-    """
-    if out is None:
-        yield None
-        return
-    with Store(str(out)) as store:
-        try:
-            store.begin(json.dumps(identity, sort_keys=True, default=str))
-            yield store
-        except OSError as error:
-            raise write_error(out, error) from error
 
 
 def _part(store: Store | None, name: str, compute: Callable[[], dict[str, Tensor]]) -> Tensors:

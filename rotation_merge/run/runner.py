@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import CheckpointError, RotationMergeError, SpaceError, short
-from rotation_merge.files import TemporaryFolder
+from rotation_merge.errors import CheckpointError
+from rotation_merge.files import TemporaryFolder, writing
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.tensors import as_tensors
@@ -312,27 +311,20 @@ class StateStore:
         remedy: for a full disk.
 
     Raises:
-        RotationMergeError: the folder cannot be written to.
+        SpaceError: the folder cannot be written to.
     """
 
     def __init__(self, folder: str | None = None, remedy: str = SPILL) -> None:
-        self._remedy, self._numbers = remedy, count()
-        try:
+        self._numbers, self._writing = count(), partial(writing, folder or "", remedy)
+        with self._writing():
             self._scratch = None if folder is None else TemporaryFolder(folder)
-        except OSError as error:
-            problem = f"cannot be written to ({short(error)})"
-            raise RotationMergeError(problem, where=folder, remedy="name another folder in TMPDIR") from error
 
     def put(self, value: Any) -> StoredValue:
         """Store a value for as long as somebody holds the result."""
         if self._scratch is None:
             return StoredValue(value, None)
-        path = Path(self._scratch.path, f"{next(self._numbers)}.safetensors")
-        try:
-            return StoredValue(value, path)
-        except (SafetensorError, OSError) as error:
-            problem, where = f"hidden states cannot be written ({short(error)})", str(path.parent.parent)
-            raise SpaceError(problem, where=where, remedy=self._remedy) from error
+        with self._writing():
+            return StoredValue(value, Path(self._scratch.path, f"{next(self._numbers)}.safetensors"))
 
     def close(self) -> None:
         """Remove the folder."""

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
-from rotation_merge.files import Output, check_output, replacing
+from rotation_merge.errors import StatisticsError, short
+from rotation_merge.files import CONTINUES, Output, check_output, replacing, writing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.contents import Header
 from rotation_merge.model.tensors import Tensors, by_name
@@ -99,7 +99,7 @@ class Statistics:
         """Write the file that `rotation-merge measure` writes, which recipes name under `statistics`.
 
         Raises:
-            StatisticsError: it cannot be written; nothing is left behind.
+            SpaceError: it cannot be written; nothing is left behind.
             RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
         """
         holds_statistics = partial(has_format, name=FORMAT)
@@ -110,18 +110,16 @@ class Statistics:
         """Write the file, one tensor in memory at a time, whatever is at its place.
 
         Raises:
-            StatisticsError: it cannot be written, or a number is none; nothing is left behind.
+            SpaceError: it cannot be written; nothing is left behind.
+            StatisticsError: a number is none; nothing is left behind.
         """
         values = self.metadata, self.axes, sorted(self.split), sorted(self.uncalled)
         parts = (json.dumps(value, sort_keys=True, default=str) for value in values)
         meta = {"format": FORMAT, **dict(zip(HEAD, parts, strict=True))}
-        try:
-            with replacing(path) as temporary, open(temporary, "wb") as file:
-                file.write(_head(self.tensors, meta))
-                for key in self:
-                    file.write(self[key].to("cpu", self.tensors.dtypes[key]).contiguous().numpy().tobytes())
-        except OSError as error:
-            raise write_error(path, error) from error
+        with writing(path, CONTINUES), replacing(path) as temporary, open(temporary, "wb") as file:
+            file.write(_head(self.tensors, meta))
+            for key in self:
+                file.write(self[key].to("cpu", self.tensors.dtypes[key]).contiguous().numpy().tobytes())
 
     def renamed(self, names: Mapping[str, str]) -> Statistics:
         """The same of a model whose tensors have other names.
@@ -221,15 +219,3 @@ def has_format(path: str, name: str) -> bool:
             return str((file.metadata() or {}).get("format")).startswith(name.rpartition(".")[0])
     except (OSError, SafetensorError):
         return False
-
-
-SPACE = "free some space (the same command continues), or give another place with --out"
-"""Remedy for a full disk."""
-
-
-def write_error(path: Path | str, error: Exception) -> RotationMergeError:
-    """The error for a file that cannot be written."""
-    problem = f"cannot be written ({(getattr(error, 'strerror', None) or short(error)).lower()})"
-    if no_space(error):
-        return SpaceError(problem, where=str(path), remedy=SPACE)
-    return StatisticsError(problem, where=str(path), remedy="give another place with --out")

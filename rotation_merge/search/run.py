@@ -22,7 +22,7 @@ from rotation_merge.files import FOLDER, Output, Store, check_output, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.card import updated_card
-from rotation_merge.model.contents import Contents, reason
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.naming import check_different
 from rotation_merge.model.open import on_base, paths_of, whole_path
 from rotation_merge.model.verdict import sentences
@@ -189,10 +189,7 @@ class Search:
         remedy = "write somewhere else"
         replaced = f"{remedy} (the command replaces it with --force)"
         check_output(Output(out, FOLDER), inputs, force or continues, replaced)
-        try:
-            self.work.begin(self.mark)
-        except OSError as error:
-            raise RotationMergeError(f"cannot be written ({reason(error)})", where=out, remedy=remedy) from error
+        self.work.begin(self.mark)
 
     def run(self) -> Outcome:
         """Try candidates within the budget, and measure the best one on the reporting samples."""

@@ -9,13 +9,14 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge.errors import RotationMergeError, SpaceError
-from rotation_merge.files import KEY, Store, TemporaryFolder, name_when_whole, replacing, write_text
+from rotation_merge.files import KEY, Store, TemporaryFolder, name_when_whole, replacing, write_text, writing
 from rotation_merge.model.writing import staged
 
 Steps = list[tuple[str, str]]
@@ -162,12 +163,27 @@ def test_a_torn_part_is_computed_again(torn: float, tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("inline_container.cc:664] . unexpected pos 64 vs 0")]
+)
+def test_a_full_disk_is_said_in_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", Mock(side_effect=error))
+    store = Store(str(tmp_path / "out"))
+    store.begin("key")
+    said = rf"^{store.path}: cannot be written \(.*\); free some space \(the same command continues\)"
+    with pytest.raises(SpaceError, match=said):
+        store.put("state", {})
+    with pytest.raises(RuntimeError, match=r"^odd$"), writing(tmp_path, "wait"):
+        raise RuntimeError("odd")
+
+
+@pytest.mark.parametrize(
     ("error", "parts", "stays"),
     [
         (KeyboardInterrupt(), True, True),
         (KeyboardInterrupt(), False, False),
         (RotationMergeError("bad data"), True, False),
         (SpaceError("the disk is full"), True, True),
+        (SpaceError("the disk is full"), False, False),
     ],
 )
 def test_a_store_stays_where_it_is_of_use(error: BaseException, parts: bool, stays: bool, tmp_path: Path) -> None:

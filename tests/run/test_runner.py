@@ -68,5 +68,5 @@ def test_states_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     store.close()
     assert list((tmp_path / "spill").iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(RotationMergeError, match="cannot be written to"):
+    with pytest.raises(RotationMergeError, match="file: cannot be written"):
         StateStore(str(tmp_path / "file"))
