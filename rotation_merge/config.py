@@ -59,7 +59,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, str_strip_whitespace=True
 
 def option(default: Any, help: str, **place: Any) -> Any:
     """The `Field` of an option; `place` is what `Option` takes beside its type and help."""
-    return Field(default, description=help, json_schema_extra=place)
+    return Field(default, description=help, json_schema_extra={"default": default, **place})
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +69,7 @@ class Option:
     Attributes:
         type: of its values.
         help: description in Markdown.
-        key: its name in recipes and commands, if not the field's name.
+        key: its name in recipes and commands.
         recipe_key: its name in recipes, if another than in commands: a delegate has a parameter of the same name.
         command: whether the command line has it.
         scope: where recipes may have it; empty: nowhere.
@@ -102,13 +102,10 @@ class Option:
         self.words: tuple[Any, ...] = () if plain_type is None else literals
         if self.kind is tuple:
             self.choices = get_args(get_args(plain_type)[0])
+        self.recipe_key = self.recipe_key or self.key
         self.above = Gt in facts
         self.low = facts[Gt].gt if self.above else facts[Ge].ge if Ge in facts else -math.inf
         self.high = facts[Le].le if Le in facts else math.inf
-
-    def name_in_recipes(self, field_name: str) -> str:
-        """The recipe key of a field with this option."""
-        return self.recipe_key or self.key or field_name
 
     @property
     def text(self) -> str:
@@ -210,7 +207,7 @@ class Config:
         """Its options by name."""
         types, described = get_type_hints(cls, include_extras=True), cls.__pydantic_fields__.items()  # type: ignore[attr-defined]
         return {
-            name: Option(types[name], field.description, default=field.default, **field.json_schema_extra)
+            name: Option(types[name], field.description, **{"key": name, **field.json_schema_extra})
             for name, field in described
             if field.description
         }

@@ -105,10 +105,10 @@ def nearest_path(path: str, otherwise: str = "check the path", of: Callable[[str
         of: says of a path whether it may be meant.
     """
     parent, name = os.path.split(path.rstrip("/"))
-    names = sorted(os.listdir(parent or os.curdir)) if os.path.isdir(parent or os.curdir) else []
-    paths = {entry: os.path.join(parent or os.curdir, entry) for entry in names}
-    close = difflib.get_close_matches(name, filter(lambda entry: of(paths[entry]), paths), n=1)
-    return f"did you mean '{paths[close[0]]}'?" if close else otherwise
+    folder = parent or os.curdir
+    entries = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(name, [entry for entry in entries if of(os.path.join(folder, entry))], n=1)
+    return f"did you mean '{os.path.join(folder, close[0])}'?" if close else otherwise
 
 
 def named(words: Iterable[str]) -> str:

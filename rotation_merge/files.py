@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from rotation_merge.errors import RotationMergeError, SpaceError, no_space, short
 
@@ -25,6 +24,8 @@ LOG = logging.getLogger(__name__)
 
 PARTIAL, LOCK = ".partial", ".lock"
 """Endings of the hidden names beside an output: of what is not whole yet, and of the file that is locked."""
+ELSEWHERE, CONTINUES = "write somewhere else", "free some space (the same command continues), or write somewhere else"
+"""Remedies for what cannot be written."""
 WAIT = 10.0
 """Seconds to wait for another process that replaces the same file."""
 
@@ -82,7 +83,7 @@ def write_json(path: str, content: object) -> None:
 
 def sync(path: str) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
-    with suppress(PermissionError):  # a file that its writer made unreadable, a folder on Windows
+    with suppress(PermissionError, FileNotFoundError):  # made unreadable, a folder on Windows, a link to nothing
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -92,11 +93,8 @@ def sync(path: str) -> None:
 
 def sync_tree(folder: str) -> None:
     """`sync` for everything in a folder, the innermost first, and the folder itself."""
-    for place, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            if os.path.isfile(path := os.path.join(place, name)):
-                sync(path)
-        sync(place)
+    for path in [*sorted(Path(folder).rglob("*"), reverse=True), Path(folder)]:
+        sync(str(path))
 
 
 @contextmanager
@@ -108,8 +106,8 @@ def writing(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not no_space(error):  # torch's writer says a full disk with one
+    except Exception as error:
+        if not isinstance(error, OSError) and not no_space(error):  # as torch and safetensors say it
             raise
         problem = f"cannot be written ({short(getattr(error, 'strerror', None) or error)})"
         raise SpaceError(problem, where=str(path), remedy=remedy) from error
@@ -144,14 +142,12 @@ def _locked(path: str, wait: float) -> Iterator[None]:
     missing = [folder for folder in Path(path).parents if not folder.exists()]
     lock = FileLock(companion(path, LOCK), is_singleton=True)
     try:
-        try:
+        with writing(path, ELSEWHERE), suppress(Timeout):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             lock.acquire(timeout=wait, poll_interval=0.05)
-        except OSError as error:
-            busy = isinstance(error, Timeout) and os.path.exists(lock.lock_file)
-            problem = "another run is writing it" if busy else f"cannot be written ({short(error.strerror or error)})"
-            remedy = "wait until that has ended, or write somewhere else" if busy else "write somewhere else"
-            raise RotationMergeError(problem, where=path, remedy=remedy) from error
+        if not lock.is_locked:
+            remedy = f"wait until that has ended, or {ELSEWHERE}"
+            raise RotationMergeError("another run is writing it", where=path, remedy=remedy)
         yield
     finally:
         with suppress(OSError):
@@ -203,14 +199,14 @@ class Output:
         kind: FILE, FOLDER or WORK.
         wrote: says of a file that is there whether the same option wrote it, so that it may be replaced unasked.
         beside: whether a new file, or one that the same option wrote, may lie in a folder that is read.
-        remedy: for an output that cannot be written.
+        remedy: where something lies there already.
     """
 
     path: str
     kind: str = FILE
     wrote: Callable[[str], bool] = lambda _: False
     beside: bool = False
-    remedy: str = "write somewhere else"
+    remedy: str = ELSEWHERE
 
     def overlap(self, read: str) -> str:
         """How it lies to a path that is read, in words; empty if they lie apart."""
@@ -240,15 +236,12 @@ def _places(path: str) -> set[Path]:
     return {Path(os.path.realpath(path)), Path(os.path.realpath(parent), name)}
 
 
-def check_output(
-    output: Output, inputs: Iterable[str] = (), force: bool = False, remedy: str = "", cache: str | None = None
-) -> None:
+def check_output(output: Output, inputs: Iterable[str] = (), force: bool = False, cache: str | None = None) -> None:
     """Refuse an output that is, lies in, or holds an input, by real paths; that is there already; or has no place.
 
     Args:
         inputs: names of what is read, as of `paths_of`.
         force: whether it may be there already, as long as a file comes for a file, and a folder for a folder.
-        remedy: where it may not, instead of the output's.
         cache: where models of the hub are kept, if not in the usual place.
 
     Raises:
@@ -256,15 +249,14 @@ def check_output(
     """
     for name in dict.fromkeys(inputs):
         if words := next(filter(None, map(output.overlap, paths_of(name, cache))), ""):
-            raise RotationMergeError(f"{words} ({name})", where=output.path, remedy=output.remedy)
+            raise RotationMergeError(f"{words} ({name})", where=output.path, remedy=ELSEWHERE)
     if words := output.obstacle(force):
-        raise RotationMergeError(words, where=output.path, remedy=remedy or output.remedy)
-    place = os.path.realpath(os.path.dirname(output.path) if output.kind == FILE else output.path)
-    while not os.path.exists(place):
-        place = os.path.dirname(place)
-    if not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):
-        words = "cannot be written into" if os.path.isdir(place) else "a file stands in the way"
-        raise RotationMergeError(words, where=place, remedy="write somewhere else")
+        raise RotationMergeError(words, where=output.path, remedy=output.remedy)
+    path = Path(os.path.realpath(os.path.dirname(output.path) if output.kind == FILE else output.path))
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        words = "cannot be written into" if place.is_dir() else "a file stands in the way"
+        raise RotationMergeError(words, where=str(place), remedy=ELSEWHERE)
 
 
 # --- for a while -----------------------------------------------------------------------------------------------------
@@ -311,8 +303,6 @@ UNFINISHED, MATCHING_UNFINISHED = ".unfinished", ".matching.unfinished"
 """Suffixes of an output's name for the folder of unfinished work, and for that of unfinished matching."""
 KEY = "run.txt"
 """In such a folder, the file that says which run it belongs to."""
-CONTINUES = "free some space (the same command continues), or write somewhere else"
-"""Remedy where unfinished work cannot be kept."""
 
 
 class Store:
@@ -355,8 +345,8 @@ class Store:
             LOG.warning("%s belongs to other weights, options or versions; it is replaced", self.path)
             self.remove()
         elif not self.is_empty():
-            remedy = "move it away, or write somewhere else"
-            raise RotationMergeError("exists, but rotation-merge did not write it", where=str(self.path), remedy=remedy)
+            problem, remedy = "exists, but rotation-merge did not write it", f"move it away, or {ELSEWHERE}"
+            raise RotationMergeError(problem, where=str(self.path), remedy=remedy)
         self._new = True
         with writing(self.path, CONTINUES):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -376,11 +366,8 @@ class Store:
         """Remove the folder, unless no run wrote it; the key last, so that after a kill the next run knows it."""
         if not (self.path / KEY).exists():
             return
-        for path in self.path.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != KEY:
-                path.unlink(missing_ok=True)
+        for path in (path for path in self.path.iterdir() if path.name != KEY):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def put(self, name: str, part: Any) -> None:

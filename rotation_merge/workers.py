@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -66,11 +66,10 @@ def workers_for(weights: int) -> int:
 def free_memory() -> int:
     """Bytes that are free on this machine, or in the control group that this process is in."""
     free = int(psutil.virtual_memory().available)
-    try:
-        most, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if most == "max" else min(free, max(int(most) - int(used), 0))
-    except (OSError, ValueError):
-        return free
+    with suppress(OSError, ValueError):  # no such group, or "max": none is set
+        most, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, max(most - used, 0))
+    return free
 
 
 KEPT_FREED, _OWN_PAGES = 1 << 29, 1 << 26

@@ -30,7 +30,7 @@ class RefitMethod(OwnMethod):
     spec = MergeMethodSpec(
         name="refit",
         pretty_name="Refit",
-        parameters=(WEIGHT, *(parameter(o.key or name, o.default, o.text, o.type) for name, o in SOLVING.items())),
+        parameters=(WEIGHT, *(parameter(o.key, o.default, o.text, o.type) for o in SOLVING.values())),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
 

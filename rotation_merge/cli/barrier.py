@@ -24,7 +24,7 @@ from rotation_merge.cli.show import Answer, Table, sentence
 from rotation_merge.diagnose.donors import PairRecipe, donors_of
 from rotation_merge.diagnose.paths import ALIGNED, COMPARE, Paths, curves_of
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files import MATCHING_UNFINISHED, Output, write_text
+from rotation_merge.files import MATCHING_UNFINISHED, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 from rotation_merge.mergekit_plugin.recipe import numbered
 from rotation_merge.model.open import parse_reference
@@ -84,7 +84,7 @@ def command(
     with kept_beside(os.path.join(save, FILE) if save else plot, paths.mark) as ledger:
         paths = replace(paths, ledger=ledger)
         pictures = numbered(plot, len(paths.measured)) if plot else []
-        click.get_current_context().with_resource(checked_outputs([Output(picture) for picture in pictures[1:]]))
+        click.get_current_context().with_resource(checked_outputs([NEW_PLOT.outputs(file)[0] for file in pictures[1:]]))
         barriers = paths.barriers()
     facts = [barrier.to_dict() for barrier in barriers]
     if save is not None:

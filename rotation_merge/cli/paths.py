@@ -76,7 +76,7 @@ class Writes(click.ParamType):
             raise RotationMergeError("no such directory", where=value, remedy=nearest_path(value))
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
         kind = (FILE if path.endswith(".safetensors") else FOLDER) if self.kind == ADAPTER else self.kind
-        written = Output(path, kind, self.wrote, self.beside)
+        written = Output(path, kind, self.wrote, self.beside, "write somewhere else, or --force")
         return [written, *(Output(f"{path}{ending}", WORK, beside=self.beside) for ending in self.work)]
 
 
@@ -103,7 +103,7 @@ def checked_outputs(outputs: Sequence[Output] | None = None) -> Iterator[None]:
             checked += kind.outputs(value)
             force = force or (kind.resumed and os.path.isdir(f"{checked[0].path}{UNFINISHED}"))
     for output in checked:
-        check_output(output, inputs, force, "write somewhere else, or --force")
+        check_output(output, inputs, force)
     with locked(*(output.path for output in checked if output.kind in (FILE, FOLDER))):
         yield
 

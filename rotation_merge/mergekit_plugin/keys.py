@@ -109,10 +109,7 @@ read it."""
 
 
 BY_NAME: dict[str, Option] = {
-    option.name_in_recipes(field): option
-    for config in CONFIGS
-    for field, option in config.options().items()
-    if option.scope
+    option.recipe_key: option for config in CONFIGS for option in config.options().values() if option.scope
 }
 """Every parameter."""
 

@@ -122,7 +122,7 @@ class Recipe:
         self, kind: type[Config], reader: ConfigReader, model: ModelReference | None = None, block: str = ""
     ) -> dict[str, Any]:
         """The fields of a config that the recipe gives for a model; filters see the block's module path."""
-        keys = {field: option.name_in_recipes(field) for field, option in kind.options().items()}
+        keys = {field: option.recipe_key for field, option in kind.options().items()}
         read = {field: self.setting(key, reader, model, block) for field, key in keys.items() if key in BY_NAME}
         return {field: value for field, value in read.items() if value is not None}
 

@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor
 
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.files import FOLDER, Output, Store, check_output, write_text
+from rotation_merge.files import ELSEWHERE, FOLDER, Output, Store, check_output, write_text
 from rotation_merge.mergekit_plugin.console import OneLineError, line
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model.card import updated_card
@@ -186,9 +186,8 @@ class Search:
             RotationMergeError: something lies at OUT that this search did not write, or nothing can be written there.
         """
         out, continues = self.config.out, self.work.is_of(self.mark) and self.work.get(WRITING) is not None
-        remedy = "write somewhere else"
-        replaced = f"{remedy} (the command replaces it with --force)"
-        check_output(Output(out, FOLDER), inputs, force or continues, replaced)
+        remedy = f"{ELSEWHERE} (the command replaces it with --force)"
+        check_output(Output(out, FOLDER, remedy=remedy), inputs, force or continues)
         self.work.begin(self.mark)
 
     def run(self) -> Outcome:

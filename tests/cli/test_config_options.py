@@ -51,7 +51,7 @@ def wrong_values(described: Option) -> list[Any]:
 def test_a_wrong_value_names_the_option_what_it_may_be_and_the_nearest(config: type[Config], name: str) -> None:
     """In Python and, where it is one of their parameters, in recipes."""
     described = config.options()[name]
-    key = described.key or name
+    key = described.key
     ways = {f"option '{name}'": lambda value: config(**{name: value})}
     if described.scope and key in BY_NAME and config in CONFIGS and key != "delegate":
         ways[f"parameter '{key}' is"] = lambda value: checked(key, value)
@@ -75,7 +75,7 @@ def test_commands_have_every_option_and_judge_it_alike(config: type[Config]) -> 
         for name, described in config.options().items():
             if not described.command:
                 continue
-            option, flag = options[name], f"--{(described.key or name).replace('_', '-')}"
+            option, flag = options[name], f"--{described.key.replace('_', '-')}"
             assert described.text[1:] in str(option.help)
             assert flag in option.opts
             context = click.Context(command)
