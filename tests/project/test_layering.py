@@ -53,14 +53,14 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 235),
     ("model",): (4000, 5359),
-    ("run",): (2400, 3647),
-    ("matching",): (3400, 4917),
+    ("run",): (2400, 3605),
+    ("matching",): (3400, 4913),
     ("averaging",): (2000, 3089),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1466),
-    ("mergekit_plugin",): (2500, 3561),
+    ("mergekit_plugin",): (2500, 3558),
     ("diagnose",): (2100, 2038),
-    ("search", "share"): (1400, 1771),
+    ("search", "share"): (1400, 1767),
     ("api", "cli", "__init__"): (1400, 2614),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
