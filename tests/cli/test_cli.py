@@ -13,6 +13,7 @@ import torch
 from cli_support import CHECKPOINTS, COMMANDS, parsed, run
 from cli_support import output_of as output
 from plugin_support import make, recipe_for, state, write_recipe
+from spoiling import config
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
@@ -114,8 +115,7 @@ def test_models_are_held_against_the_recipe(pair: Pair, tmp_path: Path, monkeypa
     shutil.copytree(pair[0], "models/donor-7b")
     bert, small = make("bert", tmp_path / "bert"), make("llama", tmp_path / "small", vocab_size=50)
     headless = make("llama", tmp_path / "headless", tie_word_embeddings=True)  # which merges: the head is the embedding
-    config = json.loads((headless / "config.json").read_text())
-    (headless / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    config(headless, tie_word_embeddings=False)()
     for models, more, code, words in (
         ((pair[0], "models/doner-7b"), {}, 0, ("did you mean 'models/donor-7b'?", "if the models that were not")),
         ((bert, bert), {"residual": "rotation"}, 1, ("the largest it admits is 'residual: permutation'",)),

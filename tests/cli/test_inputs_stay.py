@@ -147,31 +147,6 @@ def test_the_table_is_not_empty() -> None:
     assert tried >= {*outputs.split(", "), "barrier plot", "barrier save"}
 
 
-def test_options_replace_nothing_without_force(tmp_path: Path, pair: Pair) -> None:
-    """Nor in places that are not named."""
-    third, maps, plot = twin(pair[0], tmp_path / "third", 5), tmp_path / "maps", tmp_path / "path.svg"
-    barrier = ("barrier", *pair, "--data", "self")
-    there = "already exists; write somewhere else, or --force"
-    calls = {
-        ("align", *pair, "--learn", "--data", "demo:python", "--alignment", maps): f"{maps}: {there}",
-        ("measure", pair[0], "--data", "self", "--out", maps): f"{maps}: {there}",
-        ("carry", pair[0], tmp_path, "--from", pair[0], "--to", pair[1]): f"{tmp_path}: {there}",
-        ("polish", pair[0], tmp_path, "--teachers", pair[1]): f"{tmp_path}: {there}",
-        (*barrier, "--save", tmp_path): f"{tmp_path / 'barrier.json'}: {there}",
-        (*barrier, "--plot", plot): f"{plot}: {there}",
-        ("measure", third, "--data", "self"): f"{third / 'statistics.safetensors'}: is inside one of",
-        ("align", *pair, "--alignment", maps): f"{maps}: {there}",
-    }
-    for file in (maps, plot, tmp_path / "barrier.json", third / "statistics.safetensors"):
-        file.write_text("[]")
-    before = files_of(tmp_path)
-    for arguments, problem in calls.items():
-        assert problem in error_of(*arguments)
-        assert files_of(tmp_path) == before
-    output_of(*arguments, "--force")
-    assert files_of(tmp_path) != before
-
-
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 

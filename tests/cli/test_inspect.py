@@ -12,6 +12,7 @@ import pytest
 from cli_support import CHECKPOINTS, error_of, output_of, parsed
 from plugin_support import make, recipe_for, twin, write_recipe
 from programs import run as program
+from spoiling import config
 
 LLAMA = CHECKPOINTS / "llama-0-english"
 OWN_CODE = {"AutoConfig": "configuration.Own"}
@@ -20,9 +21,7 @@ OWN_CODE = {"AutoConfig": "configuration.Own"}
 def changed(folder: Path, **entries: Any) -> Path:
     """The Llama with other entries in its config; None: without."""
     shutil.copytree(LLAMA, folder)
-    config = {**json.loads((LLAMA / "config.json").read_text()), **entries}
-    present = {name: value for name, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(present))
+    config(folder, **entries)()
     return folder
 
 

@@ -64,7 +64,7 @@ def test_few_requests_and_no_weights(published: dict[str, Path], home: Hub, tmp_
 def test_faults_are_found_before_the_download(published: dict[str, Path], home: Hub, tmp_path: Path) -> None:
     """In config and headers, between models, in the recipe; names that the hub does not know."""
     wrong, lacking, other = (whole(family, tmp_path / str(i)) for i, family in enumerate(("llama", "llama", "qwen3")))
-    config(str(wrong), vocab_size=97)()
+    config(wrong, vocab_size=97)()
     FAULTS["a tensor left out"].plant(lacking)
     for name, place in {"org/wrong": wrong, "org/other": other, "org/lacking": lacking}.items():
         home.publish(name, place)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cli_support import CHECKPOINTS, output_of, run
 from plugin_support import EVERYTHING, make, state, twin, write_recipe, write_state
+from spoiling import config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -27,10 +28,9 @@ def recipe(*models: Path | str, weight: float = 0.5, **keys: Any) -> dict[str, A
     return {"merge_method": "linear", "models": listed, "dtype": "float32", **keys}
 
 
-def changed(model: Path, where: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Path:
+def changed(model: Path, where: Path, entries: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Path:
     out = write_state({**state(model), **tensors}, model, where)
-    path = out / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
+    config(out, **(entries or {}))()
     return out
 
 

@@ -100,7 +100,6 @@ SHORT_PICKLE = both(pickled({"a": torch.ones(999)}), bytes_of(PICKLE, lambda x: 
 OTHER_INDEX = bytes_of(INDEX, lambda x: x.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
 TWO_FILES = both(copied(DONOR, "whole"), shards(), copied("whole", DONOR))
 BETTER = both(copied(DONOR, "donor/better.safetensors"), config(transformers_weights="better.safetensors"))
-NO_CLASS = "donor: its config cannot be loaded"
 CODE = put("donor/evil.py", "open('ran', 'w')\nclass Own: pass\nclass Config: pass\n")
 AUTO = {"AutoConfig": "evil.Config", "AutoModel": "evil.Own", "AutoModelForCausalLM": "evil.Own"}
 OWN_CLASS = both(config(architectures=["Own"], model_type="own", auto_map=AUTO), CODE)
@@ -136,7 +135,7 @@ FILES = [
             "pickle of numbers": (pickled({"a": 1}), "pytorch_model.bin", "no tensors"),
             "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin", "tensors"),
             "shard that runs code": (two_pickles(lambda _: {"x": torch.ones(2), "y": Evil()}), "00002.bin", "tensors"),
-            "class in a file of its own": (OWN_CLASS, NO_CLASS),
+            "class in a file of its own": (OWN_CLASS, "donor: ", "its config cannot be loaded"),
             "old pickle that runs code": (OLD_PICKLE, "pytorch_model.bin", "tensors"),
             "truncated pickle": (SHORT_PICKLE, "pytorch_model.bin", "damaged"),
         }
@@ -289,13 +288,11 @@ READERS = {
 
 NO_READERS = {"demo", "lora", "push"}
 
-EVERY_READER: dict[str, tuple[Step, str]] = {
-    "two checkpoints in a folder": (TWO_FILES, "model.safetensors.index.json and model.safetensors"),
-    "layers without end": (config(num_hidden_layers=ENDLESS, layer_types=None), NO_END),
-    "codes of eight bits": (quantised(torch.int8), "quantised (int8, the first"),
-    "class in a file of its own": (OWN_CLASS, "donor: "),
-    "pickle that runs code": (pickled({"a": Evil()}), "pytorch_model.bin"),
-}
+OF_THE_GATE = (
+    *("two checkpoints in a folder", "layers without end", "codes of eight bits", "class in a file of its own"),
+    "pickle that runs code",
+)
+EVERY_READER = {row.name: (row.spoil, row.words[0]) for row in (*FILES, *FITTING) if row.name in OF_THE_GATE}
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
 
 # --- alignment files ---------------------------------------------------------------------------------------------

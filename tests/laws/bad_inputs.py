@@ -13,6 +13,7 @@ from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, e
 
 import rotation_merge as rm
 
+STATISTICS = "donor/statistics.safetensors"
 OUTPUTS = [
     *(
         Row(f"output {out}", (words,), recipe=("merge",), out=out)
@@ -30,6 +31,13 @@ OUTPUTS = [
     call("align anchor donor recipe.yml", "recipe.yml: is a file, which is in the way", "--force"),
     call("align anchor donor vit", "vit: already exists", "--force"),
     call("align anchor donor --alignment file", "file: already exists", "--force"),
+    call("align anchor donor --learn --data demo:python --alignment file", "file: already exists", "--force"),
+    call("measure anchor --data self --out file", "file: already exists", "--force"),
+    call("measure donor --data self", f"{STATISTICS}: is inside one of the inputs", spoil=put(STATISTICS, "[]")),
+    call("carry anchor vit --from anchor --to donor", "vit: already exists", "--force"),
+    call("polish anchor vit --teachers donor", "vit: already exists", "--force"),
+    call("barrier anchor donor --data self --save list", "list/barrier.json: already exists", "--force"),
+    call("barrier anchor donor --data self --plot plot.svg", "plot.svg: already exists", "--force"),
 ]
 
 NOWHERE = {

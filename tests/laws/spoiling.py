@@ -125,7 +125,7 @@ def tensors(change: Callable[[dict[str, Tensor]], object], folder: str = "donor"
 
 
 @step
-def config(folder: str = "donor", **changes: Any) -> None:
+def config(folder: str | Path = "donor", **changes: Any) -> None:
     """Other entries of a config; None leaves one out."""
     path = Path(folder, CONFIG)
     entries = {**json.loads(path.read_text()), **changes}

@@ -29,8 +29,9 @@ LONGEST = 600
 
 FILES = {"file": b"x", "bad.jsonl": b"{", "text.txt": b"words " * 300, "junk.npz": b"x", "a.csv": b"one,two\n1,2\n"}
 FILES |= {"few.txt": b"x", "bad.json": b"{", "junk.safetensors": b"x", "list.yml": b"- 1", "half.yml": b"a: [1"}
-FILES |= {"none.yml": b"merge_method: linear\nmodels: []", "bytes.yml": b"\xff\xfe\x00"}
-FILES |= {"list/rotation_merge.json": b"[]", "other/rotation_merge.json": b'{"version": 99}', "recipe.yml": RECIPE}
+FILES |= {"none.yml": b"merge_method: linear\nmodels: []", "bytes.yml": b"\xff\xfe\x00", "plot.svg": b"x"}
+FILES |= {"list/rotation_merge.json": b"[]", "list/barrier.json": b"[]", "recipe.yml": RECIPE}
+FILES |= {"other/rotation_merge.json": b'{"version": 99}'}
 """The good recipe, and files that no command takes."""
 
 
