@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.matching.alignment import opened_file
 from rotation_merge.record import MergeReport, gained, relative_distance
-from rotation_merge.run.statistics import Statistics
+from rotation_merge.run.statistics import Statistics, has_format
 
 ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
 ENDINGS = (".json", ".safetensors")
@@ -37,14 +36,7 @@ def read_report(path: str) -> MergeReport:
 
 def is_own_file(path: str) -> bool:
     """Whether a file is to be read as an alignment, statistics or a report, rather than as a recipe."""
-    if path.endswith(ENDINGS):
-        return True
-    try:
-        with open(path, "rb") as file:
-            head = file.read(9)
-    except OSError:
-        return False
-    return head[8:] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path)  # as safetensors begin
+    return path.endswith(ENDINGS) or has_format(path, ALIGNMENT) or has_format(path, STATISTICS)
 
 
 def described(path: str) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, WITH_ALIGNMENT, index
+from bad_checkpoints import CHECKPOINTS, CODE, EVERY_READER, READERS, WITH_ALIGNMENT, index
 from bad_recipes import RECIPES
 from safetensors.torch import load_file
 from spoiling import WEIGHTS, Row, Step, adapter, another, both, call, config, edit, model, put, python, tokenizer
@@ -40,18 +41,9 @@ OUTPUTS = [
     call("barrier anchor donor --data self --plot plot.svg", "plot.svg: already exists", "--force"),
 ]
 
+NAMES = re.compile(r"\b(anchor|donor|recipe\.yml)\b")
 NOWHERE = {
-    "check": "nowhere",
-    "inspect": "nowhere",
-    "align": "nowhere nowhere out",
-    "carry": "nowhere out --from nowhere --to nowhere",
-    "verify": "nowhere nowhere",
-    "barrier": "nowhere nowhere --data demo:python",
-    "merge": "nowhere nowhere out",
-    "doctor": "nowhere",
-    "polish": "nowhere out --teachers nowhere",
-    "evaluate": "nowhere --data demo:python",
-    "measure": "nowhere --data self --out out",
+    **{line.split()[0]: NAMES.sub("nowhere", line.partition(" ")[2]) for line in READERS.values()},
     "lora": "nowhere nowhere out",
     "push": "nowhere org/name",
     "demo": "--only nowhere",

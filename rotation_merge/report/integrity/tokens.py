@@ -93,7 +93,7 @@ def check_tokens(contents: Contents) -> Iterator[Defect]:
         yield from _unknown_names(contents, vocabulary)
     yield from _end_of_text(contents, vocabulary)
     for file, template in templates_of(contents).items():
-        yield from _template(contents, vocabulary, file, template)
+        yield from _template(vocabulary, file, template)
 
 
 def _tokens_beyond(vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
@@ -187,7 +187,7 @@ def templates_of(contents: Contents) -> dict[str, str]:
     return {name: text for name, text in sorted(templates.items()) if text and isinstance(text, str)}
 
 
-def _template(contents: Contents, vocabulary: Vocabulary, file: str, template: str) -> Iterator[Defect]:
+def _template(vocabulary: Vocabulary, file: str, template: str) -> Iterator[Defect]:
     """A template that is no Jinja, or writes unknown tokens."""
     from jinja2 import Environment, TemplateSyntaxError
 
