@@ -33,7 +33,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("matching",): (3400, 4913),
     ("averaging",): (2000, 3089),
     ("carrying",): (1500, 2029),
-    ("report",): (1400, 1466),
+    ("report",): (1400, 1458),
     ("mergekit_plugin",): (2500, 3558),
     ("diagnose",): (2100, 2038),
     ("search", "share"): (1400, 1767),
