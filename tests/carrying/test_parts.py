@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,15 +12,14 @@ import pytest
 import torch
 from carry_support import other_coordinates
 from plugin_support import merged
-from residual_support import checkpoint, transport, twin
+from residual_support import case, checkpoint, transport, twin
 from test_transport import tuned as fine_tune
-from tiny_models import ALL, Case, difference, make, outputs, planted, reload, save
+from tiny_models import ALL, Case, Planted, difference, outputs, planted
 from torch import Tensor
 from torch.nn.functional import kl_div
 
 import rotation_merge as rm
 from rotation_merge import AlignConfig, Alignment, Delta, RotationMergeError
-from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import delta as carry
 from rotation_merge.carrying.adapter import of_low_rank
@@ -50,17 +50,16 @@ def test_a_change_moves_to_a_base_with_norms_of_its_own(case: Case) -> None:
     model, options = planted(case), AlignConfig(heads="permutation", residual="largest")
     if Alignment.random(model.pair, options, untie=True).folded:
         model = model.untied
-    (start, config), draw = model.pair, torch.Generator().manual_seed(1)
+    (start, alignment), draw = other_coordinates(model.pair, options), torch.Generator().manual_seed(1)
     noise = {name: torch.randn(x.shape, generator=draw, dtype=torch.float64) for name, x in start.items()}
     tuned = {name: x + 0.1 * x.std(correction=0) * noise[name] for name, x in start.items()}
     expected = outputs(model.holding(tuned), model.given)
-    assert difference(outputs(model.holding(start), model.given), expected) > 1e-3
-    new, alignment = other_coordinates((start, config), options)
-    moved = Delta.between((start, config), (tuned, config)).moved(alignment, (new, config))
+    assert difference(model.expected, expected) > 1e-3
+    moved = Delta.between((start, model.config), (tuned, model.config)).moved(alignment, model.pair)
     result = outputs(model.holding(moved.applied().state_dict()), model.given)
     assert difference(result, expected) <= 1e-8 * max(1.0, *(float(x.abs().max()) for x in expected.values()))
     maps = {name: x if x.ndim > 1 else start[name] for name, x in tuned.items()}
-    moved = Delta.between((start, config), (maps, config)).moved(alignment, (new, config))
+    moved = Delta.between((start, model.config), (maps, model.config)).moved(alignment, model.pair)
     for block in model.architecture.blocks:
         for info in block.tensors:
             before, after = (read_tensor(info, tensors) for tensors in (start, tuned))
@@ -108,71 +107,65 @@ def test_long_vocabularies_are_moved_in_slices(tmp_path: Path, monkeypatch: pyte
 # --- refit of a change ------------------------------------------------------------------------------------------------
 
 
-class Bases:
-    """A tiny base in float64, its architecture with an untied head, and what models of its class compute."""
+def changed(state: State, size: float, seed: int) -> State:
+    """A model with all of its matrices but embeddings changed."""
+    draw, still = torch.Generator().manual_seed(seed), ("wte", "wpe", "embed")
+    moving = {n for n, x in state.items() if x.ndim > 1 and not any(part in n for part in still)}
+    noise = {n: size * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in state.items()}
+    return {n: x + noise[n] if n in moving else x for n, x in state.items()}
 
-    def __init__(self, family: str, name: str, folder: Path) -> None:
-        self.case, self.folder = next(c for c in ALL if (c.family, c.name) == (family, name)), folder
-        self.config, self.old = save(make(self.case), folder)
-        self.architecture = resolve(self.config, list(self.old), name, untie=True)
-        self.draw = torch.Generator().manual_seed(0)
 
-    def changed(self, size: float) -> State:
-        """The base with all of its matrices but embeddings changed."""
-        still = {n for n, x in self.old.items() if x.ndim < 2 or "wte" in n or "wpe" in n or "embed" in n}
-        noise = {n: torch.randn(x.shape, generator=self.draw, dtype=x.dtype) for n, x in self.old.items()}
-        return {n: x if n in still else x + size * noise[n] for n, x in self.old.items()}
+def ids_for(model: Planted, rows: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config["vocab_size"], (rows, 12), generator=draw)
 
-    def ids(self, *size: int) -> Tensor:
-        return torch.randint(0, self.config["vocab_size"], size, generator=self.draw)
 
-    def refitted(
-        self, new: State, tuned: State, samples: list[Tensor], texts: list[Tensor], *alignment: Any, **options: Any
-    ) -> State:
-        """The new base with the fine-tune's change, refitted on samples."""
-        first, *pair = map(as_tensors, (new, self.old, tuned))
-        delta = Delta(View("new", self.config, self.architecture, first), *pair, *alignment)
-        batches = ([{"input_ids": part} for part in parts] for parts in (samples, texts))
-        solved = refit_change(delta, *batches, **options)
-        assert solved
-        return {n: solved.get(n, x).double() for n, x in new.items()}
+def refitted(
+    model: Planted, pair: Sequence[State], samples: list[Tensor], texts: list[Tensor], *alignment: Any, **options: Any
+) -> State:
+    """A model with the change of a pair of old base and fine-tune, refitted on samples."""
+    new, *others = map(as_tensors, (model.state, *pair))
+    delta = Delta(View("new", model.config, model.architecture, new), *others, *alignment)
+    batches = ([{"input_ids": part} for part in parts] for parts in (samples, texts))
+    return {**model.state, **{n: x.double() for n, x in refit_change(delta, *batches, **options).items()}}
 
-    def logits(self, tensors: State, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            return reload(self.case, self.folder, tensors)(input_ids=ids).logits
+
+def logits(model: Planted, tensors: State, ids: Tensor) -> Tensor:
+    return outputs(model.holding(tensors), {"input_ids": ids})["logits"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("gpt2", "untied")])
 def test_a_refit_between_bases_that_are_one_in_other_coordinates(
-    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the new base then gives on the samples is what the fine-tune gives."""
     monkeypatch.setattr("rotation_merge.carrying.refit.RIDGE", 1e-5)
-    bases = Bases(family, name, tmp_path)
-    tuned, options = bases.changed(0.05), AlignConfig(heads="permutation", residual="rotation")
-    new, alignment = other_coordinates((bases.old, bases.config), options)
-    ids = bases.ids(24, 12)
-    refitted = bases.refitted(new, tuned, list(ids.split(12)), [], alignment)
-    expected, plain, result = (bases.logits(tensors, ids) for tensors in (tuned, new, refitted))
-    assert float((result - expected).norm()) <= 0.05 * float((plain - expected).norm())
+    model, options = planted(case(family, name)), AlignConfig(heads="permutation", residual="rotation")
+    old, alignment = other_coordinates(model.pair, options)
+    tuned, ids = changed(old, 0.05, seed=0), ids_for(model, 24)
+    result = refitted(model, (old, tuned), list(ids.split(12)), [], alignment)
+    expected, plain, given = (logits(model, tensors, ids) for tensors in (tuned, model.state, result))
+    assert float((given - expected).norm()) <= 0.05 * float((plain - expected).norm())
 
 
 @pytest.mark.slow
-def test_bases_that_have_nothing_in_common(tmp_path: Path) -> None:
+def test_bases_that_have_nothing_in_common() -> None:
     """A head is fitted to probabilities; text of the new base's own holds what it knows."""
-    bases = Bases("llama", "llama", tmp_path)
-    new, tuned, samples, texts = bases.changed(0.3), bases.changed(0.1), bases.ids(8, 12), bases.ids(8, 12)
-    answers = bases.logits(new, samples) + bases.logits(tuned, samples) - bases.logits(bases.old, samples)
+    model = planted(case("llama", "llama"))
+    old, samples, texts = changed(model.state, 0.3, seed=1), ids_for(model, 8), ids_for(model, 8, seed=1)
+    tuned = changed(old, 0.1, seed=2)
+    new_answers, tuned_answers, old_answers = (logits(model, x, samples) for x in (model.state, tuned, old))
+    answers = (new_answers + tuned_answers - old_answers).log_softmax(-1)
     losses = []
     for ridge in (1e-4, None):
-        logits = bases.logits(bases.refitted(new, tuned, [samples], [], softmax=ridge), samples)
-        losses.append(float(kl_div(logits.log_softmax(-1), answers.log_softmax(-1), log_target=True)))
+        given = logits(model, refitted(model, (old, tuned), [samples], [], softmax=ridge), samples)
+        losses.append(float(kl_div(given.log_softmax(-1), answers, log_target=True)))
     assert losses[0] < 0.9 * losses[1]
     moved = []
     for own in ([texts], []):
-        refitted = bases.refitted(new, tuned, [samples], own, softmax=1e-3)
-        moved.append(float((bases.logits(refitted, texts) - bases.logits(new, texts)).norm()))
+        given = logits(model, refitted(model, (old, tuned), [samples], own, softmax=1e-3), texts)
+        moved.append(float((given - logits(model, model.state, texts)).norm()))
     assert moved[0] < 0.7 * moved[1]
 
 
