@@ -20,10 +20,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,17 +45,6 @@ COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, a
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult}
 ARITHMETIC |= {ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
 LOGIC = {ast.And: ast.Or, ast.Or: ast.And}
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file: which node (counted as `ast.walk` goes) and what is done to it."""
-
-    file: str
-    node: int
-    change: str
-    line: int
-    text: str
 
 
 def changed(node: ast.AST) -> tuple[str, ast.AST] | None:
@@ -94,15 +82,13 @@ def changed(node: ast.AST) -> tuple[str, ast.AST] | None:
     return None
 
 
-def mutants(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file; texts in messages, defaults of classes and annotations are left alone."""
-    source = path.read_text(encoding="utf-8")
-    tree, lines = ast.parse(source), source.splitlines()
-    skipped = {id(inner) for node in ast.walk(tree) for root in _untouched(node) for inner in ast.walk(root)}
-    for number, node in enumerate(ast.walk(tree)):
-        change = changed(node)
-        if id(node) not in skipped and change is not None and isinstance(node, ast.expr | ast.stmt):
-            yield Mutant(str(path.relative_to(ROOT)), number, change[0], node.lineno, lines[node.lineno - 1].strip())
+def places(path: Path) -> list[int]:
+    """The nodes of a file that have a mutant, counted as `ast.walk` goes; texts in messages, defaults of classes and
+    annotations are left alone."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    skipped = {inner for node in nodes for root in _untouched(node) for inner in ast.walk(root)}
+    known = (number for number, node in enumerate(nodes) if isinstance(node, ast.expr | ast.stmt))
+    return [number for number in known if nodes[number] not in skipped and changed(nodes[number])]
 
 
 def _untouched(node: ast.AST) -> list[ast.AST]:
@@ -112,32 +98,34 @@ def _untouched(node: ast.AST) -> list[ast.AST]:
     return [node] if isinstance(node, ast.AnnAssign | ast.Raise | ast.Assert | ast.JoinedStr) else []
 
 
-def applied(mutant: Mutant) -> str:
-    """The file's source with the mutant in it."""
-    tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
-    target = list(ast.walk(tree))[mutant.node]
+def mutant(path: Path, number: int) -> tuple[str, str]:
+    """What a mutant changes and where, in words, and the file's source with it."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    target: Any = list(ast.walk(tree))[number]
+    change, new = changed(target) or ("nothing", target)
 
     class Put(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST:
-            change = changed(node) if node is target else None
-            return ast.copy_location(change[1], node) if change else self.generic_visit(node)
+            return ast.copy_location(new, node) if node is target else self.generic_visit(node)
 
-    return ast.unparse(ast.fix_missing_locations(Put().visit(tree)))
+    words = f"{path.relative_to(ROOT)}:{target.lineno} {change}: {source.splitlines()[target.lineno - 1].strip()}"
+    return words, ast.unparse(ast.fix_missing_locations(Put().visit(tree)))
 
 
-def tests_of(file: str) -> list[str]:
+def tests_of(path: Path) -> list[str]:
     """The tests of the part of the package that a file belongs to."""
-    part = Path(file).relative_to("rotation_merge").parts[0].removesuffix(".py")
+    part = path.relative_to(ROOT / "rotation_merge").parts[0].removesuffix(".py")
     return [str(ROOT / "tests" / name) for name in PARTS.get(part, part).split()]
 
 
-def verdict_of(file: str, source: str, limit: float) -> str:
+def verdict_of(path: Path, source: str, limit: float) -> str:
     """killed, survived or timeout, by the quick tests of a package in which one file has another source."""
     with TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "rotation_merge", Path(folder, "rotation_merge"))
-        Path(folder, file).write_text(source, encoding="utf-8")
+        Path(folder, path.relative_to(ROOT)).write_text(source, encoding="utf-8")
         options = ["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", "-W", "ignore"]
-        command = [Path(sys.executable).with_name("pytest"), *options, *tests_of(file)]
+        command = [Path(sys.executable).with_name("pytest"), *options, *tests_of(path)]
         try:
             ended = subprocess.run(
                 command, env={**os.environ, "PYTHONPATH": folder}, stdout=subprocess.DEVNULL, timeout=limit, cwd=ROOT
@@ -156,19 +144,20 @@ def main() -> None:
     args = parser.parse_args()
     named = [ROOT / name for name in args.files]
     paths = sorted(path for name in named for path in ([name] if name.is_file() else name.rglob("*.py")))
-    sample = [mutant for path in paths for mutant in mutants(path)]
+    sample = [(path, number) for path in paths for number in places(path)]
     random.Random(args.seed).shuffle(sample)
     until, green, counts = time.monotonic() + 60 * args.minutes, set(), Counter[str]()
-    for mutant in sample:
+    for path, number in sample:
         if time.monotonic() > until:
             break
-        if (tests := " ".join(tests_of(mutant.file))) not in green:
-            whole = verdict_of(mutant.file, (ROOT / mutant.file).read_text(encoding="utf-8"), 10 * args.limit)
+        if (tests := " ".join(tests_of(path))) not in green:
+            whole = verdict_of(path, path.read_text(encoding="utf-8"), 10 * args.limit)
             assert whole == "survived", f"these tests fail without a mutant: {tests}"
             green.add(tests)
-        verdict = verdict_of(mutant.file, applied(mutant), args.limit)
+        words, source = mutant(path, number)
+        verdict = verdict_of(path, source, args.limit)
         counts[verdict] += 1
-        print(f"{verdict}: {mutant.file}:{mutant.line} {mutant.change}: {mutant.text}", flush=True)
+        print(f"{verdict}: {words}", flush=True)
     print(dict(counts))
 
 

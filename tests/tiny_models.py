@@ -4,7 +4,6 @@ tensors in place of their own."""
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -71,19 +70,12 @@ class Planted(Subject):
     @functools.cached_property
     def untied(self) -> Planted:
         """The same with a head of its own, stored and declared."""
-        architecture = resolve(self.config, list(self.state), self.case.name, untie=True)
-        state = self.state | {
-            t.name: next(self.state[name] for name in t.tied if name in self.state).clone()
-            for t in architecture.tensors()
-            if t.tied and t.name not in self.state
-        }
-        if len(state) == len(self.state) and not self.config.get("tie_word_embeddings"):
+        state, config = self.with_own_head
+        if state.keys() == self.state.keys() and not self.config.get("tie_word_embeddings"):
             return self
         folder = Path(tempfile.mkdtemp(dir=scratch()))
-        stored = json.loads((self.folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**stored, "tie_word_embeddings": False}))
-        reload(self.case, folder, state)
-        return replace(self, config={**self.config, "tie_word_embeddings": False}, state=state, folder=folder)
+        rm.average([(state, config)]).save_pretrained(folder)
+        return replace(self, config=config, state=state, folder=folder)
 
 
 @functools.cache
