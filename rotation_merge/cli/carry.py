@@ -43,7 +43,6 @@ def command(
         config = replace(config, method="distil")
     by_weights, without = config.matched_on == WEIGHTS, not config.needs_samples
     matching = (*AlignConfig.options(), "match_on")
-    config.check_use()
     refuse_idle(
         (without and by_weights, ("data", "samples"), "{} has no effect with --carry weights", "add --scale auto"),
         (alignment is not None, matching, "{} has no effect beside --alignment", "leave it out"),

@@ -124,14 +124,13 @@ def demo(
     they are, with heads and neurons aligned, with the whole model aligned, and with an alignment learned on the
     training images. Takes about two minutes on one core.
     """
-    import torch
+    from rotation_merge.workers import on_one_thread  # the models are tiny: threads would only wait for each other
 
-    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began, results = time.perf_counter(), list[dict[str, Any]]()
     with TemporaryFolder() as scratch:
         for name in only or tuple(STAGES):
             note(f"{name}: {STAGES[name].words} ...")
-            results.append(_merged(STAGES[name], Path(keep or scratch, name)))
+            results.append(on_one_thread(True, _merged, STAGES[name], Path(keep or scratch, name)))
     seconds = time.perf_counter() - began
     lines = (
         Table(results),

@@ -366,7 +366,7 @@ BAD: list[tuple[str, str]] = [
     ("one two three -p density", "NAME=VALUE"),
     ("one two three --weights 1,2", "2 weights for 3"),
     ("one two three --weights 1,0,1", "positive"),
-    ("one two three --weights a", "--weights"),
+    ("one two three --weights a", "'weights' are ['a']"),
     ("one two three --energy 2", "energy"),
     ("one two three --energy 0.5", "'energy' has no effect"),
     ("one two three out.safetensors", "a folder"),
