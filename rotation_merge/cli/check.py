@@ -29,15 +29,15 @@ def check(
     from rotation_merge.report.remote import remote_headers
 
     text = read_recipe(recipe)
-    with remote_headers(absent_models(text), offline) as (remote, refused):
+    with remote_headers(absent_models(text), offline) as (remote, refused, cache):
         faults = check_text(text, refused)
-        needs = needs_of(recipe, remote) if remote else None
+        needs = needs_of(recipe, remote, cache) if remote else None
     bad = [fault for fault in faults if fault.error]
     facts: dict[str, Any] = {"recipe": recipe, "ok": not bad, "faults": list(map(asdict, faults)), "presets": []}
     lines = [f"{recipe}:{fault}{'' if fault.error else ' (a note)'}" for fault in faults]
     if needs is not None:
         facts["needs"] = needs
-        facts["licences"] = {model.name: model.licence for model in remote}
+        facts["licences"] = {name: (info.card_data or {}).get("license") for name, info in remote.items()}
     if bad:
         return Answer(facts, [*lines, f"{len(bad)} fault{'s' if len(bad) > 1 else ''}"], 1)
     presets, changes = advice(recipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.session import Models
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness, sampled_changes
 from rotation_merge.report.memory import peak_memory
-from rotation_merge.report.remote import RemoteModel
+from rotation_merge.report.remote import downloaded_bytes
 from rotation_merge.run.functions import configured_dtype
 from rotation_merge.workers import free_memory
 
@@ -86,11 +86,12 @@ def _suggestion(donor: str, cosine: float, preset: str | None) -> dict[str, Any]
     return {"donor": donor, "suggested": suggested, "cosine": cosine, "preset": preset, "words": words}
 
 
-def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
+def needs_of(recipe: str, models: Mapping[str, Any], cache: str) -> dict[str, Any]:
     """Bytes that a recipe needs, from its models' headers, and free bytes.
 
     Args:
-        models: those that are to be downloaded, at least one.
+        models: those that are to be downloaded, as the hub describes them.
+        cache: that they come to.
 
     Returns:
         `downloads` by model of the hub, and the `cache` that they come to; the `output`, and `memory` at the peak
@@ -105,9 +106,9 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
             output = size * sum(map(math.prod, anchor.shapes.values()))
             carried = donor.value("finetuned_from") is not None
             memory = max(memory or 0, peak_memory(anchor.architecture, anchor.shapes, donor.options, size, carried))
-    cache = Path(models[0].cache).absolute()
-    disk = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
-    downloads, free = {model.name: model.bytes for model in models}, free_memory()
+    place = next(place for place in (Path(cache), *Path(cache).parents) if place.exists())
+    disk, free = shutil.disk_usage(place).free, free_memory()
+    downloads = {name: downloaded_bytes(info) for name, info in models.items()}
     needed = sum(downloads.values())
     words = f"{len(downloads)} models to download, {decimal(needed)}, {decimal(disk)} free in the cache"
     shortages = []
@@ -117,5 +118,5 @@ def needs_of(recipe: str, models: Sequence[RemoteModel]) -> dict[str, Any]:
         words += f", {decimal(output)} to write, about {decimal(memory)} of memory"
         if memory > free:
             shortages.append(f"the merge takes about {decimal(memory)} of memory, {decimal(free)} are free")
-    facts = {"downloads": downloads, "cache": models[0].cache, "output": output, "memory": memory}
+    facts = {"downloads": downloads, "cache": cache, "output": output, "memory": memory}
     return {**facts, "free_disk": disk, "free_memory": free, "words": words, "shortages": shortages}

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,47 +31,36 @@ Refused = dict[str, RotationMergeError]
 """Errors by model."""
 
 
-@dataclass(frozen=True)
-class RemoteModel:
-    """A model of the hub that is not downloaded.
-
-    Attributes:
-        name: that it was asked for with (`org/name` or `org/name@revision`).
-        bytes: of its files that a merge downloads.
-        licence: as its card says; None where it says nothing.
-        cache: the hub's cache, which it would be downloaded to.
-    """
-
-    name: str
-    bytes: int
-    licence: str | None
-    cache: str
+def downloaded_bytes(info: Any) -> int:
+    """Bytes of the files that a merge downloads, of what the hub says of a model."""
+    names = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
+    return sum(size for name, size in names.items() if name.endswith(DOWNLOADED) and "/" not in name)
 
 
 @contextmanager
-def remote_headers(names: Sequence[str], offline: bool) -> Iterator[tuple[list[RemoteModel], Refused]]:
+def remote_headers(names: Sequence[str], offline: bool) -> Iterator[tuple[dict[str, Any], Refused, str]]:
     """Have the headers of models of the hub in the place of its cache while the block runs; the hub is not asked then.
 
-    Gives these models, and the errors of the others by name.
+    Gives the hub's `ModelInfo` of these models by name, the errors of the others, and the place of the cache.
 
     Args:
         names: of models, and of adapters, that have not been downloaded.
         offline: ask nobody.
     """
     if offline or not names or not reachable():
-        yield [], {}
+        yield {}, {}, ""
         return
     with TemporaryFolder() as folder:
         with ThreadPoolExecutor(WORKERS) as pool:
-            results = list(pool.map(partial(_fetched, cache=folder), names))
-        refused = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, Exception)}
-        with _in_place_of_cache(folder):
-            yield [result for result in results if isinstance(result, RemoteModel)], refused
+            results = dict(zip(names, pool.map(partial(_fetched, cache=folder), names), strict=True))
+        refused = {name: result for name, result in results.items() if isinstance(result, RotationMergeError)}
+        with _in_place_of_cache(folder) as cache:
+            yield {name: info for name, info in results.items() if name not in refused}, refused, cache
 
 
 @contextmanager
-def _in_place_of_cache(folder: str) -> Iterator[None]:
-    """Make the libraries use `folder` as an offline hub cache, with links to the real cache's contents."""
+def _in_place_of_cache(folder: str) -> Iterator[str]:
+    """Make the libraries use `folder` as an offline hub cache, with links to the real cache's contents; gives that."""
     from huggingface_hub import constants
 
     cache, offline = constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE
@@ -82,13 +70,13 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
             os.symlink(os.path.join(os.path.abspath(cache), name), os.path.join(folder, name))
     constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = folder, True
     try:
-        yield
+        yield os.path.abspath(cache)
     finally:
         constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, offline
 
 
-def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
-    """A model whose headers are fetched into a cache, or why they are not."""
+def _fetched(name: str, cache: str) -> Any:
+    """What the hub says of a model whose headers are fetched into a cache, or the error why they are not."""
     try:
         return _fetch(name, cache)
     except RotationMergeError as error:
@@ -98,27 +86,25 @@ def _fetched(name: str, cache: str) -> RemoteModel | RotationMergeError:
         return CheckpointError(problem, where=name, remedy="check the name, and 'hf auth login' where it is gated")
 
 
-def _fetch(name: str, cache: str) -> RemoteModel:
+def _fetch(name: str, cache: str) -> Any:
     """Download a model's small files into a cache, and write weight files that have their headers alone."""
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     api, (repo, _, revision) = HfApi(), name.partition("@")
     info = api.model_info(repo, revision=revision or None, files_metadata=True)
-    sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or []}
+    names = [file.rfilename for file in info.siblings or []]
     snapshot = snapshot_download(repo, revision=revision or None, cache_dir=cache, allow_patterns=list(SMALL))
     os.makedirs(snapshot, exist_ok=True)
-    files = [file for file in set(Contents(snapshot).weight_map.values()) or SINGLE if file in sizes]
+    files = [file for file in set(Contents(snapshot).weight_map.values()) or SINGLE if file in names]
     if not files:
-        refuse_absent(name, sizes)
+        refuse_absent(name, names)
         remedy = "download it; headers of pickles cannot be read without running them"
         raise CheckpointError("has no weights in safetensors", where=name, remedy=remedy)
     with ThreadPoolExecutor(WORKERS) as pool:
         heads = pool.map(partial(api.parse_safetensors_file_metadata, repo, revision=str(info.sha)), files)
         for file, head in zip(files, heads, strict=True):
             _write_sparse(os.path.join(snapshot, file), head)
-    size = sum(size for file, size in sizes.items() if file.endswith(DOWNLOADED) and "/" not in file)
-    card: Mapping[str, Any] = getattr(info, "card_data", None) or {}
-    return RemoteModel(name, size, card.get("license"), os.path.abspath(constants.HF_HUB_CACHE))
+    return info
 
 
 def _write_sparse(path: str, head: Any) -> None:
