@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from carry_support import noisy
 from cli_support import CHECKPOINTS, output_of, run
-from plugin_support import EVERYTHING, make, state, twin, write_recipe, write_state
+from plugin_support import EVERYTHING, make, state, twin, with_tokenizer, write_recipe, write_state
 from spoiling import config
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from rotation_merge.diagnose.doctor import open_case
 
@@ -44,8 +42,7 @@ def merged(first: Path, second: Path, where: Path) -> Path:
 
 def worded(folder: Path, turn: int) -> Path:
     """With a tokenizer of 40 words, their ids turned around."""
-    inner = Tokenizer(WordLevel({f"w{i}": (i + turn) % 40 for i in range(40)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0").save_pretrained(folder)
+    with_tokenizer([f"w{(i - turn) % 40}" for i in range(40)], folder)
     return folder
 
 
@@ -53,9 +50,8 @@ def worded(folder: Path, turn: int) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """An anchor, a fine-tune of it, the fine-tune in other coordinates, a stranger; odd ones, and plain merges."""
     folder = tmp_path_factory.mktemp("doctor")
-    anchor, draw = make("llama", folder / "anchor"), torch.Generator().manual_seed(5)
-    noisy = {n: t + 0.01 * torch.randn(t.shape, generator=draw) for n, t in state(anchor).items()}
-    tuned, stranger = write_state(noisy, anchor, folder / "tuned"), make("llama", folder / "stranger", seed=9)
+    anchor, stranger = make("llama", folder / "anchor"), make("llama", folder / "stranger", seed=9)
+    tuned = noisy(anchor, folder / "tuned", 0.01, seed=5)
     moved, down = twin(tuned, folder / "moved", **EVERYTHING, residual="permutation"), state(anchor)[DOWN]
     halves = {name: tensor.half() for name, tensor in {**state(anchor), DOWN: 3e4 * down}.items()}
     rope = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "eos_token_id": 7}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from carry_support import noisy
 from plugin_support import save, state, write_recipe, write_state
 from subjects import scratch
 from tiny_models import ALL, Case, make
@@ -71,12 +72,12 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
 @cache
 def merge(family: str) -> tuple[Path, list[Path]]:
     """A merge of two near models, and these."""
-    folder, draw = scratch() / f"damage-{family}", torch.Generator().manual_seed(1)
+    folder = scratch() / f"damage-{family}"
     base = save(make(CASES[family]).float(), folder / "base")
-    before = state(base)
-    after = {name: tensor + 0.03 * torch.randn(tensor.shape, generator=draw) for name, tensor in before.items()}
-    middle = {name: (before[name] + after[name]) / 2 for name in before}
-    return write_state(middle, base, folder / "merged"), [base, write_state(after, base, folder / "tuned")]
+    tuned = noisy(base, folder / "tuned", 0.03, seed=1)
+    after = state(tuned)
+    middle = {name: (tensor + after[name]) / 2 for name, tensor in state(base).items()}
+    return write_state(middle, base, folder / "merged"), [base, tuned]
 
 
 def causes(out: Path, parents: list[Path]) -> list[str]:

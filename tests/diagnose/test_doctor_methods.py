@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from carry_support import noisy, texts
 from cli_support import output_of, parsed
 from mergekit import merge_methods
-from plugin_support import EVERYTHING, make, merged, recipe_for, state, twin, write_state
+from plugin_support import EVERYTHING, make, merged, recipe_for, twin
 
 from rotation_merge.diagnose.doctor import diagnose, open_case
 
@@ -34,18 +33,12 @@ TWO = ("slerp", "nearswap", "nuslerp", "arcee_fusion")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """A base, two fine-tunes of it, the second in other coordinates as well, and samples."""
-    folder, draw = tmp_path_factory.mktemp("methods"), torch.Generator().manual_seed(3)
+    folder = tmp_path_factory.mktemp("methods")
     base = make("llama", folder / "base")
-
-    def tuned(name: str) -> Path:
-        changed = {n: t + 0.02 * torch.randn(t.shape, generator=draw) for n, t in state(base).items()}
-        return write_state(changed, base, folder / name)
-
-    places = {"base": base, "one": tuned("one"), "two": tuned("two"), "texts": folder / "texts.jsonl"}
+    one, two = (noisy(base, folder / name, 0.02, seed) for seed, name in enumerate(("one", "two")))
+    places = {"base": base, "one": one, "two": two, "texts": texts(folder)}
     for name, source, options in (("turned", "two", WHOLE), ("far", "base", WHOLE), ("permuted", "two", STILL)):
         places[name] = twin(places[source], folder / name, **options)
-    records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
-    places["texts"].write_text("\n".join(map(json.dumps, records)))
     return places
 
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+import plugin_support
 import pytest
 import yaml
 from bad_checkpoints import EVERY_READER, NO_READERS, READERS
@@ -87,10 +88,7 @@ def is_told(line: str, words: tuple[str, ...]) -> None:
 def one_error(code: int, out: str, err: str) -> str:
     """The one line of a program that was given a bad input."""
     assert (code, out) == (2, ""), (code, out, err)
-    assert "Traceback" not in out + err
-    errors = [line for line in err.splitlines() if line.startswith("Error: ")]
-    assert len(errors) == 1, (out, err)
-    return errors[0]
+    return plugin_support.one_error(err)
 
 
 def check_recipe(row: Row) -> None:
