@@ -177,14 +177,13 @@ class _Tiny:
         return Finding(mistake, difference, difference > SHOWS)
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def _randomise(model: Any) -> None:
     """Weights, biases and gains of norms as training would leave them: none at its initial value."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             gain = parameter.ndim == 1 and not name.endswith("bias")
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5) + float(gain))
-    if callable(tie := getattr(model, "tie_weights", None)):
-        tie()
+    model.tie_weights()
 
 
 class KeepFloat64(TorchFunctionMode):
