@@ -16,7 +16,7 @@ import torch
 from plugin_support import make, merged, recipe_for, twin
 
 from rotation_merge.errors import RotationMergeError, SpaceError
-from rotation_merge.files import KEY, Store, TemporaryFolder, name_when_whole, replacing, write_text, writing
+from rotation_merge.files import Store, TemporaryFolder, name_when_whole, replacing, write_text, writing
 from rotation_merge.model.writing import staged
 
 Steps = list[tuple[str, str]]
@@ -45,28 +45,18 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return recorded
 
 
-def keep_part(path: Path) -> None:
-    store = Store(str(path), "")
+def test_a_file(steps: Steps, tmp_path: Path) -> None:
+    """A text, and a part of a run: on disk before it takes its place, which is on disk after it."""
+    store = Store(str(tmp_path / "run"))
     store.begin("key")
-    store.put("state", {})
-
-
-WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "text": (lambda path: write_text(path, "text"), "a"),
-    "part of a run": (keep_part, "a/*.pt"),
-}
-
-
-@pytest.mark.parametrize("kind", WRITERS)
-def test_a_file(kind: str, steps: Steps, tmp_path: Path) -> None:
-    write, pattern = WRITERS[kind]
-    write(tmp_path / "a")
-    (path,), temporary = tmp_path.glob(pattern), steps[0][1]
-    assert name_when_whole(temporary) == str(path) != temporary
-    assert steps == [("sync", temporary), ("move", f"{temporary} -> {path}"), ("sync", str(path.parent))]
-    path.with_name("plain").write_text("text")
-    if kind == "text":
-        assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.with_name("plain").stat().st_mode)
+    (tmp_path / "plain").write_text("text")
+    for write, pattern in ((lambda: write_text(tmp_path / "a", "text"), "a"), (lambda: store.put("b", {}), "run.*/b*")):
+        steps.clear()
+        write()
+        (path,), temporary = tmp_path.glob(pattern), steps[0][1]
+        assert name_when_whole(temporary) == str(path) != temporary
+        assert steps == [("sync", temporary), ("move", f"{temporary} -> {path}"), ("sync", str(path.parent))]
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
 def test_a_model(steps: Steps, tmp_path: Path) -> None:
@@ -135,44 +125,33 @@ def test_temporary_folders_that_are_held_and_those_of_others_stay(tmp_path: Path
     assert sorted(entry.name for entry in parent.iterdir()) == ["another", f"{prefix}link", f"{prefix}without"]
 
 
-def test_a_store_of_another_run_goes_with_its_folders(tmp_path: Path) -> None:
-    killed = Store(str(tmp_path / "out"))
-    killed.begin("one")
-    (killed.path / "merge").mkdir()
-    (killed.path / "merge" / "model.safetensors").write_text("x")
-    killed.put("record", {"x": 1})
-    with Store(str(tmp_path / "out")) as work:
-        work.begin("one")
-        assert work.get("record") == {"x": 1}
-        work.begin("other")
-        assert work.is_empty()
-        assert work.get("record") is None
-    assert not work.path.exists()
+@pytest.fixture
+def work(tmp_path: Path) -> Store:
+    """A store that has begun, beside `out`."""
+    store = Store(str(tmp_path / "out"))
+    store.begin("key")
+    return store
 
 
 @pytest.mark.parametrize("torn", [0, 7, 0.5, -1])
-def test_a_torn_part_is_computed_again(torn: float, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(str(tmp_path / "out"))
-    store.begin("key")
-    store.put("state", {"x": torch.ones(3)})
-    (path,) = store.path.glob("*.pt")
+def test_a_torn_part_is_computed_again(torn: float, work: Store, caplog: pytest.LogCaptureFixture) -> None:
+    work.put("state", {"x": torch.ones(3)})
+    (path,) = work.path.glob("*.pt")
     whole = path.read_bytes()
     path.write_bytes(whole[: int(torn * len(whole)) if 0 < torn < 1 else int(torn)])
-    assert store.get("state") is None
+    assert work.get("state") is None
     assert "is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), RuntimeError("inline_container.cc:664] . unexpected pos 64 vs 0")]
 )
-def test_a_full_disk_is_said_in_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_in_one_line(error: Exception, work: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", Mock(side_effect=error))
-    store = Store(str(tmp_path / "out"))
-    store.begin("key")
-    said = rf"^{store.path}: cannot be written \(.*\); free some space \(the same command continues\)"
+    said = rf"^{work.path}: cannot be written \(.*\); free some space \(the same command continues\)"
     with pytest.raises(SpaceError, match=said):
-        store.put("state", {})
-    with pytest.raises(RuntimeError, match=r"^odd$"), writing(tmp_path, "wait"):
+        work.put("state", {})
+    with pytest.raises(RuntimeError, match=r"^odd$"), writing(work.path, "wait"):
         raise RuntimeError("odd")
 
 
@@ -186,11 +165,8 @@ def test_a_full_disk_is_said_in_one_line(error: Exception, tmp_path: Path, monke
         (SpaceError("the disk is full"), False, False),
     ],
 )
-def test_a_store_stays_where_it_is_of_use(error: BaseException, parts: bool, stays: bool, tmp_path: Path) -> None:
-    work = Store(str(tmp_path / "out"))
-
+def test_a_store_stays_where_it_is_of_use(error: BaseException, parts: bool, stays: bool, work: Store) -> None:
     def fail() -> None:
-        work.begin("key")
         if parts:
             work.put("part", {})
         raise error
@@ -201,22 +177,14 @@ def test_a_store_stays_where_it_is_of_use(error: BaseException, parts: bool, sta
 
 
 def test_a_run_that_is_killed_as_it_cleans_up_leaves_a_folder_that_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Store(str(tmp_path / "out"))
-    work.begin("mark")
     for name in ("a", "z"):
         (work.path / name).mkdir()
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            work.remove()
-    assert (work.path / KEY).exists()
-    again = Store(str(tmp_path / "out"))
-    again.begin("mark")
-    again.remove()
+    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        work.remove()
+    monkeypatch.undo()
+    assert work.is_of("key")
+    work.remove()
     assert not work.path.exists()

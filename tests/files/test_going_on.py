@@ -19,7 +19,6 @@ from click.testing import Result
 from interrupted_support import forked
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin, write_recipe
 
-from rotation_merge import RotationMergeError
 from rotation_merge.matching import match
 from rotation_merge.mergekit_plugin import views
 from rotation_merge.run import evaluate, ledger
@@ -149,16 +148,6 @@ def test_matching_of_something_else_is_not_used(
     assert f"{folder} belongs to other weights, options or versions; it is replaced" in caplog.messages
 
 
-def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
-    diary = tmp_path / "out.matching.unfinished" / "diary.txt"
-    diary.parent.mkdir()
-    diary.write_text("mine")
-    refused = pytest.raises(RotationMergeError, match=r"exists, but rotation-merge did not write it; move it away")
-    with refused, kept_beside(str(tmp_path / "out"), lambda: "mark") as entries:
-        entries.get("a")
-    assert diary.read_text() == "mine"
-
-
 def test_what_waits_is_written_when_the_run_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,24 +172,6 @@ def test_what_waits_is_written_when_the_run_is_interrupted(
     assert [part["name"] for part in entries if part is not None] == ["a", "b", "c"]
     assert entries[0]["x"].stride() == torch.ones(2, 3).mT.stride()  # sums of it are added in the same order
     assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_keeps_nobody_from_matching(
-    four: tuple[Path, Path],
-    tmp_path: Path,
-    blocks: Counter,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def full(part: Any, path: str) -> None:
-        Path(path).write_bytes(b"half")
-        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")  # torch's own words
-
-    monkeypatch.setattr(torch, "save", full)
-    done(run("align", *four, tmp_path / "out", "--no-verify"))
-    (message,) = [message for message in caplog.messages if "cannot be written" in message]
-    assert message.endswith("; after an interruption the run starts again")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # --- merges that end early leave nothing ------------------------------------------------------------------------------

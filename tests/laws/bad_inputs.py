@@ -161,6 +161,7 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     ("already exists", lambda: rm.merge_adapters(["one", "two"]).save("vit")),
     ("teacher 1: 1 batches", lambda: rm.polish("anchor", ["anchor", "donor"], [{"input_ids": IDS[:1]}])),
     ("'synthetic' is for image models", lambda: rm.evaluate("anchor", "synthetic")),
+    ("ViTForImageClassification does not write text; give a file", lambda: rm.evaluate("vit", "self")),
     ("are no batches", lambda: rm.evaluate("anchor", IDS)),
     ("are no batches", lambda: rm.evaluate("anchor", (batch for batch in [IDS]))),
     ("are no batches", lambda: rm.evaluate("anchor", [])),

@@ -128,12 +128,6 @@ def test_a_models_own_answers_as_labels_give_full_marks() -> None:
         assert {name: figures[name] for name in expected} == pytest.approx(expected)
 
 
-def test_refit_keeps_what_models_agree_on(models) -> None:
-    same = rm.refit([models[0], copy.deepcopy(models[0])], SAMPLES, rm.RefitConfig(ridge=0.1))
-    for name, tensor in models[0].state_dict().items():
-        torch.testing.assert_close(same[name], tensor, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.slow
 def test_samples_may_be_a_loader_or_a_generator(models) -> None:
     """Also where they are read more than once."""
