@@ -18,7 +18,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RotationMergeError, StatisticsError, not_written, short
 from rotation_merge.files import Output, check_output, replacing
 from rotation_merge.matching.basis import Basis, Identity, IdentityFacts
-from rotation_merge.matching.moving import moved_statistics, mover
+from rotation_merge.matching.moving import moved_statistics, mover, relative
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pair import check_depth, check_pair, check_same_kind
 from rotation_merge.matching.stream import Transforms, random_gauge
@@ -247,10 +247,10 @@ class Alignment:
         `apply`, so its basis has no fingerprint of a donor.
         """
         basis = self.known_basis
-        turned = {name: transform.inverse() for name, transform in self.transforms.items()}
         rows = {name: (dim, tuple(torch.tensor(row).argsort().tolist())) for name, (dim, row) in basis.rows.items()}
         unknown = Identity(basis.donor.name)
         back = replace(basis, donor=unknown, anchor=unknown, rows=rows)
+        turned = relative(basis.architecture, self.transforms)
         return Alignment(turned, self.folded, notes=tuple(self.irreversible_notes()), basis=back)
 
     def irreversible_notes(self) -> list[str]:

@@ -10,15 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import named
 from rotation_merge.matching.match import match_model, recorded
-from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.moving import moved_tensors, relative
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.fold import folded_tensors
 from rotation_merge.model.tensors import TensorSource, as_tensors, mean_of
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -79,25 +76,9 @@ def match_to_mean(
     result = {}
     for name, alone in alignments.items():
         summary = {**alone.summary, "rounds": len(spread) - 1, "spread": spread}
-        alignment = Alignment(_relative(architecture, frames[base], frames[name]), summary=summary)
+        alignment = Alignment(relative(architecture, frames[base], frames[name]), summary=summary)
         result[name] = replace(recorded(architecture, stored[base], stored[name], alignment), folded=folded)
     return result
-
-
-def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -> Transforms:
-    """The map into the base's coordinates: the other's frame, then the inverse of the base's."""
-    cpu = torch.device("cpu")  # a frame that has not moved is not where one that was solved for is
-    back = {name: transform.to(cpu).inverse() for name, transform in base.items()}
-    relative = {
-        name: back[name].compose(transform.to(cpu)) if name in back else transform for name, transform in frame.items()
-    }
-    for info in architecture.tensors() if back else ():
-        name = info.common.name if info.common is not None else ""
-        shift = relative[name].shift if name in relative else None
-        if shift is not None and bool(shift.any()):  # added in the common frame, and goes back
-            row = replace(info, axes=info.axes[1:], common=None)
-            relative[name] = replace(relative[name], shift=transform_tensor(shift, row, back))
-    return relative
 
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:

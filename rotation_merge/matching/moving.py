@@ -73,6 +73,26 @@ def mover(
     return tensor
 
 
+def relative(
+    architecture: Architecture, base: Mapping[str, Transform], frame: Mapping[str, Transform] | None = None
+) -> dict[str, Transform]:
+    """The transforms of a frame (None: nothing moves), then the inverse of those of a base: from one to the other."""
+    cpu = torch.device("cpu")  # a frame that has not moved is not where one that was solved for is
+    back = {name: transform.to(cpu).inverse() for name, transform in base.items()}
+    moved = {
+        name: back[name].compose(transform.to(cpu)) if name in back else transform
+        for name, transform in (frame or {}).items()
+    }
+    result = back | moved
+    for info in architecture.tensors() if back else ():
+        name = info.common.name if info.common is not None else ""
+        shift = result[name].shift if name in result else None
+        if shift is not None and bool(shift.any()):  # added when all axes have moved, and goes back with them
+            row = replace(info, axes=info.axes[1:], common=None)
+            result[name] = replace(result[name], shift=transform_tensor(shift, row, back))
+    return result
+
+
 def _moved(
     block: Block, info: TensorInfo, source: TensorSource, fold: Fold, transforms: Mapping[str, Transform]
 ) -> Tensor:

@@ -26,7 +26,7 @@ DRAWN = [
     ("llama", "llama", {"residual": "none", "layers": "1"}),
     ("t5", "plain", {"residual": "largest"}),
     ("llama", "llama, tied, biases", {"residual": "rotation", "untie": True}),
-    ("mixtral", "untied", {"residual": "rotation"}),
+    ("mixtral", "untied", {"residual": "permutation"}),
 ]
 """RMSNorm and LayerNorm folded, some layers, two streams, an untied head, experts."""
 

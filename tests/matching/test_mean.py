@@ -18,8 +18,7 @@ from torch import Tensor
 import rotation_merge as rm
 from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.matching.mean import _relative
-from rotation_merge.matching.moving import moved_tensors
+from rotation_merge.matching.moving import moved_tensors, relative
 from rotation_merge.matching.stream import random_gauge
 
 Kind = tuple[str, str, str]
@@ -78,10 +77,10 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
     shifts = {name: t for name, t in base.items() if t.kind == "translation"}
     there = dict(moved_tensors(architecture, common, {name: t.inverse() for name, t in shifts.items()}))  # added last
     there = dict(moved_tensors(architecture, there, {n: t.inverse() for n, t in base.items() if n not in shifts}))
-    straight = dict(moved_tensors(architecture, state, _relative(architecture, base, other)))
+    straight = dict(moved_tensors(architecture, state, relative(architecture, base, other)))
     for name, tensor in there.items():
         torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
-    assert _relative(architecture, {}, other) == other
+    assert relative(architecture, {}, other) == other
 
 
 @pytest.mark.slow
