@@ -33,7 +33,7 @@ from rotation_merge.errors import CheckpointError, DataError, RecipeError, Rotat
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.objective import Answered, divergence, write_answers
-from rotation_merge.matching.training import Training, kept_in, restore, trained
+from rotation_merge.matching.training import Training, kept_in, split_at_random, trained
 from rotation_merge.model.adapters import WEIGHTS, Adapter
 from rotation_merge.model.contents import ADAPTER_CONFIG, read_json
 from rotation_merge.model.forms import restructured
@@ -62,9 +62,6 @@ STEP_TOKENS = 2048
 
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
-
-HELD_OUT = 0.15
-"""Share of the samples that chooses the learning rate and the step."""
 
 LEAST_SHARE = 0.5
 """Share of the best learning rate's gain in its trial that a larger one must reach: short trials favour small rates."""
@@ -141,13 +138,6 @@ class PolishReport:
 
 SplitAnswers = tuple[Answered, Answered]
 """A teacher's samples with its answers: to train on, and held out."""
-
-
-def split_at_random(answered: Answered, draw: torch.Generator) -> SplitAnswers:
-    """A teacher's samples in two parts, of which a share is held out."""
-    order = torch.randperm(len(answered), generator=draw).tolist()
-    count = max(1, round(len(answered) * HELD_OUT))
-    return [answered[i] for i in order[count:]], [answered[i] for i in order[:count]]
 
 
 def share_body(models: Sequence[nn.Module], merge: nn.Module, heads: Collection[str]) -> None:
@@ -228,7 +218,7 @@ class Polish:
         for rate in (rate for rate in RATES if rate <= self.largest_rate):
             trial = PolishReport(before, before)
             self._train(trial, rate, steps, f"learning rate {rate:g}")
-            restore(self.model, start)
+            self.model.load_state_dict(start, strict=False)
             value = trial.history[-1][2]
             trials[rate] = value if math.isfinite(value) else math.inf
             if trials[rate] > min(trials.values()):

@@ -29,7 +29,7 @@ from rotation_merge.matching.objective import choose, distillation, labels_loss,
 from rotation_merge.matching.options import AlignConfig, FitConfig
 from rotation_merge.matching.pair import Pair, check_shapes, open_pair
 from rotation_merge.matching.stream import space_groups
-from rotation_merge.matching.training import Training, kept_in
+from rotation_merge.matching.training import Training, kept_in, split_at_random
 from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.open import ModelLike, open_model
@@ -54,9 +54,6 @@ LOOKS = 12
 
 PATIENCE = 5
 """Looks without a better state after which a fit stops."""
-
-HELD_OUT = 0.15
-"""Share of the batches that chooses the best state."""
 
 MIXING = 0.5
 """Share of distillation steps on mixtures of two samples, which helps with few samples; token ids are not mixed."""
@@ -225,9 +222,8 @@ class _Fit:
         self.mixture = Mixture(self.architecture, self.parents, pairs[-1].folded, self.device, keeps)
         self.model = mixed_model(module, self.mixture, options.checkpointing)
         self.batches: list[Batch] = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
-        count = max(1, round(len(batches) * HELD_OUT))
-        order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(options.seed)).tolist()
-        self.held_out, self.training = order[:count], order[count:]
+        draw = torch.Generator().manual_seed(options.seed)
+        self.training, self.held_out = split_at_random(range(len(batches)), draw)
         self.objective = choose(options.objective, self.batches[0])
         self.generator = torch.Generator().manual_seed(options.seed + 1)
         self._answers: dict[int, list[Tensor]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,13 @@ from rotation_merge.files import FOLDER, Output, check_output
 from rotation_merge.run.ledger import Ledger, kept_beside
 
 LOG = logging.getLogger(__name__)
+S = TypeVar("S")
 
 STATE = "state"
 """What a ledger calls the state of training."""
+
+HELD_OUT = 0.15
+"""Share of the samples that judges the model while it is trained."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Training:
         """Go on from a state (None: from the start): the steps that are done, and the best parameters."""
         if state is None:
             return 0, copy.deepcopy(trained(self.model))
-        restore(self.model, state["model"])
+        self.model.load_state_dict(state["model"], strict=False)
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
         self.generator.set_state(state["random"])
@@ -98,7 +102,7 @@ class Training:
             watch(step)
             if late:
                 break
-        restore(self.model, best)
+        self.model.load_state_dict(best, strict=False)
 
     def _is_best(self, step: int, seconds: float) -> bool:
         """Judge the model after so many steps and seconds, for the report; whether it is the best so far."""
@@ -127,9 +131,8 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-@torch.no_grad()
-def restore(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give parameters earlier values."""
-    for name, parameter in model.named_parameters():
-        if name in values:
-            parameter.copy_(values[name])
+def split_at_random(samples: Sequence[S], draw: torch.Generator) -> tuple[list[S], list[S]]:
+    """Samples in two parts, of which a share is held out."""
+    order = torch.randperm(len(samples), generator=draw).tolist()
+    count = max(1, round(len(samples) * HELD_OUT))
+    return [samples[i] for i in order[count:]], [samples[i] for i in order[:count]]
