@@ -27,7 +27,7 @@ from rotation_merge.matching.between import LARGEST_KEPT, LearnedTransforms, Mix
 from rotation_merge.matching.match_on import matcher
 from rotation_merge.matching.objective import choose, distillation, labels_loss, mix, taught_output
 from rotation_merge.matching.options import AlignConfig, FitConfig
-from rotation_merge.matching.pair import Pair, check_shapes, open_pair
+from rotation_merge.matching.pair import Pair, open_pair
 from rotation_merge.matching.stream import space_groups
 from rotation_merge.matching.training import Training, kept_in, split_at_random
 from rotation_merge.model.checkpoint import mark_of
@@ -165,8 +165,6 @@ def _pairs(models: Sequence[ModelLike], match: AlignConfig, untie: bool | None =
     if len(models) < 2:
         raise RecipeError("no donors are given", remedy="give one model or more to align to the anchor")
     anchor, *donors = (open_model(model, f"donor {n}" if n else "anchor") for n, model in enumerate(models))
-    for donor in donors:
-        check_shapes(anchor, donor, remedy="bring the models to one vocabulary and one size first")
     pairs = [open_pair(anchor, donor, match, untie is not False) for donor in donors]
     if untie is None and not (pairs[0].folded and anchor.tied):
         return [open_pair(anchor, donor, match) for donor in donors]
