@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,6 @@ from cli_support import output_of, parsed
 from plugin_support import error_of_merge, from_file, make, merged, reads_of_files, recipe_for, state, write_state
 from plugin_support import twin as twin_of
 from residual_support import checkpoint, recipe, report
-from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import difference, inputs, keep_float64, outputs, reload
 
@@ -31,12 +29,6 @@ def align(anchor: Any, donor: Any, file: Path, residual: str = "none", *flags: s
 
 def equal(one: Tensors, two: Tensors) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-def head_of(path: Path) -> dict[str, Any]:
-    with safe_open(path, "pt") as file:
-        head: dict[str, Any] = json.loads(file.metadata()["head"])
-    return head
 
 
 # --- applied by recipes
@@ -184,7 +176,8 @@ def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: py
     once = sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
     align(anchor.path, donor.path, tmp_path / "map")
     assert sorted(reads) == once
-    written = {name: mark for name, mark, _ in head_of(tmp_path / "map")["models"]}
+    basis = rm.Alignment.load(tmp_path / "map").basis
+    written = {identity.name: identity.fingerprint for identity in (basis.anchor, basis.donor)}
     reads.clear()
     merged(recipe(anchor, donor, residual="none"), tmp_path / "out")
     assert Counter(reads) == {one: 2 if "_proj" in one[1] else 1 for one in once}  # matched, and merged

@@ -134,34 +134,29 @@ def test_the_unknown_may_not_stay_while_the_stream_moves(case: Case) -> None:
 
 
 @pytest.mark.parametrize("residual", ["none", "permutation"])
-def test_layers_that_predict_further_tokens_stay_while_their_stream_does(residual: str, tmp_path: Path) -> None:
-    """`align` copies what transformers does not read; where the stream moves, it says that it leaves it out."""
-    model = planted(next(case for case in ONE if case.family == "qwen3_5"))
-    further, twin = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}, model.twin(residual=residual)
-    models = [write_state(x | further, model.folder, tmp_path / n) for n, x in (("a", model.state), ("b", twin))]
-    output = output_of("align", *models, tmp_path / "out", "--residual", residual, "--no-verify")
-    after, moves = state(tmp_path / "out"), residual != "none"
-    assert ("mtp.fc.weight" in after) != moves
-    assert ("Left out, because the model does not read them: mtp.fc.weight." in output) == moves
-    assert ("mtp.fc.weight" in (tmp_path / "out" / "README.md").read_text()) == moves
-
-
 @pytest.mark.parametrize(("family", "further"), [("qwen3_5", "mtp.fc.weight"), ("deepseek", "model.layers.2.eh_proj")])
-def test_the_python_api_leaves_them_out_as_well(family: str, further: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Not moved by `align`, which names what it leaves out; nor need the other model have it. `carry` turns nothing."""
+def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
+    family: str, further: str, residual: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`align` copies what transformers does not read; where the stream moves, it says that it leaves it out.
+
+    In Python as well; nor need the other model have it. `carry` turns nothing.
+    """
     model = planted(next(case for case in ONE if case.family == family))
-    whole = {further: torch.eye(4, dtype=torch.float64)}
-    for residual in ("none", "permutation"):
-        moves, twin = residual != "none", model.twin(residual=residual)
-        donor, base = (twin | whole, model.config), (model.state | whole, model.config)
-        alignment = rm.align(model.pair, donor, residual=residual)
-        aligned = alignment.apply(donor)
-        assert rm.transfer(donor, donor, base, residual=residual).keys() == donor[0].keys()
-        assert aligned.keys() == (model.state if moves else donor[0]).keys()
-        assert model.differs({name: aligned[name] for name in model.state}) <= 1e-9
-        words = f"Left out, because the model does not read them: {further}."
-        for notes in (alignment.report.notes, aligned.notes, caplog.messages):
-            assert (words in notes) == moves
+    whole, moves, twin = {further: torch.eye(4, dtype=torch.float64)}, residual != "none", model.twin(residual=residual)
+    donor, base = (twin | whole, model.config), (model.state | whole, model.config)
+    alignment = rm.align(model.pair, donor, residual=residual)
+    aligned = alignment.apply(donor)
+    assert rm.transfer(donor, donor, base, residual=residual).keys() == donor[0].keys()
+    assert aligned.keys() == (model.state if moves else donor[0]).keys()
+    assert model.differs({name: aligned[name] for name in model.state}) <= 1e-9
+    paths = [write_state(x, model.folder, tmp_path / n) for n, x in (("a", model.state), ("b", donor[0]))]
+    output = output_of("align", *paths, tmp_path / "out", "--residual", residual, "--no-verify")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert state(tmp_path / "out").keys() == aligned.keys()
+    words = f"Left out, because the model does not read them: {further}."
+    for notes in (alignment.report.notes, aligned.notes, caplog.messages, output, card):
+        assert (words in notes) == moves
 
 
 # --- every path asks
