@@ -124,23 +124,6 @@ def test_a_config_without_classes_is_found_by_its_type_and_keeps_its_streams() -
     assert resolve(config, names(config, "llama"), "model").stream_groups == {"residual": ("none",)}
 
 
-def test_unknown_tensors_are_taken_along_where_they_may_be() -> None:
-    architecture = resolve(LLAMA, [*names(LLAMA, "llama"), "extra.weight"], "model", keep_unknown=True)
-    assert architecture.named()["extra.weight"].axes == ()
-
-
-def test_layers_that_a_model_does_not_read_are_left_out() -> None:
-    """Layers for further tokens: ignored by transformers, not unknown, not written."""
-    config = table.config_of(shipped()["glm4_moe"])
-    config |= {"first_k_dense_replace": 2, "architectures": ["Glm4MoeForCausalLM"]}
-    present = names(config, "glm4_moe")
-    further = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
-    assert not set(further) & set(resolve(config, [*present, *further], "glm").named())
-    shorter = [name for name in present if "layers.1." not in name]
-    with pytest.raises(CheckpointError, match="not part of"):
-        resolve({**config, "num_hidden_layers": 1}, [*shorter, "model.layers.3.x"], "glm")
-
-
 def test_keys_that_a_layer_does_not_read_are_left_out() -> None:
     """Gemma 4's layers that take keys and values of others hold some of their own in published files."""
     config = table.config_of(shipped()["gemma4"])

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from spoiling import (
     another,
     both,
     bytes_of,
+    call,
     config,
     copied,
     edit,
@@ -295,6 +297,81 @@ OF_THE_GATE = (
 EVERY_READER = {row.name: (row.spoil, row.words[0]) for row in (*FILES, *FITTING) if row.name in OF_THE_GATE}
 """What the gate in front of all models refuses, by every command; `doctor` and `check` tell of more than one thing."""
 
+# --- adapters ------------------------------------------------------------------------------------------------------
+
+ENTRIES, FACTORS = "lora/adapter_config.json", "lora/adapter_model.safetensors"
+PLACE = "base_model.model.model.layers.0.mlp.up_proj.lora_"
+entries = partial(config, "lora", "adapter_config.json")
+
+
+def without(factor: str) -> Step:
+    return tensors(lambda stored: stored.pop(f"{PLACE}{factor}.weight"), FACTORS)
+
+
+def with_tensor(name: str, *shape: int) -> Step:
+    return tensors(lambda stored: stored.update({name: torch.ones(shape)}), FACTORS)
+
+
+SPOILT: dict[str, tuple[Step, str]] = {
+    "no LoRA": (entries(peft_type="IA3"), "IA3"),
+    "pissa": (entries(init_lora_weights="pissa_niter_4"), "pissa"),
+    "single tokens": (entries(trainable_token_indices=[1]), "trainable_token_indices"),
+    "routed": (entries(arrow_config={"top_k": 2}), "arrow_config"),
+    "no alpha": (entries(lora_alpha=None), "lora_alpha"),
+    "alpha is a list": (entries(lora_alpha=[1]), "lora_alpha"),
+    "patterns are a list": (entries(alpha_pattern=["q_proj"]), "alpha_pattern"),
+    "an open bracket": (entries(alpha_pattern={"(q_proj": 1}), "alpha_pattern"),
+    "no config": (gone(ENTRIES), "adapter_config.json"),
+    "config is a list": (put(ENTRIES, "[]"), "JSON object"),
+    "no weights": (gone(FACTORS), "adapter_model.safetensors"),
+    "truncated": (bytes_of(FACTORS, lambda content: content[:-10]), "cannot be read"),
+    "empty": (tensors(dict.clear, FACTORS), "no tensors"),
+    "no B": (without("B"), "up_proj"),
+    "no A": (without("A"), "up_proj"),
+    "ranks differ": (with_tensor(f"{PLACE}B.weight", 48, 3), "[48, 3]"),
+    "magnitudes of another size": (with_tensor(f"{PLACE}magnitude_vector", 47), "[47]"),
+    "a number": (with_tensor(f"{PLACE}B.weight"), "up_proj"),
+    "another size": (with_tensor(f"{PLACE}B.weight", 47, 2), "[47, 32]"),
+    "another model": (with_tensor("base_model.model.v.weight", 2), "'v.weight'"),
+    "foreign": (with_tensor(f"{PLACE}E", 3), "lora_E"),
+    "whole, another size": (with_tensor("base_model.model.lm_head.weight", 41, 32), "[41, 32]"),
+}
+"""What makes an adapter damaged, or more than W + s B A, and a word of its line."""
+
+OF_DONOR = adapter("lora", "donor")
+ELSEWHERE = "is an adapter of donor, not of anchor"
+ON_ANCHOR: dict[str, Step] = {
+    "model": edit("model: donor", "model: anchor+lora"),
+    "base_model": edit(
+        "base_model: anchor\nmodels:\n  - model: anchor", "base_model: anchor+lora\nmodels:\n  - model: anchor+lora"
+    ),
+    "finetuned_from": both(
+        edit(DONORS, "{weight: 0.5, finetuned_from: anchor+lora}\np"),
+        edit("delegate: linear", "delegate: task_arithmetic"),
+    ),
+}
+"""Where a recipe names an adapter of another base."""
+ADAPTERS = [
+    *(
+        Row(
+            f"adapter: {name}",
+            (word,),
+            both(OF_DONOR, spoil, edit("model: donor", "model: donor+lora")),
+            BOTH,
+            ("verify donor donor+lora",),
+        )
+        for name, (spoil, word) in SPOILT.items()
+    ),
+    *(
+        Row(f"adapter of another base: {name}", (ELSEWHERE,), both(OF_DONOR, place), BOTH)
+        for name, place in ON_ANCHOR.items()
+    ),
+    *(
+        call(READERS[name].replace("donor", "anchor+lora"), ELSEWHERE, spoil=OF_DONOR)
+        for name in ("align", "align --learn", "barrier", "evaluate", "measure", "polish", "verify")
+    ),
+]
+
 # --- alignment files ---------------------------------------------------------------------------------------------
 
 WITH_ALIGNMENT = edit(DONORS, "{weight: 0.5, alignment: map}\np")
@@ -385,4 +462,4 @@ ALIGNED = [
     Row("alignment that is a model", ("map: is not an al",), both(copied(DONOR, "map"), WITH_ALIGNMENT), BOTH),
 ]
 
-CHECKPOINTS = [*FILES, *FITTING, *ALIGNED, *GGUFS]
+CHECKPOINTS = [*FILES, *FITTING, *ADAPTERS, *ALIGNED, *GGUFS]

@@ -117,17 +117,17 @@ def edit(old: str, new: str) -> None:
 
 
 @step
-def tensors(change: Callable[[dict[str, Tensor]], object], folder: str = "donor") -> None:
-    """Other tensors in a checkpoint."""
-    stored = load_file(Path(folder, WEIGHTS))
+def tensors(change: Callable[[dict[str, Tensor]], object], place: str = f"donor/{WEIGHTS}") -> None:
+    """Other tensors in a checkpoint, or in another file."""
+    stored = load_file(place)
     change(stored)
-    save_file(stored, Path(folder, WEIGHTS), {"format": "pt"})
+    save_file(stored, place, {"format": "pt"})
 
 
 @step
-def config(folder: str | Path = "donor", **changes: Any) -> None:
+def config(folder: str | Path = "donor", file: str = CONFIG, /, **changes: Any) -> None:
     """Other entries of a config; None leaves one out."""
-    path = Path(folder, CONFIG)
+    path = Path(folder, file)
     entries = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
 

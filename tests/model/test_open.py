@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from plugin_support import lora
 from safetensors.torch import load_file, save_file
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
@@ -63,18 +62,6 @@ def test_a_tensor_in_two_shards_is_the_last_ones(tmp_path: Path) -> None:
     index.write_text(json.dumps(content))
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(open_model(tmp_path)[name], loaded.state_dict()[name])
-
-
-def test_an_adapter_is_written_in_the_type_of_its_base(tmp_path: Path) -> None:
-    """Its change is added in float32 and rounded once, when it is written."""
-    model = llama().to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    lora(tmp_path / "lora", model, target_modules=["q_proj"], base_model_name_or_path=str(tmp_path / "base"))
-    view = open_model(f"{tmp_path / 'base'}+{tmp_path / 'lora'}")
-    view.save_pretrained(tmp_path / "out")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert view["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
-    assert all(torch.equal(tensor, view[name].bfloat16()) for name, tensor in written.items())
 
 
 @pytest.mark.parametrize("entry", [{"x": torch.ones(2, 2).to_sparse()}, {1: torch.ones(2)}, {"x": [1.0]}])

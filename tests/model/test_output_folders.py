@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cli_support import run
 from interrupted_support import at_step
-from plugin_support import mergekit_yaml, one_error, recipe_for
 
 from rotation_merge import RotationMergeError
 from rotation_merge.files import locked
@@ -90,15 +88,6 @@ def test_two_threads_are_two_runs_and_a_lock_within_a_lock_is_the_same_one(tmp_p
         assert out.parent.is_dir()
         assert not out.exists()
     assert list((tmp_path / "mine").iterdir()) == []
-
-
-def test_commands_are_refused_while_another_run_writes(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with in_another_process(out):
-        for done in (mergekit_yaml(recipe_for("linear", *deep_pair), out), run("align", *deep_pair, out)):
-            assert done.exit_code == 2
-            assert "another run is writing it" in one_error(done.output)
-    assert files(out) == {"config.json": "theirs"}
 
 
 MINE = {"docs/keep.txt": "mine", "model_notes.safetensors": "mine", "model-ema.bin": "mine"}
