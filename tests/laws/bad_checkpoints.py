@@ -56,6 +56,7 @@ def rows(table: Mapping[str, tuple[Any, ...]], **more: Any) -> list[Row]:
 
 # --- files -------------------------------------------------------------------------------------------------------
 
+ANCHOR = f"anchor/{WEIGHTS}"
 DONOR, PICKLE, INDEX = f"donor/{WEIGHTS}", "donor/pytorch_model.bin", f"donor/{WEIGHTS}.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -164,6 +165,7 @@ def quantised(dtype: torch.dtype) -> Step:
     return tensors(lambda stored: stored.update({n: (10 * x).to(dtype) for n, x in stored.items() if x.ndim == 2}))
 
 
+NO_NUMBER = ("would hold NaN or infinity", "weight'")
 LLAMA, QUERY = "LlamaForCausalLM", "model.layers.1.self_attn.q_proj.weight"
 FALCON = "FalconForCausalLM", {"multi_query": False, "parallel_attn": False, "bias": True}
 NEOX = "GPTNeoXForCausalLM", {}
@@ -251,6 +253,30 @@ FITTING = [
         change("model.embed_tokens.weight", lambda x: x.fill_(torch.inf)),
         *("embed_tokens.weight", "infinity", "donor"),
         **{**OF_RECIPES, "recipe": ("merge",)},
+    ),
+    *(
+        Row(
+            f"NaN in {place}, {option}",
+            (place.partition("/")[0], f"tensor '{name}'", "holds NaN"),
+            both(
+                tensors(lambda stored, name=name: stored[name].view(-1)[3].fill_(torch.nan), place),
+                edit("delegate: linear", f"delegate: linear\n  {option}"),
+            ),
+            ("merge",),
+        )
+        for place, name, option in (
+            (ANCHOR, FLOATS, "heads: none"),
+            (ANCHOR, "model.norm.weight", "residual: permutation"),
+            (ANCHOR, "model.embed_tokens.weight", "anchor: mean"),
+            (DONOR, FLOATS, "residual: permutation"),
+        )
+    ),
+    Row("weights that add up to nothing", NO_NUMBER, edit(DONORS, "{weight: -0.5}\np"), ("merge",)),
+    Row(
+        "a type that cannot hold the values",
+        (FLOATS, *NO_NUMBER),
+        both(change(FLOATS, lambda x: 1e6 * x), edit("dtype:", "out_dtype: float16\ndtype:")),
+        ("merge",),
     ),
     Row(
         "architecture that is not supported",

@@ -119,8 +119,13 @@ DELEGATES = [
     delegated("tsv\n  ffn: none", HALF, FLOATS, "NaN", spoil=NAN, **MERGE),
 ]
 
+WORDS = [f"w{number}" for number in range(38)]
+OTHER_IDS = both(tokenizer("anchor", "a", "b", *WORDS), tokenizer("donor", "b", "a", *WORDS))
+OTHER_TOKENS = "donor: its tokens are not those of anchor"
 CLASSES = "BertForSequenceClassification"
 POLISH = [
+    call("polish anchor out --teachers donor --seed 1", OTHER_TOKENS, spoil=OTHER_IDS),
+    python("teacher of other ids", lambda: rm.polish("anchor", ["donor"]), OTHER_TOKENS, spoil=OTHER_IDS),
     call("polish anchor out --teachers donor --samples 2 --data self self", "give --data once"),
     call("polish anchor out --teachers donor --data short.jsonl", "too few to hold one out", spoil=SHORT),
     call(
@@ -173,6 +178,11 @@ CARRY = [
         call(f"carry donor --from anchor --to tied out --residual none --force{options}", NO_PLACE, spoil=TIED)
         for options in ("", " --scale auto", " --carry refit")
     ),
+    *(
+        call(f"carry donor --from anchor --to anchor out{options}", "not a fine-tune", spoil=OTHER_IDS)
+        for options in ("", " --lora 2")
+    ),
+    delegated("task_arithmetic", f"{TUNED}, carry: weights}}", "ids than in", "not a fine-tune", spoil=OTHER_IDS),
     call("carry vit --from vit --to vit2 out --carry refit --data synthetic", "carry by weights alone", spoil=VITS),
     delegated("task_arithmetic", f"{TUNED}, carry: refit, steps: 4}}", "carrying by refit takes no steps"),
     delegated("task_arithmetic", "{weight: 1.0, carry: refit}", "finetuned_from"),
@@ -184,7 +194,6 @@ CARRY = [
     Row("change of another width", ("donor", "gate_proj"), WIDER, python=lambda: rm.Delta.between("anchor", "donor")),
 ]
 
-WORDS = [f"w{number}" for number in range(38)]
 LORAS = both(adapter("lora", "anchor"), adapter("other", "org/base"), adapter("third", "org/base"))
 SEARCH = [
     call("merge anchor out", "name two or more"),
@@ -215,7 +224,7 @@ SEARCH = [
     call(
         "merge anchor donor out --data self",
         "merge them by a recipe with 'tokenizer: {source: base}'",
-        spoil=both(tokenizer("anchor", "a", "b", *WORDS), tokenizer("donor", "b", "a", *WORDS)),
+        spoil=OTHER_IDS,
     ),
     call("merge anchor+lora donor+lora out", "is an adapter of anchor, not of", spoil=LORAS),
     call(

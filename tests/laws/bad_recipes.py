@@ -15,6 +15,7 @@ KEYS = [
     at_top("dtype: bfloat16", "dtype", "occurs twice"),
     option("ffn: [{filtre: x, value: none}, {value: permutation}]", "filtre", "did you mean 'filter'"),
     models("slices: [{sources: [{model: anchor, layer_rnge: [0, 2]}]}]", "layer_rnge", "'layer_range'"),
+    option("heads_of: each\ntokenizer_source: base", "changes the vocabulary of all heads", "leave out one of the two"),
     at_top("tokenizer: {sorce: base}", "sorce", "did you mean 'source'"),
     at_top('"x\\e]0;owned\\a\\u202Egpj": 1', "gpj' here"),
 ]

@@ -112,10 +112,3 @@ def test_heads_do_not_follow_plans_of_the_stream(tmp_path: Path) -> None:
     plain["parameters"] |= {"stream": "identity", "scaling": False}
     merged(plain, tmp_path / "out")
     assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
-
-
-def test_vocabularies_must_stay(tmp_path: Path) -> None:
-    anchor, donor = (make("roberta", tmp_path / str(n), seed=n) for n in (0, 1))
-    assert "leave out one of the two" in error_of_merge(
-        heads_recipe(anchor, donor) | {"tokenizer_source": "base"}, tmp_path / "out"
-    )

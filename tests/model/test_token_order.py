@@ -3,15 +3,14 @@ streams are matched on what is shared."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_support import error_of, run
+from cli_support import run
 from plugin_support import error_of_merge, load, lora, merged, with_tokenizer, write_recipe
-from residual_support import Checkpoint, checkpoint, recipe, transport, twin
+from residual_support import Checkpoint, checkpoint, recipe, twin
 from torch import Tensor
 
 import rotation_merge as rm
@@ -86,17 +85,6 @@ def test_every_other_path_warns(models: Models, tmp_path: Path) -> None:
     assert WARNED not in shown("inspect", write_recipe({**plain, **BY_TOKENS}, tmp_path / "recipe.yml"))
 
 
-def test_no_change_is_taken_from_a_model_of_other_ids(models: Models, tmp_path: Path) -> None:
-    """Tuned minus origin, row by row: by recipes and commands."""
-    anchor, donor, _ = models
-    error = error_of_merge(transport(anchor, (donor, anchor)), tmp_path / "out")
-    assert WARNED in error
-    assert "not a fine-tune" in error
-    carry = ("carry", donor.path, tmp_path / "out", "--from", anchor.path, "--to", anchor.path)
-    for command in (carry, (*carry, "--lora", "2")):
-        assert "not a fine-tune" in shown(*command, code=2)
-
-
 @pytest.mark.slow
 def test_streams_are_matched_on_shared_tokens(models: Models, tmp_path: Path) -> None:
     """The twin comes into the anchor's coordinates, its own tokens where they were, by command, Python and recipe."""
@@ -152,12 +140,3 @@ def test_an_adapter_is_carried_by_its_tokens(models: Models, tmp_path: Path) -> 
         plain = load(str(donor.path))(input_ids=ids).logits
     assert float((plain - tuned).abs().max()) > 0.1
     torch.testing.assert_close(carried[..., rows], tuned, rtol=1e-3, atol=1e-2)
-
-
-def test_polish_refuses_teachers_of_other_ids(models: Models, tmp_path: Path) -> None:
-    """What a teacher predicts are other tokens for the merge; Python says so as the command does."""
-    anchor, donor, _ = models
-    error = f"{donor.path}: its tokens are not those of {anchor.path}"
-    assert error in error_of("polish", anchor.path, tmp_path / "out", "--teachers", donor.path)
-    with pytest.raises(rm.RotationMergeError, match=re.escape(error)):
-        rm.polish(anchor.path, [donor.path])
