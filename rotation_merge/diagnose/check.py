@@ -51,8 +51,7 @@ def advice(path: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     for donor in () if absent_parts(recipe.base) else donors:
         with suppress(RotationMergeError):  # such as of a model that another document of the recipe makes first
             cosine = likeness(session.base, session.models[donor.model])
-            values = {name for scope in donor.reader.parameter_sources(donor.model) for name in scope or ()}
-            preset = recipe.value("preset") or ("own" if values & set(OPTIONS) else None)
+            preset = recipe.value("preset") or ("own" if donor.given().keys() & set(OPTIONS) else None)
             presets += [] if math.isnan(cosine) else [_suggestion(str(donor.model), cosine, preset)]
     whole = len(presets) == len(listed) > 1 and recipe.delegate.spec.contract.base is BasePolicy.REQUIRED
     return presets, _changes(recipe, session.models, [donor.model for donor in donors]) if whole else None

@@ -70,11 +70,9 @@ class PairRecipe:
     @classmethod
     def of(cls, donor: Donor) -> PairRecipe:
         """The part of a recipe that says how one of its donors is brought to the anchor."""
-        recipe, model = donor.session.recipe, donor.model
-        scopes = list(filter(None, donor.reader.parameter_sources(model)))
-        values = {name: value for scope in reversed(scopes) for name, value in scope.items()}
+        recipe = donor.session.recipe
         still = PRESETS[UNMOVED] if recipe.config.merge_method in OWN else {}
-        return cls(recipe.base, model, {**values, **still})
+        return cls(recipe.base, donor.model, {**donor.given(), **still})
 
     @property
     def title(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class Donor:
         reader: looks up its parameters.
         layers: which of the anchor's layers meets which of its own; None: each meets the one at its own place.
         means: gives the alignments of all donors to the mean of the models, where that is the anchor.
+        readers: looks up its parameters in the anchor's blocks, by their names, once these are known.
     """
 
     session: Session
@@ -61,10 +62,16 @@ class Donor:
     reader: ConfigReader
     layers: Layers | None = None
     means: Callable[[], Mapping[str, Alignment]] | None = None
+    readers: Mapping[str, ConfigReader] = field(default_factory=dict)
 
     def value(self, name: str) -> Any:
         """A parameter of it; its default where it is not given."""
         return self.session.recipe.value(name, self.reader, self.model)
+
+    def given(self, reader: ConfigReader | None = None) -> dict[str, Any]:
+        """The parameters that the recipe gives for it, as they are written; by default where it first counts."""
+        scopes = (scope or {} for scope in (reader or self.reader).parameter_sources(self.model))
+        return {name: value for scope in reversed(list(scopes)) for name, value in scope.items()}
 
     def fault(self, problem: str, remedy: str) -> RecipeError:
         """The error for a recipe that asks of it what cannot be done."""
@@ -109,10 +116,12 @@ class Donor:
     @cached_property
     def options(self) -> AlignConfig:
         """The options that the recipe states for it, which know those of each block."""
-        scopes = filter(None, self.reader.parameter_sources(self.model))
-        varied = any(not isinstance(s[n], bool | int | float | str) for s in scopes for n in s.keys() & set(OPTIONS))
-        whole = self._stated("", self.reader)
-        return whole.varying(lambda block, t: self._stated(block, self.reader.with_t(t))) if varied else whole
+        whole, readers = self._stated("", self.reader), self.readers
+        stated = [{n: x for n, x in self.given(r).items() if n in OPTIONS} for r in (self.reader, *readers.values())]
+        plain = all(isinstance(value, bool | int | float | str) for value in stated[0].values())
+        if plain and all(of_block == stated[0] for of_block in stated):
+            return whole
+        return whole.varying(lambda block, t: self._stated(block, readers.get(block) or self.reader.with_t(t)))
 
     def options_in(self, block: str, reader: ConfigReader) -> AlignConfig:
         """The options by which one block is matched, with the lookup of the parameters that hold there."""
@@ -130,7 +139,7 @@ class Donor:
         near = nearness(base.architecture, base.tensors, named_as(base.architecture, origin, origin.architecture))
         if not near.shared:
             return False, []
-        options = [name for scope in self.reader.parameter_sources(self.model) for name in scope or () if name in ASKS]
+        options = [name for name in self.given() if name in ASKS]
         added = f"could be added as it is, but '{options[0]}' is set" if options else "is added as it is"
         words = f"{origin.reference} and {base.reference} share their coordinates ({near.words})"
         return not options, [f"`{self.model}`: {words}: its change {added}."]
@@ -271,7 +280,8 @@ def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[Mode
     means = cache(partial(match_to_means, session, donors)) if recipe.value("anchor") == "mean" else None
     for model, reader in readers.items():
         layers = layers_of(model, blocks) if means is None else None
-        donors[model] = donor = Donor(session, model, reader, layers, means)
+        in_blocks = {out.anchor.name: out.reader for out in reversed(blocks) if model in out.sources}
+        donors[model] = donor = Donor(session, model, reader, layers, means, in_blocks)
         options = donor.pair.options  # which judges headers, before a file of an alignment has all weights read
         how = "as a whole" if donor.preparations() else "block by block"
         LOG.info("%s is aligned %s: %s", donor.name, how, options)

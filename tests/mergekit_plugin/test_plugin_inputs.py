@@ -147,11 +147,6 @@ def test_pickles_read_lazily(pair: Pair, tmp_path: Path, monkeypatch: pytest.Mon
         assert_same(state(out), state(pair[0]))
 
 
-def test_writing_options(pair: Pair, tmp_path: Path) -> None:
-    flags = ("--async-write", "--write-threads", "2", "--clone-tensors", "--out-shard-size", "9000")
-    assert_same(merged(recipe_for("linear", *pair), tmp_path / "out", *flags), state(pair[0]))
-
-
 def test_a_tied_head_stored_once_more(tmp_path: Path) -> None:
     """The donor stores its tied head too, as some checkpoints do; the output is the anchor again."""
     anchor = make("qwen2", tmp_path / "anchor")
@@ -296,6 +291,15 @@ def test_settings_by_layer(deep: Pair, tmp_path: Path, setting: dict, changed: l
         assert changed_layers(result, deep[0], name) == changed
     if "layers" not in setting:
         assert changed_layers(result, deep[0], "v_proj") == []
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_settings_of_a_slice(residual: str, pair: Pair, tmp_path: Path) -> None:
+    """They hold for its layers, whether blocks are matched one by one or with the stream."""
+    slices = ([(model, [layer, layer + 1]) for model in pair] for layer in range(2))
+    recipe = with_slices(recipe_for("linear", *pair, residual=residual), *slices)
+    recipe["slices"][1]["parameters"] = {"ffn": "none"}
+    assert changed_layers(merged(recipe, tmp_path / "out"), pair[0], "up_proj") == [1]
 
 
 def test_settings_of_one_donor(deep: Pair, tmp_path: Path) -> None:
