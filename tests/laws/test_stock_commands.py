@@ -56,6 +56,10 @@ class Models:
         }
 
 
+Law = Callable[[Models], float]
+"""How far apart two ways to one model are."""
+
+
 @functools.lru_cache(maxsize=2)
 def aligned(models: Models, *donors: Path, **groups: Any) -> list[rm.View]:
     """The anchor and donors (by default the first), brought to it in Python."""
@@ -97,28 +101,18 @@ def apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return max(far.values())
 
 
-def recipe(models: Models) -> float:
-    """A recipe is what Python computes."""
-    return apart(merged(models.recipe()), models.average())
+def by(method: str, **parameters: Any) -> Law:
+    """A recipe is what Python computes, by a delegate with its parameters."""
 
+    def law(models: Models) -> float:
+        document, weights = models.recipe(delegate=method, **parameters), {"weights": [0.5, 0.5]}
+        if method == "slerp":
+            weights = {}
+            for model in document["models"]:
+                del model["parameters"]
+        return apart(merged(document), models.average(method, **parameters, **weights))
 
-def slerp(models: Models) -> float:
-    """A delegate of mergekit's."""
-    document = models.recipe(delegate="slerp", t=0.3)
-    for model in document["models"]:
-        del model["parameters"]
-    return apart(merged(document), models.average("slerp", t=0.3))
-
-
-def ties(models: Models) -> float:
-    """A delegate that merges changes."""
-    result = merged(models.recipe(delegate="ties", density=0.5))
-    return apart(result, models.average("ties", density=0.5, weights=[0.5, 0.5]))
-
-
-def wudi(models: Models) -> float:
-    """A delegate of our own."""
-    return apart(merged(models.recipe(delegate="wudi")), models.average("wudi"))
+    return law
 
 
 def stock(models: Models) -> float:
@@ -226,9 +220,13 @@ def tuned(models: Models) -> float:
     return apart(merged(document), delta.applied())
 
 
-LAWS: dict[str, Callable[[Models], float]] = {
-    law.__name__: law
-    for law in (recipe, slerp, ties, wudi, stock, slices, multi, shards, half, tokenizer, untied, donors, lora, tuned)
+WRITTEN = (stock, slices, multi, shards, half, tokenizer, untied, donors, lora, tuned)
+LAWS: dict[str, Law] = {
+    "recipe": by("linear"),
+    "slerp": by("slerp", t=0.3),
+    "ties": by("ties", density=0.5),
+    "wudi": by("wudi"),
+    **{law.__name__: law for law in WRITTEN},
 }
 
 

@@ -34,20 +34,6 @@ def assert_same(view: rm.View, tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(view[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("delegate", "parameters"),
-    [("task_arithmetic", {"lambda": 0.5}), ("wudi", {"ridge": 0.2}), ("tsv", {"lambda": 0.7}), ("iso", {})],
-)
-def test_it_gives_what_the_recipe_writes(
-    delegate: str, parameters: dict[str, float], pair: Pair, tmp_path: Path
-) -> None:
-    """Of modules."""
-    python = {f"{name}_" if name == "lambda" else name: value for name, value in parameters.items()}
-    written = merged(recipe_of(delegate, pair, **parameters), tmp_path / "out")
-    modules = [AutoModelForCausalLM.from_pretrained(path) for path in pair]
-    assert_same(rm.average(modules, delegate, **python), written)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("delegate", ["regmean", "fisher"])
 def test_statistics_measured_in_memory_are_those_of_the_file(delegate: str, pair: Pair, tmp_path: Path) -> None:

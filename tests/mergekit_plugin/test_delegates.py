@@ -1,4 +1,4 @@
-"""Delegates: mergekit's methods and averages of our own on moved twins; the contract; presets."""
+"""Delegates: mergekit's methods and averages of our own on moved twins; presets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import pytest
 import torch
 from cli_support import parsed, run
 from mergekit import merge_methods
-from mergekit.merge_methods.base import InputContract, MergeMethod, TensorGroup
-from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import (
-    error_of_merge,
     make,
     merged,
     recipe_for,
@@ -24,7 +21,7 @@ from plugin_support import (
     write_state,
 )
 
-from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin.delegates import OWN
 from rotation_merge.mergekit_plugin.keys import BY_NAME
 
 PARAMETERS: dict[str, dict[str, float]] = {
@@ -35,7 +32,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
     **{name: {"density": 0.5} for name in ("dare_ties", "dare_linear", "ties", "della")},
 }
 DONORS = {"model_stock": 2, "nuslerp": 2}
-METHODS = sorted(m.spec.name for m in merge_methods.registered_methods() if m.spec.name != "rotation_merge")
+METHODS = sorted(method.spec.name for method in merge_methods.registered_methods())
 STILL = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 Models = tuple[Path, Path, Path]
 
@@ -66,12 +63,13 @@ def test_moved_twins_merged_with_the_anchor_give_it_back(models: Models, delegat
         ("slerp", {"t": [{"filter": "mlp", "value": 0.0}, {"value": [0.0, 1.0]}]}, True),
         ("task_arithmetic", {}, True),
         ("ties", {"density": 0.5, "rescale": True}, True),
+        ("wudi", {"ridge": 0.2}, True),
     ],
 )
 def test_a_delegate_does_what_mergekit_does(
     models: Models, delegate: str, settings: dict[str, Any], keeps_base: bool, tmp_path: Path
 ) -> None:
-    """Nothing is matched here; lists and filters mean what they mean in mergekit.
+    """Nothing is matched here; lists and filters mean what they mean in mergekit, and ours do what they do alone.
 
     A delegate that takes these models only without a base gets the anchor as one of two.
     """
@@ -94,50 +92,13 @@ def test_passthrough_gives_the_aligned_donor(models: Models, tmp_path: Path) -> 
     assert distances["model.layers.1.mlp.up_proj.weight"] > 0.3
 
 
-# --- averages of our own ---------------------------------------------------------------------------------------------
-
-
-@merge_method(name="half", pretty_name="Half", contract=InputContract(min_inputs=2))
-def half(group: TensorGroup, share: float = 0.5) -> torch.Tensor:
-    """A method of mergekit's kind that only we have."""
-    return sum(tensor * share for tensor in group.tensors)  # type: ignore[return-value]
-
-
-@pytest.fixture(autouse=True)
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(half, MergeMethod)
-    monkeypatch.setitem(delegates.OWN, "half", half)
-
-
-def delegated(name: str, *models: Path, **parameters: Any) -> dict[str, Any]:
-    """A recipe without weights."""
-    recipe = recipe_for("linear", *models, **parameters)
-    recipe["parameters"]["delegate"] = name
-    return {**recipe, "models": [{"model": str(path)} for path in models]}
-
-
-def test_recipes_merge_with_it_also_by_its_name_alone(models: Models, tmp_path: Path) -> None:
-    result = merged(delegated("half", *models[:2], share=0.25), tmp_path / "out")
-    for name, tensor in state(models[0]).items():
-        torch.testing.assert_close(result[name], tensor / 2, rtol=1e-4, atol=1e-4)
-    recipe = delegated("half", *models[:2], **STILL)
-    alone = {**recipe, "merge_method": "half", "parameters": {}}
-    states = [merged(content, tmp_path / str(number)) for number, content in enumerate((alone, recipe))]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-
-
-def test_it_is_held_to_its_parameters_and_listed_by_us_alone(models: Models, tmp_path: Path) -> None:
-    assert "did you mean 'share'" in error_of_merge(delegated("half", *models[:2], shrae=1), tmp_path / "out")
-    assert "half" not in [method.spec.name for method in merge_methods.registered_methods()]
-    listed = json.loads(run("inspect", "--methods", "--json").output)["delegates"]
-    assert [entry["own"] for entry in listed if entry["name"] == "half"] == [True]
-
-
-def test_no_parameter_of_ours_has_the_name_of_a_delegates() -> None:
+def test_no_parameter_of_ours_has_the_name_of_a_delegates_and_only_we_list_ours() -> None:
     """One value would hold for both."""
-    specs = [method.spec for method in merge_methods.registered_methods() if method.spec.name != "rotation_merge"]
-    assert not {parameter.name for spec in specs for parameter in spec.parameters} & set(BY_NAME)
+    specs = {method.spec.name: method.spec for method in merge_methods.registered_methods()}
+    assert not {parameter.name for spec in specs.values() for parameter in spec.parameters} & set(BY_NAME)
+    assert specs.keys() == set(METHODS)
+    listed = json.loads(run("inspect", "--methods", "--json").output)["delegates"]
+    assert {entry["name"]: entry["own"] for entry in listed} == dict.fromkeys(METHODS, False) | dict.fromkeys(OWN, True)
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
@@ -170,14 +131,10 @@ def test_auto_tells_fine_tunes_from_models_in_other_coordinates(near_and_far, re
         by_hand = with_preset(near_and_far, "far", heads="permutation", residual="rotation")
         folded = merged(by_hand, tmp_path / "by-hand")
         assert all(torch.equal(result[name], folded[name]) for name in result)
-    (seen,) = parsed("inspect", write_recipe(document, tmp_path / "r.yml"))
-    assert seen["options"]["residual"] == ("none" if relation == "near" else "largest")
-
-
-def test_what_a_recipe_says_itself_holds(near_and_far, tmp_path: Path) -> None:
-    document = with_preset(near_and_far, "far", preset="far", heads="none")
-    (seen,) = parsed("inspect", write_recipe(document, tmp_path / "r.yml"))
-    assert (seen["options"]["heads"], seen["options"]["residual"]) == ("none", "largest")
+    stated = with_preset(near_and_far, relation, preset="auto", heads="none")  # which holds
+    (seen,) = parsed("inspect", write_recipe(stated, tmp_path / "r.yml"))
+    residual = "none" if relation == "near" else "largest"
+    assert (seen["options"]["heads"], seen["options"]["residual"]) == ("none", residual)
 
 
 @pytest.mark.parametrize("relation", ["near", "far"])

@@ -40,19 +40,6 @@ def test_check_gives_every_fault_its_line(tmp_path: Path) -> None:
     assert 1 not in {fault["line"] for fault in faults}
 
 
-def test_parameters_beside_a_misspelt_delegate_are_judged_by_the_nearest() -> None:
-    """It is the delegate that their faults name."""
-    content = recipe_for("linear", Path("A"), Path("B"), denisty=0.5)
-    content["parameters"]["delegate"] = "linaer"
-    document = Document(content)
-    assert read(document) is None
-    problems = [fault.what for fault in document.faults]
-    assert problems == [
-        "no merge method 'linaer' to delegate to",
-        "there is no parameter 'denisty' (delegate linear)",
-    ]
-
-
 ONE = {"model": "B", "parameters": {"weight": 0.5, "alignment": "file"}}
 TWO = {"model": "C", "parameters": {"weight": 0.5}}
 BASE = {"model": "A", "parameters": {"weight": 1}}
@@ -87,8 +74,6 @@ def test_options_that_do_nothing_beside_alignment_files(case: str) -> None:
 
 def test_samples_of_carried_donors_may_stand_under_the_recipe() -> None:
     content = recipe_for("linear", Path("A"), Path("B"), data="self", samples=8)
-    with pytest.raises(RecipeError, match="'data' has no effect with delegate linear"):
-        Recipe.read(MergeConfiguration(**content))
     content["models"][1]["parameters"] |= {"finetuned_from": "C", "carry": "refit"}
     assert Recipe.read(MergeConfiguration(**content)).value("samples") == 8
 
@@ -113,13 +98,6 @@ def test_an_average_alone_needs_a_base_where_its_contract_does() -> None:
     for method, words in (("wudi", "base_model is missing"), ("wudii", "did you mean 'wudi'")):
         with pytest.raises(RecipeError, match=words):
             Recipe.of(alone(method))
-
-
-@pytest.mark.parametrize("name", ["heads", "preset", "finetuned_from", "match_on", "delegate", "anchor"])
-def test_options_of_aligning_under_an_average_alone(name: str) -> None:
-    models = [{"model": "B", "parameters": {name: "x"}}, {"model": "A"}]
-    with pytest.raises(RecipeError, match=f"'{name}' does not belong here; .*'merge_method: rotation_merge'"):
-        Recipe.of(Document({"merge_method": "wudi", "base_model": "A", "models": models}))
 
 
 def test_ours_are_our_method_as_it_is_meant_and_averages_as_they_are_written() -> None:
