@@ -17,7 +17,7 @@ import torch
 import yaml
 from cli_support import run as command
 from click.testing import CliRunner, Result
-from faults_support import edit, read, rewrite, whole
+from faults_support import read, whole
 from interrupted_support import forked
 from mergekit import card, merge
 from mergekit.common import ModelReference
@@ -213,9 +213,17 @@ def test_who_listens_may_end_the_work(tick: int, refit: str, tmp_path: Path) -> 
 def parents(tmp_path: Path) -> Pair:
     """A base and a fine-tune of it, with everything that belongs beside weights."""
     base = whole("llama", tmp_path / "base")
-    tuned = Path(shutil.copytree(base, tmp_path / "tuned"))
-    rewrite(tuned, {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in state(tuned).items()})
+    tuned = Path(shutil.copytree(base, tmp_path / "tuned", ignore=shutil.ignore_patterns("model*")))
+    rewrite(tuned, {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in state(base).items()})
     return base, tuned
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**read(file), **changes}))
 
 
 def checked(parents: Pair, out: Path, **keys: Any) -> str:
@@ -234,7 +242,7 @@ def test_a_union_of_vocabularies_is_whole(parents: Pair, tmp_path: Path) -> None
     wider = {n: torch.cat([t, torch.ones(2, t.shape[1])]) for n, t in tensors.items() if t.shape[0] == rows}
     rewrite(tuned, {**tensors, **wider})
     rope = {**read(tuned / "config.json")["rope_parameters"], "rope_theta": 500000.0}
-    edit(tuned, vocab_size=rows + 2, rope_parameters=rope, max_position_embeddings=4096)
+    edit(tuned / "config.json", vocab_size=rows + 2, rope_parameters=rope, max_position_embeddings=4096)
     notes = checked(parents, out := tmp_path / "out", tokenizer={"source": "union"})
     for words in ("'max_position_embeddings' is 4096", "rope_theta", "uses the anchor's positions", "processor_config"):
         assert words in notes, words
@@ -248,7 +256,7 @@ def test_a_union_of_vocabularies_is_whole(parents: Pair, tmp_path: Path) -> None
 
 
 def test_what_a_parent_has_wrong_is_said(parents: Pair, tmp_path: Path) -> None:
-    edit(parents[0], "generation_config.json", eos_token_id=128009)
+    edit(parents[0] / "generation_config.json", eos_token_id=128009)
     notes = checked(parents, tmp_path / "out")
     assert "special id beyond the vocabulary" in notes
     assert "as in a parent" in notes
@@ -260,7 +268,7 @@ def test_other_methods_are_checked_where_the_environment_asks(
 ) -> None:
     monkeypatch.setenv("ROTATION_MERGE_CHECK", str(int(asked)))
     for parent in parents:  # without base_model, mergekit takes the config of either
-        edit(parent, bos_token_id=151999)
+        edit(parent / "config.json", bos_token_id=151999)
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in parents]
     with caplog.at_level(logging.INFO):
         merge_recipe(yaml.safe_dump({"merge_method": "linear", "models": models}), str(tmp_path / "out"))
