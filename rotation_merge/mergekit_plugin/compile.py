@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition, OutputSliceDefinition
@@ -137,38 +138,45 @@ def tensor_parameters(recipe: Recipe, blocks: Iterable[OutputBlock]) -> dict[str
 
 
 class Delegated(MergeMethod):
-    """The delegate of one recipe, with the parameters of each tensor that it merges; all others are passed on.
+    """The delegate of one run, with the parameters of each tensor that it merges; all others are passed on.
+
+    Tensors of the result are rounded, and refused if they hold NaN; those that have files of their own are kept apart.
 
     Args:
         name: under which mergekit knows it while the recipe runs.
         inner: the delegate.
-        plain: whether it is not told that the anchor is the base.
         parameters: of each tensor that is merged, by its name.
-        finish: takes every tensor of the result by its name, and gives the one to write, if any.
+        dtype: of the result; None: as the delegate gives it.
     """
 
     def __init__(
-        self,
-        name: str,
-        inner: MergeMethod,
-        plain: bool,
-        parameters: Parameters,
-        finish: Callable[[str, Tensor], Tensor | None],
+        self, session: Session, name: str, inner: MergeMethod, parameters: Parameters, dtype: torch.dtype | None
     ) -> None:
-        self.inner, self.plain, self.parameters, self.finish = inner, plain, parameters, finish
+        self.session, self.inner, self.parameters, self.dtype = session, inner, parameters, dtype
+        self.written, self.tell = itertools.count(1), listener()
         any_models = InputContract(min_inputs=0)  # the recipe's reader has judged them by the delegate's contract
         self.spec = replace(inner.spec, name=name, parameters=(), contract=any_models)
 
     def _execute_resolved(
         self, groups: Sequence[TensorGroup], parameters: list[dict[str, Any]], **options: Any
     ) -> tuple[Tensor | None, ...]:
-        return tuple(self.finish(str(group.metadata.name), self._merged(group, options)) for group in groups)
+        return tuple(self._finished(str(group.metadata.name), self._merged(group, options)) for group in groups)
 
     def _merged(self, group: TensorGroup, options: dict[str, Any]) -> Tensor:
         if (parameters := self.parameters.get(str(group.metadata.name))) is None:
             return group.entries[0].tensor  # the anchor's, which every model gives
-        entries = (replace(e, id=e.id.original, is_base=e.is_base and not self.plain) for e in group.entries)
+        based = not self.session.recipe.plain
+        entries = (replace(e, id=e.id.original, is_base=e.is_base and based) for e in group.entries)
         return self.inner((replace(group, entries=tuple(entries)),), parameters=parameters, **options)[0]
+
+    def _finished(self, name: str, tensor: Tensor) -> Tensor | None:
+        base, written = self.session.base, next(self.written)
+        self.tell("writing tensors", written, max(written, len(base)))
+        tensor = check_merged(tensor if self.dtype is None else tensor.to(self.dtype), name)
+        if not in_module(name, base.modules):
+            return tensor
+        self.session.apart[name] = tensor.detach().cpu().clone()
+        return None
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError("groups are executed once they are resolved")
@@ -196,28 +204,12 @@ def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
         stock = stock.model_copy(update={"dtype": None, "out_dtype": stock.out_dtype or stock.dtype})
         inner = bound_method(recipe.own_method, views, parameters)
     stock._architecture = described(views)
-    delegated = Delegated(name, inner, recipe.plain, parameters, _finisher(session, stock.out_dtype))
+    delegated = Delegated(session, name, inner, parameters, dtype_from_name(stock.out_dtype))
     loaders = {reference: ViewLoader(served[model]) for model, reference in placed.items()}
     for registered, values in ((registry._METHODS, {name: delegated}), (LoaderCache.loaders, loaders)):
         registered.update(values)
         session.run.endings += [partial(registered.pop, key, None) for key in values]
     return stock, views
-
-
-def _finisher(session: Session, out_dtype: str | None) -> Callable[[str, Tensor], Tensor | None]:
-    """Rounds tensors of the result and refuses NaN; keeps those apart that have files of their own."""
-    tell, count, base, dtype = listener(), itertools.count(1), session.base, dtype_from_name(out_dtype)
-
-    def finish(name: str, tensor: Tensor) -> Tensor | None:
-        written = next(count)
-        tell("writing tensors", written, max(written, len(base)))
-        tensor = check_merged(tensor if dtype is None else tensor.to(dtype), name)
-        if not in_module(name, base.modules):
-            return tensor
-        session.apart[name] = tensor.detach().cpu().clone()
-        return None
-
-    return finish
 
 
 def output_views(session: Session) -> RecipeViews:

@@ -14,9 +14,6 @@ from rotation_merge.errors import RotationMergeError, no_space, printable, short
 from rotation_merge.files import name_when_whole
 from rotation_merge.mergekit_plugin.host import unfit
 
-BAD_INPUT = 2
-"""Exit code for bad usage or input."""
-
 FEWER = "or run on fewer samples at once (--batch-size; align --learn: --checkpointing)"
 MEANINGS = {
     ("os error 27", "Os { code: 27,", "Errno 27]"): (
@@ -43,7 +40,7 @@ MEANINGS = {
 class OneLineError(click.ClickException):
     """Shown by click as `Error: ...` with exit code 2."""
 
-    exit_code = BAD_INPUT
+    exit_code = 2
 
 
 @contextmanager
