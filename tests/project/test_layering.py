@@ -34,8 +34,8 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3079),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1444),
-    ("mergekit_plugin",): (2500, 3558),
-    ("diagnose",): (2100, 2038),
+    ("mergekit_plugin",): (2500, 3557),
+    ("diagnose",): (2100, 2035),
     ("search", "share"): (1400, 1767),
     ("api", "cli", "__init__"): (1400, 2603),
 }
