@@ -31,7 +31,6 @@ from rotation_merge.model.apply import read_block, read_tensor, transform_tensor
 from rotation_merge.model.forms import named_as
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.vocabulary import on_shared_rows, shared_rows
-from rotation_merge.run.functions import in_memory
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.element import act_by_matrices
 
@@ -144,7 +143,7 @@ class OtFusion(OwnMethod):
     def _activations(self, model: Hashable) -> Activations:
         """A model's activations on the samples, run once."""
         assert self.models.samples is not None
-        return Activations.of(in_memory(self.models.views[model]), self.models.samples())
+        return Activations.of(self.models.views[model], self.models.samples())
 
 
 @dataclass(frozen=True)

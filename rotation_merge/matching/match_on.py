@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Part, Space, TensorInfo, stem_of
 from rotation_merge.errors import DataError
@@ -39,7 +39,7 @@ from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import Batch, examples_in, unpadded
 from rotation_merge.run.data import SAMPLES, Data, Samples, data_in_memory, read_samples
-from rotation_merge.run.functions import in_memory
+from rotation_merge.run.functions import empty_model
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
@@ -94,14 +94,15 @@ class Activations:
     split: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module, batches: Sequence[Batch], most: int = MOST_ROWS) -> Activations:
-        """Run a loaded model over samples.
+    def of(cls, view: View, batches: Sequence[Batch], most: int = MOST_ROWS, device: str = "cpu") -> Activations:
+        """Run a model over samples, one layer in memory at a time.
 
         Args:
             batches: without padding; the same for every model that is compared.
             most: rows that are kept of each map, evenly spread over every sample.
         """
-        watched, result = WatchedBlocks(Runner.of_module(model, batches)), cls()
+        dtype = torch.float64 if torch.float64 in view.dtypes.values() else torch.float32
+        watched, result = WatchedBlocks(Runner(view, batches, dtype=dtype, device=device)), cls()
         while watched.advance() is not None:
             result._record(watched, max(1, most // sum(map(examples_in, batches))))
         for linear in watched.maps.values():
@@ -217,7 +218,7 @@ def matcher(
     length: int = 128,
     part: Callable[[Data], Data] = lambda data: data,
 ) -> Match:
-    """The function that matches two models, on weights or on samples; one of them at a time is in memory.
+    """The function that matches two models, on weights or on samples; a layer of one of them at a time is in memory.
 
     Args:
         how: `weights`, `activations` or `both`.
@@ -240,17 +241,12 @@ def matcher(
             share = count // len(writers) + (number < count % len(writers))  # the first may write one more
             data = read_samples(view, samples, share, AT_ONCE, length, seed + number)
             batches += unpadded((data if written else part(data)).batches, data.source)
-        first, second = (_activations(view, batches, device) for view in views)
+        for view in views:
+            data_in_memory(batches, empty_model(view))
+        first, second = (Activations.of(view, batches, ROWS, device) for view in views)
         return first, second
 
     return partial(match_on_samples, how, record, (str(samples), count) if named else None)
-
-
-def _activations(view: View, batches: Sequence[Batch], device: str) -> Activations:
-    """The activations of a model on batches that it takes: of the module that was given, or of one in float32."""
-    module = view.module if view.module is not None and view.at is None else in_memory(view)
-    data_in_memory(batches, module)
-    return Activations.of(module.to(device), batches, ROWS)
 
 
 def with_recordings(

@@ -26,7 +26,6 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.files import TemporaryFolder, writing
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
-from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.run.batches import Batch, unlabelled
 from rotation_merge.run.functions import architecture_of, empty_model
@@ -95,14 +94,6 @@ class Runner:
             for place in self._places[block.name]:
                 place.register_forward_pre_hook(partial(self._check, block))
         self._read(info for info in self.architecture.tensors() if "." not in info.name)  # of no module but the model
-
-    @classmethod
-    def of_module(cls, module: Any, batches: Sequence[Batch]) -> Runner:
-        """A runner of a loaded model, whose weights it shares."""
-        name, first = type(module).__name__, next(module.parameters())
-        config = {**module.config.to_dict(), "architectures": [name]}
-        view = View(name, config, architecture_of(module), as_tensors(module.state_dict()))
-        return cls(view, batches, dtype=first.dtype, device=str(first.device))
 
     # --- forwards ----------------------------------------------------------------------------------------------
 

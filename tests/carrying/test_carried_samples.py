@@ -158,9 +158,9 @@ def test_judging_samples_are_in_no_other_use(
     """Nothing is matched, solved or chosen on them."""
     matched, record, pair = set[tuple[int, ...]](), Activations.of, models["llama"]
 
-    def recording(model: Any, batches: list[dict[str, Tensor]], most: int) -> Activations:
+    def recording(model: Any, batches: list[dict[str, Tensor]], *more: Any) -> Activations:
         matched.update(rows_of(batches))
-        return record(model, batches, most)
+        return record(model, batches, *more)
 
     monkeypatch.setattr(Activations, "of", recording)
     options = (*REFIT, "--match-on", "both", "--residual", "none", "--samples", 33)

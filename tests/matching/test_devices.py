@@ -26,6 +26,7 @@ from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.moving import mover
 from rotation_merge.matching.options import FitConfig
 from rotation_merge.matching.stream import random_gauge
+from rotation_merge.model.open import open_model
 from rotation_merge.run.batches import unlabelled
 from rotation_merge.run.data import read_samples
 from rotation_merge.run.evaluate import score
@@ -160,7 +161,7 @@ def test_matching_on_samples_and_a_whole_fit(monkeypatch: pytest.MonkeyPatch) ->
     models = [load(name) for name in (BASE, OTHER)]
     data = read_samples(BASE, str(TEXTS / "python.txt"), 6, 2, 16, module=models[0])
     batches, loss = data.batches, score(models[0], data).loss
-    rows = [Activations.of(model, [unlabelled(batch) for batch in batches], ROWS) for model in models]
+    rows = [Activations.of(open_model(model), [unlabelled(batch) for batch in batches], ROWS) for model in models]
     anchor, donor = (sent({name: x.detach() for name, x in model.state_dict().items()}) for model in models)
     options = AlignConfig(heads="permutation", scaling=False, residual="rotation")
     for how in ("activations", "both"):

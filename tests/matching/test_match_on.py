@@ -16,6 +16,7 @@ from tiny_models import ALL, Case, difference, inputs, keep_float64, outputs, pl
 
 import rotation_merge as rm
 from rotation_merge.matching.match_on import ROWS, Activations, centred, match_on_samples
+from rotation_merge.model.open import open_model
 
 FIRST = {case.family: case for case in reversed(ALL)}
 KINDS = ("bert", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
@@ -65,7 +66,7 @@ def test_activations_decide_where_weights_say_nothing(family: str) -> None:
     model, other, options = twins(FIRST[family], scaling=False)
     given, architecture = samples_for(FIRST[family], model), rm.average([model]).architecture
     with keep_float64():
-        rows = [Activations.of(m, given, ROWS) for m in (model, other)]
+        rows = [Activations.of(open_model(m), given, ROWS) for m in (model, other)]
     draw = torch.Generator().manual_seed(3)
     states = [
         {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}

@@ -41,7 +41,7 @@ def test_layer_by_layer_finds_what_the_whole_model_shows(family: str, monkeypatc
     monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
     with keep_float64(), torch.no_grad():
         found = grams(Runner(view, [batch], dtype=torch.float64))
-        whole = Runner.of_module(model, [batch])
+        whole = Runner(view, [batch], dtype=torch.float64)
         watched, whole.model = WatchedBlocks(whole), model
         seen = defaultdict[tuple[str, int | None], list[torch.Tensor]](list)
         with Products(watched, lambda name, expert, x, _: seen[name, expert].append(x.flatten(0, -2))):
