@@ -70,9 +70,9 @@ class Writes(click.ParamType):
         """The outputs that a parameter names.
 
         Raises:
-            RotationMergeError: the folder that must exist does not.
+            RotationMergeError: the folder that must exist does not, or the name is empty.
         """
-        if self.within and not os.path.isdir(value):
+        if (self.within or not value) and not os.path.isdir(value):
             raise RotationMergeError("no such directory", where=value, remedy=nearest_path(value))
         path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
         kind = (FILE if path.endswith(".safetensors") else FOLDER) if self.kind == ADAPTER else self.kind
@@ -93,13 +93,13 @@ def checked_outputs(outputs: Sequence[Output] | None = None) -> Iterator[None]:
         RotationMergeError: one is an input, exists already (without --force), or is being written by another run.
     """
     context = click.get_current_context()
-    values: dict[str, Any] = {name: value for name, value in context.params.items() if value}
+    values: dict[str, Any] = {name: value for name, value in context.params.items() if value is not None}
     inputs, checked, force = list[str](), [*(outputs or ())], bool(values.get("force"))
     for parameter in context.command.params:
         kind, value = parameter.type, values.get(str(parameter.name))
-        if isinstance(kind, Reads) and value:
+        if isinstance(kind, Reads) and value is not None:
             inputs += kind.inputs((value,) if isinstance(value, str) else value)
-        elif isinstance(kind, Writes) and value and outputs is None:
+        elif isinstance(kind, Writes) and value is not None and outputs is None:
             checked += kind.outputs(value)
             force = force or (kind.resumed and os.path.isdir(f"{checked[0].path}{UNFINISHED}"))
     for output in checked:

@@ -11,6 +11,7 @@ import torch
 from carry_support import noisy
 from plugin_support import save, state, write_recipe, write_state
 from subjects import scratch
+from test_doctor import recipe
 from tiny_models import ALL, Case, make
 
 from rotation_merge.diagnose.doctor import diagnose, open_case
@@ -114,8 +115,6 @@ def test_a_parent_in_the_other_layout(tmp_path: Path) -> None:
     tensors = state(tuned)
     other_rope(tensors, CASES["llama"])
     models = [base, write_state(tensors, merged, tmp_path / "other")]
-    listed = [{"model": str(model), "parameters": {"weight": 0.5}} for model in models]
-    recipe = {"merge_method": "linear", "models": listed, "dtype": "float32"}
-    (cause, *_) = diagnose(open_case(str(write_recipe(recipe, tmp_path / "recipe.yml"))))
+    (cause, *_) = diagnose(open_case(str(write_recipe(recipe(*models), tmp_path / "recipe.yml"))))
     assert cause.name == "RoPE layout"
     assert str(models[1]) in cause.where

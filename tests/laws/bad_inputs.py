@@ -29,6 +29,8 @@ OUTPUTS = [
     ),
     call("align anchor donor /proc/none/out", "/proc/none/out: cannot be written"),
     call("align anchor donor donor", "donor: is one of the inputs"),
+    *(call(f"{line} ''", "no such directory") for line in ("align anchor donor", "align anchor donor --alignment")),
+    call("barrier anchor donor --data self --save ''", "no such directory"),
     call("align anchor donor recipe.yml", "recipe.yml: is a file, which is in the way", "--force"),
     call("align anchor donor vit", "vit: already exists", "--force"),
     call("align anchor donor --alignment file", "file: already exists", "--force"),
