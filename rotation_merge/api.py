@@ -361,7 +361,7 @@ def refit(
         RotationMergeError: models or samples are of no use.
     """
     values = {name: value for name, value in vars(RefitConfig.of(config)).items() if value is not None}
-    values |= {"exclude": ",".join(exclude)} if exclude else {}
+    values |= {"exclude": exclude if isinstance(exclude, str) else ",".join(exclude)} if exclude else {}
     return average(models, "refit", weights=weights, samples=samples, limit=values.pop("samples"), **values)
 
 

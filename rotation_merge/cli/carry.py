@@ -42,10 +42,9 @@ def command(
     if flags_used("steps") and not flags_used("method"):
         config = replace(config, method="distil")
     by_weights, without = config.matched_on == WEIGHTS, not config.needs_samples
-    matching = (*AlignConfig.options(), "match_on")
     refuse_idle(
         (without and by_weights, ("data", "samples"), "{} has no effect with --carry weights", "add --scale auto"),
-        (alignment is not None, matching, "{} has no effect beside --alignment", "leave it out"),
+        (alignment is not None, [*vars(match), "match_on"], "{} has no effect beside --alignment", "leave it out"),
     )
     written: dict[str, Any] = {"out": out, "dtype": dtype, "max_shard_size": shard_size, "force": force}
     report: Any = rm.transfer(work, from_, to, config, device=device, **written).report

@@ -31,9 +31,10 @@ def doctor(
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case
     from rotation_merge.diagnose.doctor.case import LIKELY
+    from rotation_merge.model.open import several
     from rotation_merge.workers import listener
 
-    case = open_case(patient, parents)
+    case = open_case(os.fspath(patient), list(map(os.fspath, several(parents, "parents"))))
     corrected = _mended(case, out) if mend or out else []
     if corrected or out:
         case = open_case(out or patient, case.parents)

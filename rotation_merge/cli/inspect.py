@@ -32,8 +32,6 @@ from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.spaces import matched_spaces
 from rotation_merge.run.functions import configured_dtype
 
-ALONE = ("--methods", "--architectures", "--prove")
-"""Questions about neither a model nor a file."""
 GROUPS, OPENING = AlignConfig(), MatchConfig()
 
 
@@ -59,11 +57,12 @@ def inspect(
     Reports, cards and files identify models by fingerprints. These tell weights apart; they do not protect against
     forgery.
     """
-    flags = {"--fingerprint": fingerprint, "--report": report, "--draft": draft}
-    flags |= dict(zip(ALONE, (methods, architectures, prove is not None), strict=True))
-    if len(questions := [flag for flag, value in flags.items() if value]) > 1:
+    target = None if target is None else os.fspath(target)
+    of_target = {"--fingerprint": fingerprint, "--report": report, "--draft": draft}
+    of_none = {"--methods": methods, "--architectures": architectures, "--prove": prove is not None}
+    if len(questions := [flag for flag, asked in (of_target | of_none).items() if asked]) > 1:
         raise RotationMergeError(f"{questions[0]} and {questions[1]} cannot be combined", remedy="use one at a time")
-    alone, document = bool({*questions} & {*ALONE}), target is not None and is_document(target)
+    alone, document = any(of_none.values()), target is not None and is_document(target)
     if alone == (target is not None):
         problem = f"{questions[0]} takes no model" if alone else "no model, recipe or file is given"
         remedy = "leave it out" if alone else "name a model, a recipe or a file, or see --help"

@@ -38,6 +38,7 @@ def verify(
     storage types, or to float32. Models run one layer at a time. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if float64 else torch.float32
+    model_a, model_b = map(str, (model_a, model_b))
     kind_b, kind_a = (read_config(model).get("architectures") for model in (model_b, model_a))
     if kind_b != kind_a:
         problem, remedy = f"is of another class than {model_a}", "compare models of one class and size"

@@ -50,22 +50,28 @@ def test_help_is_quick_and_completion_is_clicks(code: str, variables: dict[str, 
 
 
 def test_python_has_the_answers_of_commands(pair: Pair, tmp_path: Path) -> None:
-    """As data, and as the text that a command prints."""
+    """As data, and as the text that a command prints, of paths, too."""
     recipe = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml")
     calls = {"check": [recipe], "inspect": [pair[0]], "doctor": [pair[0]], "verify": pair, "push": [pair[0], "a/b"]}
     for name, arguments in calls.items():
         function, done = getattr(rm, name), run(name, *arguments, "--json")
         if name == "push":
             with pytest.raises(rm.RotationMergeError, match="no such file"):
-                function(*map(str, arguments))
+                function(*arguments)
             continue
-        answer = function(*map(str, arguments))
+        answer = function(*arguments)
         assert json.loads(answer.text(as_json=True)) == json.loads(done.stdout)
         assert (f"{answer}\n", answer.code) == (run(name, *arguments).stdout, done.exit_code)
     assert {"slerp", "wudi"} <= {entry["name"] for entry in rm.inspect(methods=True).data["delegates"]}
     assert rm.inspect(str(pair[0]), fingerprint=True).data == parsed("inspect", pair[0], "--fingerprint")
     with pytest.raises(rm.RotationMergeError, match="no model, recipe or file is given"):
         rm.inspect()
+
+
+def test_one_word_is_excluded_as_one(pair: Pair) -> None:
+    refitted, anchor = rm.refit(pair, [{"input_ids": torch.arange(40).view(2, 20)}], exclude="mlp"), state(pair[0])
+    maps = {name for name in anchor if "proj" in name}
+    assert {name for name in maps if torch.equal(refitted[name], anchor[name])} == {n for n in maps if "mlp" in n}
 
 
 # --- check -----------------------------------------------------------------------------------------------------------
