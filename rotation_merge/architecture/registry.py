@@ -30,8 +30,6 @@ FOLDERS = "ROTATION_MERGE_ARCHITECTURES"
 OWN = ("family", "title", "models", "extends", "classes", "bare", "model_types", "limits")
 """Entries that a file does not take over from the family it extends."""
 
-_extra: dict[str, ArchitectureSpec] = {}
-
 
 def load_file(path: Path) -> ArchitectureSpec:
     """Read and check one architecture file.
@@ -108,8 +106,8 @@ def shipped() -> dict[str, ArchitectureSpec]:
 
 
 def families() -> dict[str, ArchitectureSpec]:
-    """Every known family: the shipped ones, those in the folders that FOLDERS names, and those registered since."""
-    return {**shipped(), **_found(os.environ.get(FOLDERS, "")), **_extra}
+    """Every known family: the shipped ones, and those in the folders that FOLDERS names."""
+    return {**shipped(), **_found(os.environ.get(FOLDERS, ""))}
 
 
 @cache
@@ -121,13 +119,6 @@ def _found(folders: str) -> dict[str, ArchitectureSpec]:
 _MOST_LAID = 4
 _laid: dict[tuple[int, str], tuple[ArchitectureSpec, Architecture]] = {}
 """Results of `lay_out` by the identity of a file (which is kept alive) and the config."""
-
-
-def register(path: Path) -> ArchitectureSpec:
-    """Add a family from a file outside the package, for this process."""
-    spec = load_file(path)
-    _extra[spec.family] = spec
-    return spec
 
 
 def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
@@ -154,7 +145,12 @@ def _about(spec: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
 
 
 def resolve(
-    config: Mapping[str, Any], names: Collection[str], model: str, keep_unknown: bool = False, untie: bool = False
+    config: Mapping[str, Any],
+    names: Collection[str],
+    model: str,
+    keep_unknown: bool = False,
+    untie: bool = False,
+    spec: ArchitectureSpec | None = None,
 ) -> Architecture:
     """The architecture of one checkpoint.
 
@@ -164,12 +160,13 @@ def resolve(
         model: name for errors.
         keep_unknown: take tensors that the architecture does not know along unaligned instead of refusing them.
         untie: give heads that are tied to an embedding a tensor of their own.
+        spec: the file that describes it; None: that of its family.
 
     Raises:
         ArchitectureError: the architecture is not supported.
         CheckpointError: tensors are missing, or are there that the architecture does not know.
     """
-    spec = find(config)
+    spec = spec or find(config)
     if spec is None:
         classes = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')}"
         raise ArchitectureError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,9 +16,9 @@ from mergekit.options import MergeOptions
 from rotation_merge.architecture import find, resolve
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import ArchitectureError, RotationMergeError
-from rotation_merge.model.open import check_shape, read_stored
+from rotation_merge.model.open import check_shapes, read_stored
+from rotation_merge.model.tensors import Shapes
 
-Shapes = Mapping[str, tuple[int, ...]]
 Section = dict[str, Any]
 
 RULES: tuple[tuple[str, list[Any]], ...] = (
@@ -71,14 +72,10 @@ def matching_families(config: Mapping[str, Any], shapes: Shapes) -> list[str]:
     known, families = find(config), []
     for spec in shipped().values():
         family_config = {**config, "architectures": spec.classes[:1], "model_type": (spec.model_types or [""])[0]}
-        try:
+        with suppress(RotationMergeError, TypeError, LookupError):  # entries of the config that another family needs
             architecture = resolve(config if spec is known else family_config, list(shapes), spec.family)
-            for info in architecture.tensors():
-                if (shape := shapes.get(info.name)) is not None:
-                    check_shape(info, (len(info.names), *shape) if info.stacked else shape)
-        except (RotationMergeError, TypeError, LookupError):  # entries of the config that another family needs
-            continue
-        families.append(spec.family)
+            check_shapes(architecture, shapes, spec.family)
+            families.append(spec.family)
     return sorted(families, key=lambda family: known is None or family != known.family)
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rotation_merge.architecture import Architecture, registry, resolve
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import load_file
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import config_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
@@ -26,6 +27,7 @@ from rotation_merge.files import TemporaryFolder
 from rotation_merge.matching.moving import moved_tensors
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import random_gauge
+from rotation_merge.model.open import check_shapes
 from rotation_merge.run.proof import random_batch
 from rotation_merge.symmetry.space import STILL
 
@@ -83,7 +85,7 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
     Raises:
         RotationMergeError: the file is at fault, or no model can be made.
     """
-    spec = registry.register(path)
+    spec = load_file(path)
     with TemporaryFolder() as folder:
         model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
         architecture = model.architecture()
@@ -137,8 +139,11 @@ class _Tiny:
         self.batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         self.expected = self.outputs(self.state)
 
-    def architecture(self) -> Architecture:
-        return resolve(self.config, list(self.state), self.spec.family, untie=False)
+    def architecture(self, spec: ArchitectureSpec | None = None) -> Architecture:
+        """Its labels by the file, or by another one."""
+        architecture = resolve(self.config, list(self.state), self.spec.family, spec=spec or self.spec)
+        check_shapes(architecture, {name: tuple(x.shape) for name, x in self.state.items()}, self.spec.family)
+        return architecture
 
     def outputs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs of the model with these tensors."""
@@ -149,9 +154,9 @@ class _Tiny:
             outputs = model(**self.batch)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
-    def differs(self, options: AlignConfig) -> float:
+    def differs(self, options: AlignConfig, spec: ArchitectureSpec | None = None) -> float:
         """Largest output difference under a random element of the groups; infinite if nothing moved."""
-        architecture = self.architecture()
+        architecture = self.architecture(spec)
         folded = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
         gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
         moved = moved_tensors(architecture, self.state, gauge, folded)
@@ -167,13 +172,11 @@ class _Tiny:
 
     def with_mistake(self, mistake: str, change: Callable[[Any], Any]) -> Finding:
         """Result of a file with a planted mistake: refused, or other outputs."""
-        registry._extra[self.spec.family] = ArchitectureSpec.model_validate(changed(self.spec.model_dump(), change))
+        wrong = ArchitectureSpec.model_validate(changed(self.spec.model_dump(), change))
         try:
-            difference = self.differs(LOCAL)
+            difference = self.differs(LOCAL, wrong)
         except (RotationMergeError, CheckpointError):
             return Finding(mistake, None, True)
-        finally:
-            registry._extra[self.spec.family] = self.spec
         return Finding(mistake, difference, difference > SHOWS)
 
 

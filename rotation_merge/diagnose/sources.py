@@ -30,14 +30,12 @@ from rotation_merge.model.open import parse_reference
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.report.integrity import check_folder
+from rotation_merge.report.remote import Refused
 
 FAULTS = ("layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 """Kinds of defects with which a model cannot be merged as it is meant."""
 
 HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"
-
-Refused = Mapping[str, RotationMergeError]
-"""Models of the hub whose headers could not be fetched, by name."""
 
 
 def check_text(text: str, refused: Refused) -> list[Fault]:

@@ -14,15 +14,10 @@ from tiny_models import ALL
 from tiny_models import make as tiny
 
 from rotation_merge import RotationMergeError
-from rotation_merge.architecture import registry
+from rotation_merge.architecture import families
 from rotation_merge.architecture.registry import DATA, shipped
 from rotation_merge.diagnose.draft import draft_content, matching_families
 from rotation_merge.diagnose.proof import Finding, hints, prove
-
-
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_extra", {})
 
 
 @pytest.fixture
@@ -82,8 +77,10 @@ def test_a_draft_of_a_family_that_is_not_there_is_proven_as_it_stands(family: st
     """LayerNorm and maps of odd names, known by their shapes; experts one by one, a norm over all heads."""
     content, doubts = draft_content(*described(family, tmp_path / "model"), "mine")
     file.write_text(json.dumps(content))
+    before = families()
     findings = {finding.what: finding for finding in prove(file)}
     assert all(finding.holds for finding in findings.values()), findings
+    assert families() == before
     assert {"residual: rotation", "wrong rotary layout"} <= set(findings)
     text = str(content)
     assert ("experts.{e}." in text and "'attn.q_gain'" in text) == (family == "olmoe")
@@ -148,6 +145,7 @@ def test_latents_mixers_and_gates_are_proven_too() -> None:
     [
         ({"classes": ["NoSuchForCausalLM"]}, "has no class 'NoSuchForCausalLM'"),
         ({"example": {"num_attention_heads": "four"}}, "no small LlamaForCausalLM can be made"),
+        ({"streams": {"residual": {"size": "2 * hidden_size"}}}, "has shape .*, its config says"),
     ],
 )
 def test_what_cannot_be_tried_is_one_line(changes: dict[str, Any], words: str, file: Path) -> None:
