@@ -26,7 +26,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1039),
     ("linalg",): (350, 340),
     ("symmetry",): (1200, 1304),
-    ("architecture",): (1800, 1800),
+    ("architecture",): (1800, 1797),
     ("record",): (250, 235),
     ("model",): (4000, 5359),
     ("run",): (2400, 3596),
@@ -35,7 +35,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1444),
     ("mergekit_plugin",): (2500, 3557),
-    ("diagnose",): (2100, 2035),
+    ("diagnose",): (2100, 2033),
     ("search", "share"): (1400, 1767),
     ("api", "cli", "__init__"): (1400, 2603),
 }
