@@ -24,6 +24,10 @@ def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=gen(seed), dtype=torch.float64)
+
+
 def attention(groups: int, per_group: int, d: int, **facts: object) -> Space:
     sizes = {"groups": groups, "per_group": per_group, "head_dim": d, "value_dim": d}
     return Space("attn", "attention", sizes, **facts)  # type: ignore[arg-type]

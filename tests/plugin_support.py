@@ -126,7 +126,7 @@ def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return {name: float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b}
 
 
-def recipe_for(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> dict[str, Any]:
+def recipe_for(delegate: str, anchor: Path, /, *donors: Path, **parameters: Any) -> dict[str, Any]:
     """A recipe that merges the anchor and donors with every local group; `weight` is an even share where wanted."""
     takes_weight = "weight" in [parameter.name for parameter in merge_methods.get(delegate).spec.parameters]
     return {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from plugin_support import state, write_state
+from plugin_support import recipe_for, state, write_state
 from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 from torch import Tensor
 
@@ -84,28 +84,16 @@ def twin(
 
 def recipe(anchor: Checkpoint, /, *donors: Checkpoint, residual: str, **parameters: Any) -> dict[str, Any]:
     """All models with equal weights, every local group on."""
-    models = [anchor, *donors]
-    return {
-        "merge_method": "rotation_merge",
-        "base_model": str(anchor.path),
-        "models": [{"model": str(m.path), "parameters": {"weight": 1 / len(models)}} for m in models],
-        "parameters": {"delegate": "linear", "heads": "permutation", "residual": residual, **parameters},
-        "dtype": "float32",
-    }
+    return recipe_for("linear", anchor.path, *(donor.path for donor in donors), residual=residual, **parameters)
 
 
 def transport(anchor: Checkpoint, /, *tuned: tuple[Checkpoint, Checkpoint], **parameters: Any) -> dict[str, Any]:
     """Task vectors of (fine-tune, its base) pairs carried over to the anchor, by task arithmetic."""
-    return {
-        "merge_method": "rotation_merge",
-        "base_model": str(anchor.path),
-        "models": [
-            {"model": str(fine.path), "parameters": {"weight": 1.0, "finetuned_from": str(base.path)}}
-            for fine, base in tuned
-        ],
-        "parameters": {"delegate": "task_arithmetic", "heads": "permutation", **parameters},
-        "dtype": "float32",
-    }
+    models = [
+        {"model": str(fine.path), "parameters": {"weight": 1.0, "finetuned_from": str(base.path)}}
+        for fine, base in tuned
+    ]
+    return {**recipe_for("task_arithmetic", anchor.path, **parameters), "models": models}
 
 
 def report(where: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from rotation_merge.architecture.schema import (
 )
 from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
 from rotation_merge.symmetry.admitted import QUERIES, STREAM_GROUPS, VALUES
-from rotation_merge.symmetry.space import ROLES, STILL
+from rotation_merge.symmetry.transform import ROLES, STILL
 
 
 def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import random_gauge
 from rotation_merge.model.open import check_shapes
 from rotation_merge.run.proof import random_batch
-from rotation_merge.symmetry.space import STILL
+from rotation_merge.symmetry.transform import STILL
 
 TOLERANCE = 1e-9
 """Largest difference of float64 outputs that rounding explains."""

@@ -2,7 +2,6 @@
 
 from rotation_merge.symmetry.element import Linear, Monomial
 from rotation_merge.symmetry.group import Stats
-from rotation_merge.symmetry.space import ROLES, Space
-from rotation_merge.symmetry.transform import Transform, orders_of
+from rotation_merge.symmetry.transform import ROLES, Space, Transform, orders_of
 
 __all__ = ["ROLES", "Linear", "Monomial", "Space", "Stats", "Transform", "orders_of"]

@@ -20,8 +20,7 @@ from rotation_merge.config import BLOCK, WHOLE, Config, Kind, option
 from rotation_merge.errors import ArchitectureError
 from rotation_merge.symmetry.element import Linear
 from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations, nearest_member
-from rotation_merge.symmetry.space import ORDERS, Space
-from rotation_merge.symmetry.transform import Transform, orders_of
+from rotation_merge.symmetry.transform import ORDERS, Space, Transform, orders_of
 
 STREAM_GROUPS: dict[str, Group] = {
     "none": Monomials(),

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from matching_support import gen, normal
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -16,56 +17,36 @@ from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale, cost, l
 close = torch.testing.assert_close
 
 
-def gen(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=gen(seed), dtype=torch.float64)
-
-
-def assert_orthogonal(r: Tensor) -> None:
-    close(r @ r.mT, torch.eye(r.shape[-1], dtype=r.dtype).expand_as(r), rtol=0, atol=1e-12)
-
-
 def inner(r: Tensor, m: Tensor) -> Tensor:
     return (r * m).sum((-2, -1))
 
 
-@pytest.mark.parametrize("d", [1, 2, 5, 16])
-def test_procrustes_attains_its_bound(d: int) -> None:
-    """No orthogonal map exceeds the nuclear norm."""
-    m = randn(4, d, d)
+@pytest.mark.parametrize(("size", "rank"), [(1, 1), (6, 0), (6, 1), (6, 3), (6, 5), (6, 6), (16, 16)])
+def test_procrustes_attains_its_bound_and_ties_go_to_the_identity(size: int, rank: int) -> None:
+    """No orthogonal map exceeds the nuclear norm; other optima differ on the null spaces, and are no nearer."""
+    a = normal(2, size, size)[..., :rank] @ normal(2, size, 9, seed=1)[:, :rank]
+    assert torch.equal(procrustes(a @ a.mT), torch.eye(size, dtype=torch.float64).expand(2, size, size))
+    m = a @ normal(2, size, 9, seed=2).mT if rank < size else normal(2, size, size, seed=2)
     r = procrustes(m)
-    assert_orthogonal(r)
-    close(inner(r, m), torch.linalg.matrix_norm(m, "nuc"))
-
-
-@pytest.mark.parametrize("rank", [0, 1, 3, 5])
-def test_ties_go_to_the_identity(rank: int) -> None:
-    a = randn(2, 6, 6)[..., :rank] @ randn(2, 6, 9, seed=1)[:, :rank]
-    assert torch.equal(procrustes(a @ a.mT), torch.eye(6, dtype=torch.float64).expand(2, 6, 6))
-    m = a @ randn(2, 6, 9, seed=2).mT
-    r = procrustes(m)
-    assert_orthogonal(r)
+    close(r @ r.mT, torch.eye(size, dtype=r.dtype).expand_as(r), rtol=0, atol=1e-12)
     close(inner(r, m), torch.linalg.matrix_norm(m, "nuc"))
     u, _, vh = torch.linalg.svd(m)
-    for k, seed in product(range(2), range(20)):  # other optima differ on the null spaces, and are no nearer to it
-        turn = random_orthogonal(1, 6 - rank, gen(seed))[0]
+    for k, seed in product(range(2), range(20)):
+        turn = random_orthogonal(1, size - rank, gen(seed))[0]
         other = u[k, :, :rank] @ vh[k, :rank] + u[k, :, rank:] @ turn @ vh[k, rank:]
         close(inner(other, m[k]), torch.linalg.matrix_norm(m[k], "nuc"))
         assert r[k].trace() >= other.trace() - 1e-9
 
 
 def test_float32_products_of_low_rank_leave_the_null_space_alone() -> None:
-    a = (randn(4, 16, 5) @ randn(4, 5, 60, seed=1)).float()
+    a = (normal(4, 16, 5) @ normal(4, 5, 60, seed=1)).float()
     assert (procrustes(torch.bmm(a, a.mT), rank_tolerance=1e-6) - torch.eye(16)).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("size", [0.0, 0.01, 1.0, 30.0])
 def test_the_exponential_of_skew_matrices_and_its_gradient(size: float) -> None:
-    a = randn(2, 8, 8)
-    weight, skew = randn(2, 8, 8, seed=1), size * (a - a.mT) / torch.linalg.matrix_norm(a - a.mT, 2)[:, None, None]
+    a = normal(2, 8, 8)
+    weight, skew = normal(2, 8, 8, seed=1), size * (a - a.mT) / torch.linalg.matrix_norm(a - a.mT, 2)[:, None, None]
     results = []
     for exponential, dtype in ((torch.matrix_exp, torch.float64), (exp_skew, torch.float32)):
         x = skew.to(dtype, copy=True).requires_grad_(True)
@@ -82,9 +63,9 @@ PROBLEMS = [(False, 1), (True, 1), (False, 2), (False, 3)]
 
 def problems(degree: int, n: int = 400) -> list[Tensor]:
     """P, D, p and q: sides of any ratio, near and far pairs, products of either sign."""
-    primal, dual = (3 * randn(n, seed=1)).exp(), (3 * randn(n, seed=2)).exp()
+    primal, dual = (3 * normal(n, seed=1)).exp(), (3 * normal(n, seed=2)).exp()
     balance = (dual / primal) ** (0.5 / (1 + degree))
-    u, v = (3 * randn(n, seed=s) * randn(n, seed=s + 1).exp() for s in (3, 5))
+    u, v = (3 * normal(n, seed=s) * normal(n, seed=s + 1).exp() for s in (3, 5))
     return [primal, dual, u * balance * primal, v * dual / balance**degree]
 
 
@@ -107,7 +88,7 @@ def test_the_best_scale_is_as_good_as_any_of_a_grid(signed: bool, degree: int, d
 
 @pytest.mark.parametrize(("signed", "degree"), PROBLEMS)
 def test_scales_of_equal_and_of_dead_sides_are_one(signed: bool, degree: int) -> None:
-    zero, x, y = torch.zeros(9, dtype=torch.float64), randn(9).square(), randn(9, seed=1).square()
+    zero, x, y = torch.zeros(9, dtype=torch.float64), normal(9).square(), normal(9, seed=1).square()
     for sides in ((x, y), (zero, y), (x, zero), (zero, zero)):
         assert torch.equal(best_scale(*sides, *sides, signed=signed, degree=degree), torch.ones_like(x))
 
@@ -123,32 +104,21 @@ def test_scales_stop_at_a_limit() -> None:
 # --- assignment
 
 
-def instance(kind: str, n: int, seed: int = 0) -> Tensor:
-    draw = gen(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
-
-    copies = torch.randint(0, max(1, n // 3), (n,), generator=draw)
+def instance(kind: str, n: int) -> Tensor:
+    draw = gen()
+    few, x, y = torch.randint(0, max(1, n // 3), (n,), generator=draw), normal(n, 2 * n), normal(n, 8, seed=1)
     return {
-        "normal": lambda: normal(n, n),
-        "float32": lambda: normal(n, n).float(),
-        "bfloat16": lambda: normal(n, n).bfloat16(),
-        "offset": lambda: normal(n, n) + 1e6,
-        "minute": lambda: normal(n, n) * 1e-20,
-        "heavy tailed": lambda: normal(n, n) ** 3 * (2 * normal(n, 1)).exp() * (2 * normal(1, n)).exp(),
+        "normal": lambda: x[:, :n],
+        "bfloat16": lambda: x[:, :n].bfloat16(),
         "integers": lambda: torch.randint(0, 4, (n, n), generator=draw),
-        "duplicates": lambda: normal(n, 8)[copies] @ normal(n, 8)[copies.flip(0)].T,
-        "rank one": lambda: normal(n, 1) @ normal(1, n),
-        "zero": lambda: torch.zeros(n, n),
-        "strided": lambda: normal(n, 2 * n)[:, ::2].T,
+        "minute, offset": lambda: x[:, :n] * 1e-20 + 1e-14,
+        "heavy tailed": lambda: x[:, :n] ** 3 * (2 * y[:, :1]).exp() * (2 * y[:, 1]).exp(),
+        "duplicates": lambda: y[few] @ y[few.flip(0)].T,
+        "strided": lambda: x[:, ::2].T,
     }[kind]()
 
 
-KINDS = [
-    *("normal", "float32", "bfloat16", "integers", "offset", "minute", "heavy tailed", "duplicates", "rank one"),
-    *("zero", "strided"),
-]
+KINDS = ["normal", "bfloat16", "integers", "minute, offset", "heavy tailed", "duplicates", "strided"]
 
 
 def value(similarity: Tensor, order: Tensor) -> float:
@@ -156,7 +126,7 @@ def value(similarity: Tensor, order: Tensor) -> float:
     return float(similarity.double()[torch.arange(len(order)), order].sum())
 
 
-@pytest.mark.parametrize(("kind", "n"), [*product(KINDS, (1, 6, 150)), *product(KINDS[:4], [LARGE])])
+@pytest.mark.parametrize(("kind", "n"), [*product(KINDS, (1, 6, 150)), *product(KINDS[:3], [LARGE])])
 def test_the_optimum_of_scipy(kind: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows go to lapx, in single precision."""
     similarity = instance(kind, n)

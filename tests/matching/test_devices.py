@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cli_support import CHECKPOINTS, TEXTS
+from matching_support import gen
 from second_device import Far, second_device, sent
 from test_groups import D, N, Pair, groups
 from torch import Tensor, nn
@@ -35,8 +36,6 @@ from rotation_merge.symmetry import Stats, Transform
 from rotation_merge.symmetry.element import element_of, in_batch_order, tensors_of
 from rotation_merge.symmetry.group import Group
 
-torch.set_num_threads(1)
-
 SMALL = {64: 16, 16: 8, 8: 4, 4: 2, 2: 1}
 """Sizes of the samples, and what they are here."""
 
@@ -57,10 +56,6 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(scaling, "NEWTON", 1)
     monkeypatch.setattr(scaling, "STEPS", 8)
-
-
-def gen(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def weights(architecture: Architecture, seed: int) -> dict[str, Tensor]:

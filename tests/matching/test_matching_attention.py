@@ -27,7 +27,6 @@ import rotation_merge as rm
 from rotation_merge import AlignConfig
 from rotation_merge.architecture.model import Space
 from rotation_merge.matching.heads import HeadPart, match_heads
-from rotation_merge.matching.matrix_pairs import Side
 from rotation_merge.symmetry import Transform
 from rotation_merge.symmetry.admitted import admitted
 
@@ -65,39 +64,28 @@ def match(space: Space, anchor: Tensors, donor: Tensors, **options: Any) -> Tran
 
 @kinds
 @every
-@pytest.mark.parametrize("shape", [(5, 1), (3, 2), (1, 4)])
-def test_a_planted_element_is_found(facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int]) -> None:
-    """The order of heads, and what is left is no more than the noise."""
-    space, config = attention(*shape, 4, **facts), AlignConfig(heads="permutation", **options)
-    anchor, truth = tensors(space, 60, 0, spread=0.1), planted(space, config, 5)
-    for noise in (0.0, 0.3):
-        twin = noisy(anchor, noise, 6)
-        donor = moved(twin, truth.inverse())
-        best = match(space, anchor, donor, **options)
-        assert best.head_order().tolist() == truth.head_order().tolist()  # type: ignore[union-attr]
-        floor = 1e-14 * distance(anchor, moved(anchor, truth))
-        if config.scaling != "sequential":
-            assert left(anchor, donor, best) <= distance(anchor, twin) * (1 + 1e-9) + floor
+@pytest.mark.parametrize(
+    ("shape", "noise"), [((3, 1), None), ((2, 2), None), ((1, 3), None), ((3, 1), 0.05), ((2, 2), 0.3), ((1, 3), 0.0)]
+)
+def test_no_order_is_better(
+    facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int], noise: float | None
+) -> None:
+    """Of pairs with nothing in common, too. Query heads inside groups are found in turn with the maps, nearly the best.
 
-
-@kinds
-@every
-@pytest.mark.parametrize(("shape", "near"), [((3, 1), False), ((2, 2), False), ((1, 3), False), ((3, 1), True)])
-def test_no_order_is_better(facts: dict[str, Any], options: dict[str, Any], shape: tuple[int, int], near: bool) -> None:
-    """Of pairs with nothing in common. Query heads inside groups are found in turn with the maps, nearly the best.
-
-    Heads of near models are at their places; the shortcut that says so is never wrong.
+    Heads of near models are at their places, and those of a planted twin are found: only the noise is left.
     """
-    space = attention(*shape, 4, **facts)
-    anchor = tensors(space, 7, 0, spread=0.4)
-    donor = noisy(anchor, 0.05, 2) if near else tensors(space, 7, 50, spread=0.4)
-    best = match(space, anchor, donor, **options)
-    reached = left(anchor, donor, best)
-    orders = [reordered(space, donor, *order) for order in head_orders(*shape)]
-    others = [left(anchor, x, match(space, anchor, x, **{**options, "heads": "none"})) for x in orders]
-    exact = shape[1] == 1 and options.get("scaling", True) is False
-    assert reached <= others[0] * (1 + 1e-9)
-    assert reached <= min(others) * (1 + (1e-9 if exact else 0.05))
+    space, config = attention(*shape, 4, **facts), AlignConfig(heads="permutation", **options)
+    anchor, truth = tensors(space, 20, 0, spread=0.3), planted(space, config, 5)
+    near = tensors(space, 20, 50, spread=0.3) if noise is None else noisy(anchor, noise, 6)
+    for donor in (near, *([] if noise is None else [moved(near, truth.inverse())])):
+        best = left(anchor, donor, match(space, anchor, donor, **options))
+        orders = [reordered(space, donor, *order) for order in head_orders(*shape)]
+        others = [left(anchor, x, match(space, anchor, x, **{**options, "heads": "none"})) for x in orders]
+        exact = shape[1] == 1 and options.get("scaling", True) is False
+        assert best <= others[0] * (1 + 1e-9)
+        assert best <= min(others) * (1 + (1e-9 if exact else 0.05)) + 1e-14 * distance(anchor, donor)
+        if noise is not None and config.scaling != "sequential":
+            assert best <= distance(anchor, near) * (1 + 1e-9) + 1e-14 * distance(anchor, donor)
 
 
 @kinds
@@ -143,21 +131,23 @@ def test_orders_that_are_not_free_stay() -> None:
 
 @kinds
 @every
-def test_equal_heads_stay_bit_for_bit(facts: dict[str, Any], options: dict[str, Any]) -> None:
-    """Also where heads are zero, equal or of low rank, and where another head of the donor differs."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equal_heads_stay_bit_for_bit(facts: dict[str, Any], options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Also where heads are zero, equal, of low rank or ill-conditioned, and where another head of the donor differs."""
     space = attention(4, 2, 4, **facts)
-    for dtype in (torch.float64, torch.bfloat16):
-        anchor = tensors(space, 9, 0, dtype=dtype)
-        for role, x in anchor.items():
-            x[0] = 0
-            x[2] = x[1]
-            x[3, ..., 1:, :] = 0 if role in "kv" else x[3, ..., 1:, :]
-        assert match(space, anchor, {role: x.clone() for role, x in anchor.items()}, **options).is_identity()
-        donor, kept = {role: x.clone() for role, x in anchor.items()}, [0, 2, 3]
-        donor["k"][1, 0] += 0.01
-        donor["o"][1, 0] += 0.01
-        after = moved(donor, match(space, anchor, donor, **options))
-        assert all(torch.equal(after[role][kept], x[kept]) for role, x in anchor.items())
+    anchor = tensors(space, 1000, 0, dtype=dtype)
+    for role, x in anchor.items():
+        x *= torch.logspace(0, -7.2, 4, dtype=dtype)[:, None]
+        x.copy_(torch.einsum("de,...em->...dm", torch.linalg.qr(torch.randn(4, 4, generator=gen(3)))[0].to(dtype), x))
+        x[0] = 0
+        x[2] = x[1]
+        x[3, ..., 1:, :] = 0 if role in "kv" else x[3, ..., 1:, :]
+    assert match(space, anchor, {role: x.clone() for role, x in anchor.items()}, **options).is_identity()
+    donor, kept = {role: x.clone() for role, x in anchor.items()}, [0, 2, 3]
+    donor["k"][1, 0] += 0.01
+    donor["o"][1, 0] += 0.01
+    after = moved(donor, match(space, anchor, donor, **options))
+    assert all(torch.equal(after[role][kept], x[kept]) for role, x in anchor.items())
 
 
 @kinds
@@ -171,29 +161,6 @@ def test_storage_and_strides_do_not_matter(facts: dict[str, Any]) -> None:
         again = match(space, *pair)
         assert torch.equal(again.head_order(), best.head_order())  # type: ignore[arg-type]
         assert left(*double, again) == pytest.approx(left(*double, best), rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("facts", [{}, {"rotary": 32}, {"norm": "rms_head"}])
-def test_heads_that_are_equal_stay_beside_heads_that_are_not(dtype: torch.dtype, facts: dict[str, object]) -> None:
-    """Bit for bit, however ill-conditioned: the rounding of their statistics must not turn them."""
-    heads, d, width, g = 4, 32, 1000, gen(30)
-    space, sides, equal = attention(heads, 1, d, **facts), list[Side](), torch.tensor([True, False, True, False])
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64)
-
-    for role in ("q", "k", "v", "o"):
-        spectrum = torch.logspace(0, -7.2, d, dtype=torch.float64)[:, None]
-        x = torch.linalg.qr(normal(heads, d, d))[0] @ (spectrum * normal(heads, d, width))
-        anchor = (x * (3 * normal(heads, 1, 1)).exp()).reshape(*space.factors(role), width).to(dtype)
-        kept = equal.reshape(heads, *[1] * (anchor.ndim - 1))
-        sides.append(Side(role, anchor, torch.where(kept, anchor, torch.flip(anchor, [0]))))
-    transform = match_heads(space, sides, AlignConfig()).transform
-    for side in sides:
-        after = transform.act(side.donor, side.role, 0)
-        assert torch.equal(after[equal], side.anchor[equal]), side.role
-        assert not torch.equal(after[~equal], side.donor[~equal]) or "norm" in facts
 
 
 # --- trained weights

@@ -252,16 +252,6 @@ def test_records_say_what_applying_gives(heads: str, attention: str, family: str
         assert all(torch.equal(model[key], copy[key]) for key in model)
 
 
-def test_biases_alone_may_tell_neurons_apart() -> None:
-    _, block, anchor = layer("bert")
-    roles = {key: [p.role for a in block.tensor(key).axes for p in a.parts] for key in anchor}  # type: ignore[union-attr]
-    up, down = (next(key for key in anchor if roles[key] == known) for known in (["in", "read"], ["write", "out"]))
-    anchor[up][:], anchor[down][:], bias = 1.0, 1.0, up.replace("weight", "bias")
-    donor = {**anchor, bias: anchor[bias][torch.randperm(len(anchor[bias]), generator=gen(2))]}
-    transforms = match_block(block, anchor, donor, AlignConfig()).transforms
-    assert torch.equal(transform_tensor(donor[bias], block.tensor(bias), transforms), anchor[bias])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("dtype", "noise", "moves"),
     [(torch.bfloat16, 0.003, False), (torch.bfloat16, 0.3, True), (torch.float32, 0.003, True)],

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cli_support import parsed, run
-from plugin_support import error_of_merge, make, merged, recipe_for, relative_distances, state, twin, write_state
-from safetensors.torch import load_file
+from plugin_support import error_of_merge, make, merged, recipe_for, relative_distances, state, twin
 from tiny_models import ALL, Case, Planted, outputs, planted, twin_of
 from torch import Tensor
 from variants import ONE
@@ -167,28 +165,6 @@ def test_rotary_positions_and_disentangled_attention_see_them() -> None:
 
 
 # --- through recipes and commands
-
-
-@pytest.mark.slow
-def test_translations_in_the_coordinates_of_the_base(tmp_path: Path) -> None:
-    """Of models aligned to their mean, each map leads to the base, whose stream and rows have moved meanwhile."""
-    case = next(case for case in ALL if case.family == "mixtral")
-    small = {**case.config, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 8}
-    model = planted(replace(case, name="small", config=small))
-    states = {"a": model.state, **{n: model.twin(residual="signed_permutation", seed=i) for i, n in enumerate("bc")}}
-    paths = {
-        name: write_state({n: x.float() for n, x in state.items()}, model.folder, tmp_path / name)
-        for name, state in states.items()
-    }
-    options = {"residual": "signed_permutation", "heads": "none", "save_alignment": True}
-    recipe = recipe_for("linear", paths["b"], paths["a"], paths["c"], **options)
-    recipe["parameters"]["anchor"] = "mean"
-    merged(recipe, tmp_path / "out")
-    result = load_file(tmp_path / "out" / "model.safetensors")
-    assert max((result[n] - states["b"][n]).abs().max() for n in result) <= 5e-6
-    for number in ("", "-2"):
-        file = rm.Alignment.load(tmp_path / "out" / f"alignment{number}.safetensors")
-        assert not file.transforms["layers.0.router"].is_identity()
 
 
 @pytest.mark.slow

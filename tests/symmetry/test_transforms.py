@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_groups import broken, close, gen, normal
+from matching_support import gen, normal
+from test_groups import GROUPS as ELEMENTS
+from test_groups import broken, close
 from torch import Tensor
 
 from rotation_merge import RotationMergeError
@@ -27,6 +29,7 @@ from rotation_merge.symmetry.admitted import (
     stream_group,
 )
 from rotation_merge.symmetry.group import Group, Monomials, Planar, Rotations
+from rotation_merge.symmetry.transform import ORDERS
 
 ORDERED = GroupOptions(heads="permutation")
 EMPTY = Architecture("none", {}, {}, (), {})
@@ -54,6 +57,7 @@ SPACES = {
 }
 GROUPS: dict[str, SpaceGroup] = {name: admitted(space, ORDERED) for name, space in SPACES.items()}
 GROUPS |= {f"stream, {kind}": stream_group(kind, 6, fixes_ones=True) for kind in STREAM_GROUPS if kind != "none"}
+GROUPS |= {name: SpaceGroup("stream", {"map": (group, 1, 6)}) for name, group in ELEMENTS.items() if name != "fixed"}
 spaces = pytest.mark.parametrize("name", GROUPS)
 
 
@@ -77,7 +81,7 @@ def act(t: Transform, x: Tensor, role: str, dim: int, dual: bool = False) -> Ten
 @spaces
 def test_transforms_are_a_group(name: str) -> None:
     group = GROUPS[name]
-    g, h, still = group.random(gen(1)), group.random(gen(2)), group.identity()
+    g, h, still = group.random(gen(2)), group.random(gen(3)), group.identity()
     assert (still.is_identity(), g.is_identity(), still.words == "identity", g.words == "identity") == (True, False) * 2
     assert all(group.admits(t) for t in (g, g.inverse(), g.compose(h), still))
     assert max(g.inverse().compose(g).distances().values()) < 1e-9 < sum(g.distances().values())
@@ -105,6 +109,9 @@ def test_what_is_not_in_the_group_is_refused(name: str) -> None:
         bad = [replace(g, shift=x) for x in (g.shift[:-1], g.shift / 0, g.shift.repeat(2), None)]
     for part, element in g.elements.items():
         bad += [replace(g, elements={**g.elements, part: x}) for x in broken(element)]
+        if part not in ORDERS:
+            with pytest.raises(RotationMergeError, match="no group element"):
+                Transform.from_tensors(g.kind, {**g.tensors(), f"{part}.more": torch.zeros(2)})
     assert not any(group.admits(transform) for transform in bad)
 
 
