@@ -13,7 +13,7 @@ from torch import Tensor
 from rotation_merge import AlignConfig, Alignment
 from rotation_merge.architecture.model import Architecture, Part, Space, TensorInfo
 from rotation_merge.matching.basis import Basis, Identity
-from rotation_merge.matching.matrix_pairs import PartView, Side
+from rotation_merge.matching.matrix_pairs import Pairs, PartView
 from rotation_merge.symmetry import Transform, orders_of
 from rotation_merge.symmetry.admitted import admitted
 
@@ -73,8 +73,8 @@ def planted(space: Space, options: AlignConfig, seed: int) -> Transform:
     return admitted(space, options).random(gen(seed))
 
 
-def sides_of(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> list[Side]:
-    return [Side(role, anchor[role], donor[role]) for role in anchor]
+def sides_of(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> dict[str, Pairs]:
+    return {role: [(anchor[role], donor[role])] for role in anchor}
 
 
 def views_of(space: Space, anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> list[PartView]:

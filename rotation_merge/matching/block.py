@@ -175,9 +175,10 @@ class _Matching:
             return match_heads(space, axes, self.options)
         free, _, size = group.groups["map"]  # of a latent
         products, gains = (torch.zeros(1, size, size, dtype=torch.float64) for _ in range(2))
-        for side in axes:
-            product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
-            (gains if side.role == "gain" else products)[0].add_(product.cpu())
+        for role, pairs in axes.items():
+            for a, b in pairs:
+                product = a.double() @ b.to(a.device).double().T
+                (gains if role == "gain" else products)[0].add_(product.cpu())
         return SpaceMatch(Transform("latent", {"map": free.solve(Stats.of_products(products, gains))}))
 
     def settle(self, spaces: list[Space]) -> None:

@@ -14,7 +14,7 @@ biases take part, too, and queries and keys are permuted separately from values 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
-from rotation_merge.matching.matrix_pairs import Pairs, Side, SpaceMatch, row_squares
+from rotation_merge.matching.matrix_pairs import Pairs, SpaceMatch, row_squares
 from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform, orders_of
 from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
 from rotation_merge.symmetry.group import Group, Monomials
@@ -63,7 +63,7 @@ class Solution(NamedTuple):
     distances: Tensor
 
 
-def match_heads(space: Space, sides: Sequence[Side], options: GroupOptions) -> SpaceMatch:
+def match_heads(space: Space, sides: Mapping[str, Pairs], options: GroupOptions) -> SpaceMatch:
     """The best order of heads and maps inside them, within the options and the layer's groups."""
     group = admitted(space, options)
     elements, unmoved = ("qk", "vo", "gains", None), group.identity()
@@ -115,14 +115,14 @@ class HeadPart:
 
     @classmethod
     def of(
-        cls, space: Space, sides: Sequence[Side], group: SpaceGroup, name: str | None, shared: bool = False
+        cls, space: Space, sides: Mapping[str, Pairs], group: SpaceGroup, name: str | None, shared: bool = False
     ) -> HeadPart | None:
         """The part of an element's tensors; None if there are none. Without a group of their own they stay.
 
         Args:
             shared: of gains, those of norms that all heads of a layer share, as of one head.
         """
-        sizes, device = space.sizes, sides[0].anchor.device
+        sizes, device = space.sizes, next(iter(sides.values()))[0][0].device
         size = {"vo": sizes["value_dim"], None: 1}.get(name, sizes["head_dim"])
         shape = (1, 1, size) if shared else (sizes["groups"], sizes["per_group"], size)
         rules = ROLES["attention"]
@@ -131,7 +131,7 @@ class HeadPart:
         def apart(x: Tensor) -> Tensor:
             return x.reshape(shape[0], -1, size, x.shape[-1]).to(device)
 
-        pairs = tuple([(apart(s.anchor), apart(s.donor)) for s in sides if s.role == role] for role in roles)
+        pairs = tuple([(apart(a), apart(b)) for a, b in sides.get(role, ())] for role in roles)
         of_coordinates = group.groups[name][0] if name in group.groups else Monomials()
         pairs = pairs if any(pairs[2:]) else pairs[:2]
         return cls(name, of_coordinates, pairs, shape, device) if any(pairs) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,19 +42,6 @@ class SpaceMatch:
     notes: Sequence[str] = ()
 
 
-class Side(NamedTuple):
-    """One axis of one tensor, in both models.
-
-    Attributes:
-        role: the role the axis plays.
-        anchor, donor: shape (*factors of the role, rest), floating, storage dtype or float32.
-    """
-
-    role: str
-    anchor: Tensor
-    donor: Tensor
-
-
 def views(
     block: Block,
     space: Space,
@@ -90,14 +76,14 @@ def views(
                         yield info, part, start, x, y
 
 
-def sides(parts: Iterable[PartView]) -> list[Side]:
-    """The same axes in front of all else, which is one dimension."""
-    result = []
+def sides(parts: Iterable[PartView]) -> dict[str, Pairs]:
+    """The same axes by role, in front of all else, which is one dimension: (*factors of the role, rest)."""
+    result: dict[str, Pairs] = {}
     for _, part, dim, *pair in parts:
         count = len(part.factors)
         first, second = (x.movedim(tuple(range(dim, dim + count)), tuple(range(count))) for x in pair)
         a, b = (x.reshape(*x.shape[:count], -1) for x in (first, second))
-        result.append(Side(part.role, a, b))
+        result.setdefault(part.role, []).append((a, b))
     return result
 
 

@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import at_least_float32, transform_tensor
-from rotation_merge.symmetry import Linear, Monomial, Stats, Transform
+from rotation_merge.symmetry import Monomial, Stats, Transform
 from rotation_merge.symmetry.admitted import SpaceGroup, admitted, by_stream
 
 FLOOR = 1e-2
@@ -46,19 +45,9 @@ Piece = tuple[Block, dict[str, Tensor], dict[str, Tensor]]
 """Tensors of a block, or a slice of one, and those of anchor and donor by key."""
 
 
-class Product(NamedTuple):
-    """The product along one axis that lives in a stream which moves.
-
-    Attributes:
-        dim: the axis.
-        stream, gain: where it lives; whether as a norm's gain or a layer scale, which follow an order, but no signs.
-        matrix: A B^T over all other dimensions, (d, d), float64.
-    """
-
-    dim: int
-    stream: str
-    gain: bool
-    matrix: Tensor
+Products = dict[tuple[str, bool], Tensor]
+"""Products A B^T, (d, d), float64, by the stream, and whether they are of norm gains and layer scales, which follow an
+order, but no signs."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class StreamMeasurement:
         entries: how many it has.
         norm, donor_norm: squared norms of the anchor's and of the donor's.
         apart: their squared distance where no axis lives in a stream that moves; else 0.
-        products: of the axes in streams that move.
+        products: along each axis that lives in streams that move, over all other dimensions.
     """
 
     name: str
@@ -78,7 +67,7 @@ class StreamMeasurement:
     norm: float
     donor_norm: float
     apart: float
-    products: tuple[Product, ...]
+    products: tuple[Products, ...]
 
     @classmethod
     def of(
@@ -90,22 +79,24 @@ class StreamMeasurement:
             transforms: of local spaces, and of the streams that move; an axis in one of these is held still.
             precise: multiply in float64, for models that nearly agree.
         """
-        products, donor_norm = list[Product](), 0.0
+        products, donor_norm = list[Products](), 0.0
         for dim, axis in enumerate(info.axes):
             if not axis.parts or any(p.space.kind != "stream" or p.space.name not in transforms for p in axis.parts):
                 continue
             without = replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
             moved = transform_tensor(b, without, transforms)
             donor_norm = _square(moved, precise)
+            products.append({})
             for part, start, x, y in axis_views(a, moved, dim, axis):
                 x, y = (t.movedim(start, 0).flatten(1) if t.ndim > 1 else t[:, None] for t in (x, y))
-                products.append(Product(dim, part.space.name, part.role == "gain", cross_product(x, y, precise)))
+                key, product, along = (part.space.name, part.role == "gain"), cross_product(x, y, precise), products[-1]
+                along[key] = along[key] + product if key in along else product
         apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms), precise)
         return cls(info.name, a.numel(), _square(a, precise), donor_norm, apart, tuple(products))
 
     def to(self, device: str | None) -> StreamMeasurement:
         """The same, its products on a device; None: where they are."""
-        moved = (product._replace(matrix=product.matrix.to(device=device)) for product in self.products)
+        moved = ({key: matrix.to(device=device) for key, matrix in along.items()} for along in self.products)
         return replace(self, products=tuple(moved))
 
     def plus(self, piece: StreamMeasurement) -> StreamMeasurement:
@@ -113,15 +104,13 @@ class StreamMeasurement:
         figures = ("entries", "norm", "donor_norm", "apart")
         sums = {name: getattr(self, name) + getattr(piece, name) for name in figures}
         pairs = zip(self.products, piece.products, strict=True)
-        return replace(self, **sums, products=tuple(a._replace(matrix=a.matrix + b.matrix) for a, b in pairs))
+        return replace(self, **sums, products=tuple({key: x[key] + y[key] for key in x} for x, y in pairs))
 
     def distance(self, transforms: Mapping[str, Transform]) -> float:
         """The squared distance under the streams' transforms; along each of its axes it is the same."""
         if not self.products:
             return self.apart
-        alike = (p for p in self.products if p.dim == self.products[0].dim)
-        shared = sum(overlap(transforms[p.stream], p.matrix, p.gain) for p in alike)
-        return max(self.norm + self.donor_norm - 2 * shared, 0.0)
+        return max(self.norm + self.donor_norm - 2 * overlap(transforms, self.products[0]), 0.0)
 
 
 def measured(
@@ -178,12 +167,12 @@ class StreamSums:
     """Sums over tensors of both models for solving the streams.
 
     Attributes:
-        products: sum of w A B^T, (d, d), float64, by stream; of norm gains and layer scales (True), or all else.
+        products: sums of w A B^T.
         weights: of every tensor seen, by name; they belong to the next pass.
         apart, logs, entries: what the bound of the objective and the promise of a step are made of.
     """
 
-    products: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    products: Products = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     apart: float = 0.0
     logs: float = 0.0
@@ -205,7 +194,7 @@ class StreamSums:
         return sums
 
     def _count(self, tensor: StreamMeasurement, transforms: Mapping[str, Transform], equal: bool) -> None:
-        folded = all(product.gain and transforms[product.stream].turns_stream for product in tensor.products)
+        folded = all(gain and transforms[stream].turns_stream for along in tensor.products for stream, gain in along)
         if tensor.norm == 0 or (tensor.products and folded):
             return
         distance = tensor.distance(transforms)
@@ -217,23 +206,16 @@ class StreamSums:
         self.logs += tensor.entries * math.log(lifted / tensor.norm)
         self.entries += tensor.entries
         self.apart += weight * distance
-        for stream, gain, matrix in (product[1:] for product in tensor.products):
-            self.logs += 2 * weight * overlap(transforms[stream], matrix, gain)
-            self._add((stream, gain), matrix, weight)
-
-    def _add(self, key: tuple[str, bool], matrix: Tensor, weight: float) -> None:
-        if key in self.products:
-            self.products[key].add_(matrix.to(self.products[key].device), alpha=weight)
-        else:
-            self.products[key] = matrix * weight
+        for along in tensor.products:
+            self.logs += 2 * weight * overlap(transforms, along)
+            add(self.products, along, weight)
 
     @classmethod
     def total(cls, parts: Iterable[StreamSums]) -> StreamSums:
         """The sums of several blocks."""
         total = cls()
         for part in parts:
-            for key, matrix in part.products.items():
-                total._add(key, matrix, 1.0)
+            add(total.products, part.products)
             total.weights.update(part.weights)
             for name in ("apart", "logs", "entries"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -246,15 +228,12 @@ class StreamSums:
         distance, plus `FLOOR`. The bound uses the tangent of the logarithm, and is the objective itself under the maps
         used for counting.
         """
-        return math.exp((self.logs - 2 * self._overlapping(transforms)) / self.entries) if self.entries else 0.0
+        return math.exp((self.logs - 2 * overlap(transforms, self.products)) / self.entries) if self.entries else 0.0
 
     def promise(self, current: Mapping[str, Transform], solved: Mapping[str, Transform]) -> float:
         """Share of the weighted squared distance that better stream elements would remove."""
-        gained = 2 * (self._overlapping(solved) - self._overlapping(current))
+        gained = 2 * (overlap(solved, self.products) - overlap(current, self.products))
         return gained / self.apart if self.apart else 0.0
-
-    def _overlapping(self, transforms: Mapping[str, Transform]) -> float:
-        return sum(overlap(transforms[stream], x, gain) for (stream, gain), x in self.products.items())
 
     def solve(self, architecture: Architecture, groups: Mapping[str, str], current: Transforms) -> Transforms:
         """The best element of each stream's group; the current one of a stream of which nothing is known."""
@@ -268,14 +247,26 @@ class StreamSums:
         return solved
 
 
-def overlap(transform: Transform, product: Tensor, gain: bool) -> float:
-    """<R, M> of a stream's element R for products M = A B^T (d, d), of gains or of all other axes."""
-    element = transform.elements["map"]
-    if isinstance(element, Linear):
-        return float(product.trace() if gain else (element.matrix[0].to(product) * product).sum())
-    assert isinstance(element, Monomial)
-    picked = product.gather(1, element.index[0].to(product.device)[:, None])[:, 0]
-    return float((picked if gain else picked * element.factor[0].to(picked)).sum())
+def add(total: Products, products: Products, weight: float = 1.0) -> None:
+    """Add products, times a weight, to those that are summed."""
+    for key, matrix in products.items():
+        if key in total:
+            total[key].add_(matrix.to(total[key].device), alpha=weight)
+        else:
+            total[key] = matrix * weight
+
+
+def overlap(transforms: Mapping[str, Transform], products: Products) -> float:
+    """The sum of <R, M> over products M and the elements R of their streams."""
+    total = 0.0
+    for (stream, gain), product in products.items():
+        element = transforms[stream].elements["map"]
+        if isinstance(element, Monomial):
+            picked = product.gather(1, element.index[0].to(product.device)[:, None])[:, 0]
+            total += float((picked if gain else picked * element.factor[0].to(picked)).sum())
+        else:
+            total += float(product.trace() if gain else (element.matrix[0].to(product) * product).sum())
+    return total
 
 
 def _chunks(x: Tensor, precise: bool) -> Iterator[Tensor]:
