@@ -25,6 +25,7 @@ LOG = logging.getLogger(__name__)
 PARTIAL, LOCK = ".partial", ".lock"
 """Endings of the hidden names beside an output: of what is not whole yet, and of the file that is locked."""
 ELSEWHERE, CONTINUES = "write somewhere else", "free some space (the same command continues), or write somewhere else"
+SPILL = "free some space, or name a folder that has more in TMPDIR"
 """Remedies for what cannot be written."""
 WAIT = 10.0
 """Seconds to wait for another process that replaces the same file."""
@@ -293,8 +294,7 @@ class TemporaryFolder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
         if self._shared and no_space(error):
-            remedy = "free some space, or name a folder that has more in TMPDIR"
-            raise SpaceError(f"the disk is full ({short(error)})", where=os.path.dirname(self.path), remedy=remedy)
+            raise SpaceError(f"the disk is full ({short(error)})", where=os.path.dirname(self.path), remedy=SPILL)
 
 
 # --- for interrupted work --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import DataError
+from rotation_merge.model.open import open_model
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import (
     Batch,
@@ -112,9 +113,10 @@ def read_samples(
 
 def _module(model: View | str, source: str | None) -> Any:
     """A module of the model, with its weights where it writes the samples."""
-    if isinstance(model, str):
-        return load(model)
-    return in_memory(model, None) if source == SELF else model.module or empty_model(model)
+    if source == SELF:
+        return load(model) if isinstance(model, str) else in_memory(model, None)
+    view = open_model(model, unsupported="merge") if isinstance(model, str) else model
+    return view.module or empty_model(view)
 
 
 def data_in_memory(samples: Samples, model: Any, source: str = "samples") -> Data:

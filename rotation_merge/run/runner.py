@@ -23,7 +23,7 @@ from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.files import TemporaryFolder, writing
+from rotation_merge.files import SPILL, TemporaryFolder, writing
 from rotation_merge.model.apply import read_tensor, unstack
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.view import View, stored_dtype
@@ -32,10 +32,6 @@ from rotation_merge.run.functions import architecture_of, empty_model
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config for models that read outputs of inner layers after the last layer."""
-
-
-SPILL = "free some space, or name a folder that has more in TMPDIR"
-"""Remedy in a recipe if hidden states do not fit."""
 
 
 class Halt(Exception):
