@@ -29,7 +29,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1797),
     ("record",): (250, 235),
     ("model",): (4000, 5359),
-    ("run",): (2400, 3596),
+    ("run",): (2400, 3594),
     ("matching",): (3400, 4885),
     ("averaging",): (2000, 3078),
     ("carrying",): (1500, 2029),
