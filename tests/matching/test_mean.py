@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,19 @@ def test_maps_compose_around_every_cycle(kind: Kind, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["vit", "gpt_neox", "mixtral"])
 def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
-    """A model moved into the common frame and from there into the base's coordinates is moved by the relative frame."""
+    """A model moved into the common frame and from there into the base's coordinates is moved by the relative frame.
+
+    The base itself comes back.
+    """
     architecture = table.sample(shipped()[family])
     options = rm.AlignConfig(heads="permutation", residual=architecture.residual_groups[-1])
     base, other = (random_gauge(architecture, options, gen(seed)) for seed in (1, 2))
     state = {name: x.double() for name, x in weights(architecture, 3).items()}
-    common = dict(moved_tensors(architecture, state, other))
-    shifts = {name: t for name, t in base.items() if t.kind == "translation"}
-    there = dict(moved_tensors(architecture, common, {name: t.inverse() for name, t in shifts.items()}))  # added last
-    there = dict(moved_tensors(architecture, there, {n: t.inverse() for n, t in base.items() if n not in shifts}))
-    straight = dict(moved_tensors(architecture, state, relative(architecture, base, other)))
-    for name, tensor in there.items():
-        torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
+    moved = partial(moved_tensors, architecture)
+    back, straight = relative(architecture, base), moved(state, relative(architecture, base, other))
+    for model, wanted in ((moved(moved(state, base), back), state), (moved(moved(state, other), back), straight)):
+        for name in wanted:
+            torch.testing.assert_close(model[name], wanted[name], rtol=1e-9, atol=1e-9)
     assert relative(architecture, {}, other) == other
 
 

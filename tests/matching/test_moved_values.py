@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_devices import FAMILIES
-from tiny_models import ALL, Case, inputs, keep_float64, make
+from tiny_models import ALL, inputs, keep_float64, make
 from torch import nn
 from variants import ONE
 
@@ -22,7 +22,8 @@ from rotation_merge.run.statistics import behind_norm
 
 STILL = ("signed_permutation", "permutation", "none")
 
-FEW = [pytest.param(c, id=c.family, marks=[pytest.mark.slow] * (c.family not in FAMILIES)) for c in ONE]
+CASES = {case.family: case for case in ONE}
+FEW = [pytest.param(family, marks=[pytest.mark.slow] * (family not in FAMILIES)) for family in CASES]
 """All families, of which those are quick that have spaces of every kind."""
 
 Samples = list[dict[str, torch.Tensor]]
@@ -40,57 +41,50 @@ def agree(moved: rm.Statistics, measured: rm.Statistics, *kinds: str) -> int:
     return len(keys)
 
 
-def samples_of(case: Case, model: nn.Module) -> Samples:
-    takes = inspect.signature(model.forward).parameters
-    return [{name: x for name, x in inputs(case, model).items() if name in takes}]
-
-
 def model(family: str, seed: int = 0) -> tuple[nn.Module, Samples]:
     """A tiny model in float64, and samples of what it takes."""
-    case = next(case for case in ONE if case.family == family)
-    module = make(case, seed)
-    return module, samples_of(case, module)
+    module = make(CASES[family], seed)
+    takes = inspect.signature(module.forward).parameters
+    return module, [{name: x for name, x in inputs(CASES[family], module).items() if name in takes}]
 
 
-def drawn(model: nn.Module, groups: tuple[str, ...], **options: Any) -> rm.Alignment:
+def drawn(module: nn.Module, groups: tuple[str, ...], **options: Any) -> rm.Alignment:
     """A random alignment; of the streams by the first of some groups that all of them admit."""
-    streams = architecture_of(model).stream_groups.values()
+    streams = architecture_of(module).stream_groups.values()
     residual = next((group for group in groups if all(group in admitted for admitted in streams)), "none")
-    return rm.Alignment.random(model, heads="permutation", residual=residual, untie=True, **options)
+    return rm.Alignment.random(module, heads="permutation", residual=residual, untie=True, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
-def test_moved_statistics_are_those_of_the_moved_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", CASES)
+def test_moved_statistics_are_those_of_the_moved_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what norms do, put back by multiplication from what was normalised, is what maps really read."""
-    model = make(case)
-    samples, architecture = samples_of(case, model), architecture_of(model)
+    module, samples = model(family)
     with keep_float64():
-        alignment, measured = drawn(model, ("rotation", *STILL)), rm.measure(model, samples)
-        again = rm.measure(alignment.apply(model), samples)
+        alignment, measured = drawn(module, ("rotation", *STILL)), rm.measure(module, samples)
+        again = rm.measure(alignment.apply(module), samples)
         monkeypatch.setattr(WatchedBlocks, "_norm", lambda *_: None)
-        raw = rm.measure(model, samples)
+        raw = rm.measure(module, samples)
     assert agree(alignment.apply(measured), again, "gram", "count") >= 4
-    for name, linear in linear_maps(architecture).items():
+    for name, linear in linear_maps(architecture_of(module)).items():
         if measured.axes.get(name) in measured.split:
-            norm, tensors = linear.norm, read_block(linear.block, model.state_dict())
+            norm, tensors = linear.norm, read_block(linear.block, module.state_dict())
             gain, shift = tensors[norm.gain] + norm.offset, tensors.get(norm.shift or "")
             gram, wanted = behind_norm(measured.gram(name), linear, gain, shift), raw.gram(name)
             torch.testing.assert_close(gram, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("case", FEW)
-def test_fisher_diagonals_move_with_permutations_alone(case: Case) -> None:
-    model = make(case)
-    samples = samples_of(case, model)
+@pytest.mark.parametrize("family", FEW)
+def test_fisher_diagonals_move_with_permutations_alone(family: str) -> None:
+    module, samples = model(family)
     with keep_float64():
-        if not any(key.endswith("logits") for key in model(**samples[0])):
+        if not any(key.endswith("logits") for key in module(**samples[0])):
             return
-        measured, still = rm.measure(model, samples, FISHER), drawn(model, STILL, attention="none")
-        moved, again = still.apply(measured), rm.measure(still.apply(model), samples, FISHER)
+        measured, still = rm.measure(module, samples, FISHER), drawn(module, STILL, attention="none")
+        moved, again = still.apply(measured), rm.measure(still.apply(module), samples, FISHER)
         assert agree(moved, again, "fisher") >= 4
-        turned = drawn(model, STILL).apply(measured)
-        if case.family in ("llama", "vit", "bert"):
+        turned = drawn(module, STILL).apply(measured)
+        if family in ("llama", "vit", "bert"):
             with pytest.raises(rm.RotationMergeError, match=r"cannot be kept.*attention: none"):
                 dict.fromkeys(turned[key] for key in moved)
 
@@ -98,10 +92,10 @@ def test_fisher_diagonals_move_with_permutations_alone(case: Case) -> None:
 def test_expectations_over_labels_are_exact() -> None:
     """Of a classifier's logits the Fisher matrix is diag(p) - p p^T: so is that of its head's bias."""
     case = next(case for case in ALL if case.class_name == "BertForSequenceClassification")
-    model = make(case)
+    module = make(case)
     with keep_float64(), torch.no_grad():
-        fisher = rm.measure(model, [inputs(case, model)], FISHER)["classifier.bias.fisher"]
-        p = model(**inputs(case, model)).logits.softmax(-1)
+        fisher = rm.measure(module, [inputs(case, module)], FISHER)["classifier.bias.fisher"]
+        p = module(**inputs(case, module)).logits.softmax(-1)
     torch.testing.assert_close(fisher, (p * (1 - p)).mean(0))
 
 
