@@ -119,7 +119,11 @@ class Donor:
         whole, readers = self._stated("", self.reader), self.readers
         stated = [{n: x for n, x in self.given(r).items() if n in OPTIONS} for r in (self.reader, *readers.values())]
         plain = all(isinstance(value, bool | int | float | str) for value in stated[0].values())
-        if plain and all(of_block == stated[0] for of_block in stated):
+        alike = all(of_block == stated[0] for of_block in stated)
+        if not alike and len({self._stated(block, reader).residual for block, reader in readers.items()}) > 1:
+            problem = "'residual' is not the same for all layers, but one map holds for the whole model"
+            raise self.fault(problem, "write it once, under the recipe's parameters")
+        if plain and alike:
             return whole
         return whole.varying(lambda block, t: self._stated(block, readers.get(block) or self.reader.with_t(t)))
 

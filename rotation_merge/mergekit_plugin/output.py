@@ -41,18 +41,14 @@ class OutputBlock:
         """The anchor's names of the local spaces, by their names in the output."""
         return {self.block.spaces[key].name: space.name for key, space in self.anchor.spaces.items()}
 
-    def source(self, model: ModelReference) -> Block:
-        """The block of a model; the anchor's, where it is not merged."""
-        return self.sources.get(model, self.anchor)
-
     def names_in(self, model: ModelReference, view: View | None = None) -> dict[str, str]:
-        """By the output's names of its tensors those in one model.
+        """By the output's names of its tensors those in one model; of one that is not merged the anchor's.
 
         Args:
             view: read for the model; what it lacks is left out then, and what it has under a tied name stands there.
         """
-        block = self.source(model) if view is None else same_block(view, self.source(model))
-        names: dict[str, str] = {}
+        block, names = self.sources.get(model, self.anchor), dict[str, str]()
+        block = block if view is None else same_block(view, block)
         for info in self.block.tensors:
             stored = block.tensor(info.key) or info
             for new, old in zip(info.names, stored.names, strict=True):

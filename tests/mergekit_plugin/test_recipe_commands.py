@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from cli_support import output_of, parsed, run
-from plugin_support import from_file, load, make, merged, twin, write_recipe
+from plugin_support import from_file, make, merged, twin, write_recipe
 from plugin_support import recipe_for as local_recipe
 from residual_support import Checkpoint, checkpoint, recipe, report, transport
 from residual_support import twin as moved
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_transport import tuned
+
+import rotation_merge as rm
 
 Trio = tuple[Checkpoint, Checkpoint, Checkpoint, Path]
 
@@ -30,9 +32,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
 
 def loss(path: Path, data: Path) -> Any:
     """Of the model itself, on the data, to compare with."""
-    ids = load_file(data)["input_ids"].long()
-    with torch.no_grad():
-        return pytest.approx(float(load(str(path))(input_ids=ids, labels=ids).loss), abs=5e-4)
+    return pytest.approx(rm.evaluate(path, str(data))["loss"], abs=5e-4)
 
 
 def test_inspect_says_what_maps_to_what_and_what_it_costs(trio: Trio, tmp_path: Path) -> None:
