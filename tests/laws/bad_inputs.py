@@ -232,6 +232,7 @@ GOOD: dict[str, Step] = {
     "index of the one file, a pickle beside": both(
         index(WEIGHTS), lambda: torch.save(load_file(f"donor/{WEIGHTS}"), "donor/pytorch_model.bin")
     ),
+    "config that names the file of its weights": config(transformers_weights=WEIGHTS),
     "alignment file": WITH_ALIGNMENT,
     "code for a class that transformers has": BESIDE["code for a class that transformers has"],
 }

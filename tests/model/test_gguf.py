@@ -215,23 +215,11 @@ def test_a_merge_of_files_is_the_merge_of_the_checkpoints(
         assert set(report["models"]) == {str(models / "a.gguf"), str(models / "b")}
 
 
-def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = tmp_path / "models--org--b-GGUF" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
-    shutil.copyfile(models / "a.gguf", snapshot / "b.gguf")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
-        assert torch.equal(open_model(name)["model.norm.weight"], open_model(models / "a.gguf")["model.norm.weight"])
-    output = output_of("verify", "org/b-GGUF:gone.gguf", models / "b", code=2)
-    assert "org/b-GGUF:gone.gguf: is neither" in output
-
-
 @pytest.mark.slow
 def test_a_repository_of_files_says_how_to_name_one(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What was downloaded is read without the hub, too."""
     path, name = tmp_path / "recipe.yml", "org/b-GGUF:b-F16.gguf"
     path.write_text("merge_method: rotation_merge\nbase_model: org/a\nmodels:\n- model: org/b-GGUF\n")
     with served() as hub:
@@ -243,6 +231,10 @@ def test_a_repository_of_files_says_how_to_name_one(
             assert words in run(*command).output
         assert "did you mean 'b-F16.gguf'?" in run("inspect", "org/b-GGUF:b-F17.gguf").output
         assert "llama, " in output_of("inspect", name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for stored in (name, "org/b-GGUF"):
+        assert torch.equal(open_model(stored)["model.norm.weight"], open_model(models / "a.gguf")["model.norm.weight"])
+    assert "org/b-GGUF:gone.gguf: is neither" in output_of("verify", "org/b-GGUF:gone.gguf", models / "b", code=2)
 
 
 @pytest.mark.slow

@@ -87,11 +87,3 @@ def test_a_config_whose_entries_are_something_else(entry: str, value: Any, tmp_p
         (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
         lines = [defect.line for defect in check_folder(str(tmp_path))]
         assert entry != "architectures" or any(entry in line for line in lines)
-
-
-@pytest.mark.parametrize("named", [None, "model.safetensors"])
-def test_a_config_that_names_no_other_file_of_weights(named: str | None, tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"transformers_weights": named}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert open_model(str(tmp_path)).shapes

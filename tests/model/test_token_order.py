@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import run
+from cli_support import output_of
 from plugin_support import error_of_merge, load, lora, merged, with_tokenizer, write_recipe
 from residual_support import Checkpoint, checkpoint, recipe, twin
 from torch import Tensor
@@ -41,9 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def shown(*command: Any, code: int = 0) -> str:
     """The words of a command's output."""
-    done = run(*command)
-    assert done.exit_code == code, done.output
-    return " ".join(done.output.split())
+    return " ".join(output_of(*command, code=code).split())
 
 
 def sliced(plain: dict[str, Any], anchor: Checkpoint, donor: Checkpoint, at: int) -> dict[str, Any]:
