@@ -45,6 +45,14 @@ def test_small_files_are_mended_and_tensors_are_not(name: str, tmp_path: Path) -
             assert all("merge again" in defect.remedy for defect in defects)
 
 
+def test_a_small_file_that_is_damaged_stays(tmp_path: Path) -> None:
+    """Others are mended beside it."""
+    merge, parent = copies("llama", tmp_path)
+    (merge / "generation_config.json").write_text("[]")
+    assert mend(str(merge), [str(parent)]) == ["config.json: end of text"]
+    assert [defect.kind for defect in check_folder(str(merge), [str(parent)])] == ["damaged file"]
+
+
 def test_the_docs_count_the_faults() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
     assert f"plants {len(FAULTS)} kinds of faults in tiny models of {len(FAMILIES)} families" in page

@@ -171,7 +171,7 @@ def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]
             names.append(closing[-1])
     endless = {name: ids[name] for name in names if name in ids and ids[name] not in ends}
     if ends and endless:
-        file = GENERATION if GENERATION in contents.names else CONFIG
+        file = GENERATION if contents.mapping(GENERATION) else CONFIG  # a damaged one stays
         words, known = named(f"'{name}' ({number})" for name, number in endless.items()), named(map(str, sorted(ends)))
         corrections = json_entries(file, {"eos_token_id": sorted(ends.union(endless.values()))})
         problem = f"text or turns end with {words}, eos_token_id is {known}"
