@@ -295,12 +295,10 @@ def measure(
     if out is not None:
         written = Output(os.fspath(out), wrote=lambda file: has_format(file, FORMAT), beside=True)
         check_output(written, _names([str(opened.reference)], [samples]), force)
-    module = in_memory(opened) if "fisher" in config.kinds and not opened.is_stored else None
-    if opened.is_stored:
-        module = model_for(opened, config, source, device, by_layer)
+    module = model_for(opened, config, source, device, by_layer)
     limit = config.samples or (SAMPLES if source in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
-    if config.labels == "data" and module is not None:
+    if config.labels == "data":
         check_labels(data.batches, module, data.task, data.source)
     return measured(as_stored(opened), module, data, config, None if out is None else Path(out), listener(), device)
 

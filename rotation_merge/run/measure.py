@@ -38,7 +38,7 @@ from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.record import versions
 from rotation_merge.run.batches import Batch, by_rows, inputs_for, unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, described
-from rotation_merge.run.functions import architecture_of, check_answers, empty_model, load, streamed_model
+from rotation_merge.run.functions import architecture_of, check_answers, empty_model, in_memory, streamed_model
 from rotation_merge.run.maps import maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner, StateStore
@@ -79,8 +79,8 @@ def default_statistics_path(reference: ModelReference) -> Path:
     return folder / NAME if folder.is_dir() else Path(NAME)
 
 
-def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, by_layer: bool | None) -> Any:
-    """The model as measuring it needs it beside its files: with its weights to write text, and for Fisher diagonals.
+def model_for(view: View, options: MeasureConfig, data: str, device: str, by_layer: bool | None) -> Any:
+    """The model as measuring it needs it beside its tensors: with weights to write text, and for Fisher diagonals.
 
     Args:
         by_layer: layers read their weights as they run; None: if the model, in float32, does not fit.
@@ -91,20 +91,20 @@ def model_for(checkpoint: View, options: MeasureConfig, data: str, device: str, 
     """
     fisher = "fisher" in options.kinds  # with gradients, and their sums in float64
     if not fisher and data != SELF:
-        return empty_model(checkpoint)
+        return empty_model(view)
     if by_layer is None:
         free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
-        by_layer = (16 if fisher else 4) * sum(map(math.prod, checkpoint.shapes.values())) > FITS * free
+        by_layer = (16 if fisher else 4) * sum(map(math.prod, view.shapes.values())) > FITS * free
     if by_layer and fisher:
         problem = "a Fisher diagonal needs the whole model in memory"
         remedy = "measure the kind 'gram', or use a machine with more memory ('--whole' tries it on this one)"
-        raise StatisticsError(problem, where=str(checkpoint.reference), remedy=remedy)
-    return streamed_model(checkpoint, device) if by_layer else load(str(checkpoint.reference)).to(device)
+        raise StatisticsError(problem, where=view.name, remedy=remedy)
+    return streamed_model(view, device) if by_layer else in_memory(view).to(device)
 
 
 def measured(
     view: View,
-    module: nn.Module | None,
+    module: nn.Module,
     data: Data,
     options: MeasureConfig,
     out: Path | None = None,
@@ -114,7 +114,7 @@ def measured(
     """Measure a model, under the names of its files.
 
     Args:
-        module: the model in memory, in evaluation mode, for Fisher diagonals.
+        module: see `model_for`.
         out: the statistics are written to, beside which finished parts and hidden states wait; what was interrupted
             continues. None: all stays in memory.
 
@@ -135,7 +135,6 @@ def measured(
         "seed": options.seed,
         "versions": versions(),
     }
-    model = empty_model(view) if module is None else module
     result = Statistics(as_tensors({}), {}, frozenset(), frozenset())
     with nullcontext() if out is None else Store(str(out)) as store:
         if store is not None:
@@ -145,9 +144,9 @@ def measured(
                 result = grams(Runner(view, with_small_first_batch(batches), states, device=device), store, progress)
         if "fisher" in options.kinds:
             scores = LabelScores(data.task, options.labels == "data", options.seed)
-            compute = partial(fisher_diagonals, model, architecture_of(model), batches, scores, progress)
+            compute = partial(fisher_diagonals, module, architecture_of(module), batches, scores, progress)
             result = replace(result, tensors=result.tensors.replaced(_part(store, FISHER, compute)))
-        statistics = _as_stored(result, model, view, metadata)
+        statistics = _as_stored(result, module, view, metadata)
         if out is not None:
             statistics.write(out)
     return statistics
