@@ -11,37 +11,37 @@ import pytest
 import torch
 from carry_support import noisy
 from cli_support import run
-from plugin_support import build, merged, write_adapter, write_recipe
+from plugin_support import lora, merged, write_recipe
 from residual_support import Checkpoint, checkpoint, report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import rotation_merge as rm
-from rotation_merge.averaging.registry import TASK_VECTORS as BY_NAME
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.averaging.methods import Source
+from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.task_vectors import change_of, shortening
 from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, both_sides, one_side
 
-EACH_RULE = pytest.mark.parametrize("name", list(BY_NAME))
-EACH_CASE = pytest.mark.parametrize(
-    ("name", "values"), [("wudi", {}), ("wudi", {"sides": "both", "ridge": 0.3}), ("tsv", {}), ("iso", {})]
-)
-EMBEDDING, NORM, MAP = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+RULES: dict[str, Any] = {**TASK_VECTORS, "beside": WudiBeside()}
+CASES: list[Any] = [
+    *(("wudi", {}), ("wudi", {"sides": "both", "ridge": 0.3}), ("beside", {"ridge": BESIDE_RIDGE})),
+    *(("tsv", {}), ("iso", {})),
+]
+EACH_RULE = pytest.mark.parametrize("name", list(TASK_VECTORS))
+EACH_CASE = pytest.mark.parametrize(("name", "values"), CASES)
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def defaults(name: str, **values: Any) -> dict[str, Any]:
-    return {parameter.name: parameter.default for parameter in BY_NAME[name].spec.parameters} | values
+    return {parameter.name: parameter.default for parameter in RULES[name].spec.parameters} | values
 
 
 def change(name: str, changes: list[Tensor], weights: list[float] | None = None, **values: Any) -> Tensor:
     """The merged change by a rule."""
-    return merged_change(BY_NAME[name], changes, weights, **defaults(name, **values))
-
-
-def merged_change(rule: Any, changes: list[Tensor], weights: list[float] | None = None, **values: Any) -> Tensor:
     matrices: list[SlicedMatrix] = [SlicedMatrix.of(each) for each in changes]
-    whole: Tensor = rule.change(matrices, weights or [1.0] * len(changes), values).whole()
+    whole: Tensor = RULES[name].change(matrices, weights or [1.0] * len(changes), defaults(name, **values)).whole()
     return whole
 
 
@@ -111,7 +111,7 @@ def test_a_map_into_a_large_vocabulary(name: str, values: dict[str, Any]) -> Non
     if "sides" not in values:
         matrices = [sliced(each, 20) for each in changes]
         with Largest() as largest:
-            rows = BY_NAME[name].change(matrices, weights, defaults(name, **values)).rows(slice(140, 160))
+            rows = RULES[name].change(matrices, weights, defaults(name, **values)).rows(slice(140, 160))
         assert largest.size <= 3 * 24 * 4
         torch.testing.assert_close(rows, whole[140:160], atol=1e-10, rtol=1e-8)
 
@@ -131,21 +131,15 @@ def test_what_does_not_meet_is_kept(name: str) -> None:
 
 
 def added(first: Tensor, second: Tensor) -> Tensor:
-    return merged_change(WudiBeside(), [first, second], **defaults("wudi", ridge=BESIDE_RIDGE)) - first
+    return change("beside", [first, second], ridge=BESIDE_RIDGE) - first
 
 
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 9)])
-def test_a_change_beside_another_one(shape: tuple[int, ...]) -> None:
-    """It is kept where the two read from orthogonal inputs; else it follows rotations, and disturbs the other less."""
-    inputs = orthogonal(shape[-1], 1)
-    apart = random(*shape, seed=2) @ inputs[:, :4] @ inputs[:, :4].T
-    beside = random(*shape, seed=3) @ inputs[:, 4:] @ inputs[:, 4:].T
+def test_a_change_beside_another_one() -> None:
+    """It is kept where the two read from orthogonal inputs; else it disturbs the other less."""
+    inputs, first, second, none = orthogonal(9, 1), random(6, 9, seed=4), random(6, 9, seed=5), 0 * random(6, 9)
+    apart, beside = (each @ part @ part.T for each, part in ((first, inputs[:, :4]), (second, inputs[:, 4:])))
     torch.testing.assert_close(added(beside, apart), apart, atol=1e-10, rtol=1e-10)
-    first, second, none = random(*shape, seed=4), random(*shape, seed=5), torch.zeros(shape, dtype=torch.float64)
-    result, left, right = added(first, second), orthogonal(shape[-2], 7), orthogonal(shape[-1], 8)
-    turned = added(left @ first @ right.T, left @ second @ right.T)
-    torch.testing.assert_close(turned, left @ result @ right.T, atol=1e-9, rtol=1e-9)
-    assert float((result @ first.mT).norm()) < float((second @ first.mT).norm())
+    assert float((added(first, second) @ first.mT).norm()) < float((second @ first.mT).norm())
     assert torch.equal(added(none, second), second)
     assert torch.equal(added(first, none), none)
 
@@ -201,32 +195,26 @@ def test_the_rounding_of_a_base_is_no_change_of_a_model_that_was_trained_from_th
     assert torch.equal(change_of(rounded, base).whole(), base.double() - rounded.double())
 
 
-@pytest.mark.slow
 @EACH_RULE
-def test_precision_does_not_matter(name: str) -> None:
-    """Changes of low rank are merged alike in single and double precision."""
-    maps, results = ("q_proj.weight", "o_proj.weight", "up_proj.weight", "down_proj.weight"), []
+@pytest.mark.parametrize("shape", [(30, 40), (40, 30), (20, 20)])
+def test_precision_does_not_matter(name: str, shape: tuple[int, int]) -> None:
+    """Changes of low rank, of which one is shortened, are merged alike in single and double precision."""
+    base, results = random(*shape).float(), []
+    low = [size * random(shape[0], 2, seed=t) @ random(2, shape[1], seed=9 + t) for t, size in enumerate((0.01, 0.03))]
     for dtype in (torch.float32, torch.float64):
-        base, models, draw = build("llama").to(dtype), [], torch.Generator().manual_seed(1)
-        start = base.state_dict()
-        for _ in range(3):
-            state = dict(start)
-            for key in (key for key in start if key.endswith(maps)):
-                (out, inner), normal = start[key].shape, {"generator": draw, "dtype": torch.float64}
-                low = 1e-2 * torch.randn(out, 2, **normal) @ torch.randn(2, inner, **normal)
-                state[key] = (start[key].double() + low).to(dtype)
-            models.append((state, base.config))
-        view = rm.average([base, *models], name, weights=[1.0] * 4).to(torch.float64)
-        results.append({key: view[key] - start[key].double() for key in start if key.endswith(maps)})
-    for key, exact in results[1].items():
-        assert (results[0][key] - exact).norm() <= 1e-4 * exact.norm(), key
+        sources = [Source(x.to(dtype), 1.0) for x in (base.double(), *(base + each for each in low))]
+        merged_map = TASK_VECTORS[name].merge(sources, TensorInfo("", ("",), ()), defaults(name), True)
+        results.append(merged_map - base.double())
+    assert (results[0] - results[1]).norm() <= 1e-4 * results[1].norm()
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def tuned(base: Checkpoint, folder: Path, seed: int, noise: float = 0.01) -> Checkpoint:
-    return replace(base, path=noisy(base.path, folder, noise, seed))
+def fine_tunes(family: str, name: str, folder: Path) -> list[Checkpoint]:
+    """A base and two fine-tunes of it."""
+    base = checkpoint(family, name, folder / "base")
+    return [base, *(replace(base, path=noisy(base.path, folder / str(seed), 0.01, seed)) for seed in (1, 2))]
 
 
 def of(models: list[Checkpoint], delegate: str, **parameters: Any) -> dict[str, Any]:
@@ -239,30 +227,35 @@ def of(models: list[Checkpoint], delegate: str, **parameters: Any) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
-    """A base and two fine-tunes of it."""
-    folder = tmp_path_factory.mktemp("three")
-    base = checkpoint("llama", "llama", folder / "base")
-    return [base, tuned(base, folder / "one", 1), tuned(base, folder / "two", 2)]
+    return fine_tunes("llama", "llama", tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(scope="module")
 def uneven(three: list[Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
     """The same with a second fine-tune that is ten times as far away."""
-    return [*three[:2], tuned(three[0], tmp_path_factory.mktemp("uneven") / "long", 2, 0.1)]
+    long = noisy(three[0].path, tmp_path_factory.mktemp("uneven") / "long", 0.1)
+    return [*three[:2], replace(three[0], path=long)]
 
 
-@EACH_RULE
-def test_recipes_merge_the_changes_of_every_map(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
-    """Only the result is rounded: of changes that are rounded before, some entries vanish and others double."""
-    exact = merged(of(three, name, **{"lambda": 1.2}), tmp_path / "out")
-    start, *states = (model.state for model in three)
-    for tensor in (MAP, "model.layers.0.self_attn.q_proj.weight"):
-        expected = start[tensor] + 1.2 * change(name, [(each[tensor] - start[tensor]).double() for each in states])
-        torch.testing.assert_close(exact[tensor].double(), expected.double(), atol=1e-5, rtol=1e-5)
-    expected = start[NORM] + 1.2 * ((states[0][NORM] + states[1][NORM]) / 2 - start[NORM])
-    torch.testing.assert_close(exact[NORM], expected, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize(("name", "family"), [*((name, "llama") for name in TASK_VECTORS), ("wudi", "gpt2")])
+def test_recipes_merge_the_changes_of_every_map(
+    name: str, family: str, three: list[Checkpoint], tmp_path: Path
+) -> None:
+    """Only the result is rounded: of changes that are rounded before, some entries vanish and others double. GPT-2
+    stores (inputs, outputs): the rule is not the same along the other side."""
+    models = three if family == "llama" else fine_tunes(family, "untied", tmp_path)
+    exact = merged(of(models, name, **{"lambda": 1.2}), tmp_path / "out")
+    start, *states = ({key: x.double() for key, x in model.state.items()} for model in models)
+    for tensor in (tensor for tensor in start if tensor.endswith(("1.mlp.down_proj.weight", "h.0.mlp.c_fc.weight"))):
+        side = 1 if family == "llama" else 0  # of the inputs
+        changes = [(each[tensor] - start[tensor]).movedim(side, 1) for each in states]
+        expected = start[tensor] + 1.2 * change(name, changes).movedim(1, side)
+        torch.testing.assert_close(exact[tensor].double(), expected, atol=1e-5, rtol=1e-5)
+    norm = next(tensor for tensor in start if tensor.endswith(("model.norm.weight", "ln_f.weight")))
+    expected = start[norm] + 1.2 * ((states[0][norm] + states[1][norm]) / 2 - start[norm])
+    torch.testing.assert_close(exact[norm].double(), expected, atol=1e-6, rtol=1e-5)
     assert f"Delegate {name} merged the changes of" in " ".join(report(tmp_path / "out")["notes"])
-    rounded = merged(of(three, name, dtype="bfloat16", **{"lambda": 1.2}), tmp_path / "rounded")
+    rounded = merged(of(models, name, dtype="bfloat16", **{"lambda": 1.2}), tmp_path / "rounded")
     assert all(torch.equal(rounded[tensor], values.bfloat16()) for tensor, values in exact.items())
 
 
@@ -299,30 +292,13 @@ def test_long_changes_of_other_tensors_are_shortened_too(
         torch.testing.assert_close(result[name], expected, atol=1e-6, rtol=1e-6)
 
 
-def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
-    """GPT-2 stores (inputs, outputs): the rule is not the same along the other side."""
-    base = checkpoint("gpt2", "untied", tmp_path / "base")
-    models = [base, *(tuned(base, tmp_path / str(seed), seed) for seed in (1, 2))]
-    result = merged(of(models, "wudi"), tmp_path / "out")
-    name = next(n for n in base.state if n.endswith("h.0.mlp.c_fc.weight"))
-    start, *states = (model.state[name].double() for model in models)
-    expected = start + change("wudi", [(each - start).T for each in states]).T
-    torch.testing.assert_close(result[name].double(), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(three: list[Checkpoint], tmp_path: Path) -> None:
     base = three[0].write({key: x.bfloat16() for key, x in three[0].state.items()}, tmp_path / "base")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(base.path)}
-    document, generator = of([base], "wudi"), torch.Generator().manual_seed(1)
-    for number in range(2):
-        factors = {}
-        for key in (key for key, x in base.state.items() if x.ndim == 2 and "layers" in key):
-            stem, (outputs, inputs) = f"base_model.model.{key.removesuffix('.weight')}", base.state[key].shape
-            factors[f"{stem}.lora_A.weight"] = torch.randn(2, inputs, generator=generator)
-            factors[f"{stem}.lora_B.weight"] = 1e-3 * torch.randn(outputs, 2, generator=generator)
-        adapter = write_adapter(config, factors, tmp_path / f"adapter-{number}")
-        document["models"].append({"model": f"{base.path}+{adapter}"})
+    document = of([base], "wudi")
+    for seed in range(2):
+        lora(tmp_path / f"adapter-{seed}", base.path, seed, spread=0.03, target_modules="all-linear")
+        document["models"].append({"model": f"{base.path}+{tmp_path}/adapter-{seed}"})
     exact = merged(document, tmp_path / "exact")
     for dtype in ("bfloat16", None):
         rounded = merged({**document, "dtype": dtype}, tmp_path / str(dtype))
@@ -330,9 +306,8 @@ def test_adapters_of_a_base_in_bfloat16_are_merged_unrounded(three: list[Checkpo
 
 
 def test_single_experts_may_be_excluded(tmp_path: Path) -> None:
-    base = checkpoint("mixtral", "untied", tmp_path / "base")
-    models = [base, *(tuned(base, tmp_path / str(seed), seed) for seed in (1, 2))]
-    start, result = base.state, merged(of(models, "wudi", exclude="experts.1."), tmp_path / "out")
+    models = fine_tunes("mixtral", "untied", tmp_path)
+    start, result = models[0].state, merged(of(models, "wudi", exclude="experts.1."), tmp_path / "out")
     same = {tensor for tensor in start if ".experts." in tensor and torch.equal(result[tensor], start[tensor])}
     assert same == {tensor for tensor in start if ".experts.1." in tensor}
 

@@ -26,7 +26,7 @@ def method(monkeypatch: pytest.MonkeyPatch) -> TaskVectorMethod:
     exec(LINE, namespace)
     added: TaskVectorMethod = namespace["METHODS"][-1]
     monkeypatch.setitem(OWN, added.spec.name, added)
-    monkeypatch.setitem(laws.BY_NAME, added.spec.name, added)
+    monkeypatch.setitem(laws.RULES, added.spec.name, added)
     return added
 
 
@@ -39,8 +39,7 @@ def test_the_rule_follows_rotations(method: TaskVectorMethod) -> None:
 
 
 def test_the_rule_merges_in_a_recipe(method: TaskVectorMethod, tmp_path: Path) -> None:
-    base = laws.checkpoint("llama", "llama", tmp_path / "base")
-    models = [laws.tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    base, *models = laws.fine_tunes("llama", "llama", tmp_path)
     result = laws.merged(laws.of([base, *models], "balanced"), tmp_path / "out")
     name = "model.layers.0.mlp.up_proj.weight"
     changes = [(m.state[name] - base.state[name]).double() for m in models]
