@@ -12,7 +12,6 @@ import torch
 import transformers
 import yaml
 from click.testing import CliRunner, Result
-from mergekit import merge_methods
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -20,6 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import rotation_merge as rm
+from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.keys import OPTIONS
 
 DECODER = {
@@ -126,9 +126,9 @@ def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return {name: float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b}
 
 
-def recipe_for(delegate: str, anchor: Path, /, *donors: Path, **parameters: Any) -> dict[str, Any]:
+def recipe_for(delegate: str, anchor: Path | str, /, *donors: Path | str, **parameters: Any) -> dict[str, Any]:
     """A recipe that merges the anchor and donors with every local group; `weight` is an even share where wanted."""
-    takes_weight = "weight" in [parameter.name for parameter in merge_methods.get(delegate).spec.parameters]
+    takes_weight = "weight" in [parameter.name for parameter in delegates.get(delegate).spec.parameters]
     return {
         "merge_method": "rotation_merge",
         "base_model": str(anchor),

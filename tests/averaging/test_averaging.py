@@ -65,12 +65,6 @@ def farthest(result: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((result[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-6)) for n in expected)
 
 
-def weighted(delegate: str, anchor: Path | str, *donors: Path | str, **parameters: Any) -> dict[str, Any]:
-    document = recipe_for("linear", anchor, *donors, **parameters)
-    document["parameters"]["delegate"] = delegate
-    return document
-
-
 # --- twins ------------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +79,7 @@ def test_twins_give_the_anchor(family: str, name: str, tmp_path: Path) -> None:
     moved = twin(anchor, tmp_path / "twin")
     for path in (anchor, moved):
         measure(path, data, "gram")
-    assert farthest(merged(weighted("regmean", anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
+    assert farthest(merged(recipe_for("regmean", anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -96,9 +90,9 @@ def test_twins_give_the_anchor_by_fisher(tmp_path: Path) -> None:
     moved, monomial = twin(anchor, tmp_path / "twin"), twin(anchor, tmp_path / "monomial", seed=2, **still)
     for model in (anchor, moved, monomial):
         measure(model, data_for(anchor, tmp_path / "data.npz"), "fisher")
-    result = merged(weighted("fisher", anchor, monomial, attention="none"), tmp_path / "out")
+    result = merged(recipe_for("fisher", anchor, monomial, attention="none"), tmp_path / "out")
     assert farthest(result, state(anchor)) < TOLERANCE
-    assert "attention: none" in error_of_merge(weighted("fisher", anchor, moved), tmp_path / "refused")
+    assert "attention: none" in error_of_merge(recipe_for("fisher", anchor, moved), tmp_path / "refused")
 
 
 # --- the average of models that differ --------------------------------------------------------------------------------
@@ -121,7 +115,7 @@ def test_statistics_go_along_with_a_donor_into_a_merge(family: str, name: str, t
         measure(out, data, "gram")
     results = []
     for each, options in ((paths, {**EVERYTHING, "residual": "rotation"}), (aligned, STILL)):
-        document = weighted("regmean", *each, **options, shrink=0.9)
+        document = recipe_for("regmean", *each, **options, shrink=0.9)
         for share, entry in zip((0.3, 0.7), document["models"], strict=True):
             entry["parameters"]["weight"] = share
         results.append(merged(document, tmp_path / f"out {len(results)}"))
@@ -162,10 +156,10 @@ def test_the_statistics_of_an_adapter_lie_beside_it(tmp_path: Path) -> None:
         assert run("measure", model, "--data", "self", "--samples", 8, "--length", 12).exit_code == 0
     assert (tmp_path / "adapter" / NAME).exists()
     assert run("align", base, whole, "--alignment", file, "--heads", "permutation").exit_code == 0
-    expected = merged(weighted("regmean", base, whole), tmp_path / "expected")
+    expected = merged(recipe_for("regmean", base, whole), tmp_path / "expected")
     for name, document in {
-        "lora": weighted("regmean", base, adapted),
-        "file": from_file(weighted("regmean", base, whole), file),
+        "lora": recipe_for("regmean", base, adapted),
+        "file": from_file(recipe_for("regmean", base, whole), file),
     }.items():
         assert farthest(merged(document, tmp_path / name), expected) < 1e-4
 
@@ -179,7 +173,7 @@ def test_maps_that_run_in_parts(tmp_path: Path) -> None:
     moved = twin(anchor, tmp_path / "twin")
     for path in (anchor, moved):
         measure(path, data_for(path, tmp_path / "data.npz", rows=2), "gram")
-    assert "runs it in parts, use 'refit'" in error_of_merge(weighted("regmean", anchor, moved), tmp_path / "out")
+    assert "runs it in parts, use 'refit'" in error_of_merge(recipe_for("regmean", anchor, moved), tmp_path / "out")
 
 
 def test_samples_that_are_too_few_and_models_that_need_none(tmp_path: Path) -> None:
@@ -187,9 +181,9 @@ def test_samples_that_are_too_few_and_models_that_need_none(tmp_path: Path) -> N
     bare, bare_too = (save(build("llama", seed), tmp_path / str(seed)) for seed in (5, 6))
     for path in (bare, bare_too):
         assert "singular" in run("measure", path, "--data", "self", "--samples", 1, "--length", 4).output
-    document = weighted("regmean", bare, bare_too)
+    document = recipe_for("regmean", bare, bare_too)
     document["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
     assert "set 'ridge'" in error_of_merge(document, tmp_path / "out")
-    document = weighted("regmean", save(build("llama", 7), tmp_path / "third"), bare)
+    document = recipe_for("regmean", save(build("llama", 7), tmp_path / "third"), bare)
     document["models"][0]["parameters"]["weight"] = 0.0
     merged(document, tmp_path / "out")

@@ -15,13 +15,12 @@ from tiny_models import make as tiny
 from torch import Tensor
 
 import rotation_merge as rm
-from rotation_merge.averaging.average import averaged
 from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.methods import MergedModels, OwnMethod, Source
 from rotation_merge.averaging.ot_fusion import transport
 from rotation_merge.averaging.polish import LEAST_GAIN, PolishReport, initialise_along_gradient, with_lora
 from rotation_merge.averaging.registry import METHODS
-from rotation_merge.averaging.ridge import RidgeSums, softmax_change
+from rotation_merge.averaging.ridge import softmax_change
 from rotation_merge.matching.objective import answer, divergence
 from rotation_merge.model.open import open_model
 from rotation_merge.run.measure import LabelScores
@@ -41,10 +40,6 @@ def views(count: int = 3, **changes: Any) -> list[rm.View]:
     return [open_model(build("llama", seed=seed, **changes), "abc"[seed]) for seed in range(count)]
 
 
-def samples() -> list[dict[str, Tensor]]:
-    return [{"input_ids": torch.randint(40, (4, 10), generator=torch.Generator().manual_seed(3))}]
-
-
 def bound(name: str, models: list[rm.View], **facts: Any) -> OwnMethod:
     return BY_NAME[name].on(MergedModels.of(models, **facts))
 
@@ -60,19 +55,9 @@ def merged(
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_a_group_is_merged_by_its_name(name: str) -> None:
-    """As the average of whole models has it; a method without models says so in one line."""
-    models, method, weights = views(), BY_NAME[name], [0.5, 1.0, 2.0]
-    config = rm.MeasureConfig(kinds=(method.statistics,)) if method.statistics else None
-    measured = {i: rm.measure(model, samples(), config) for i, model in enumerate(models)} if config else {}
-    method = bound(name, models, statistics=measured)
-    options = {"statistics": list(measured.values())} if measured else {}
-    average = rm.average(models, name, weights=weights, **options)
-    for tensor in (MAP, NORM, EMBEDDING):
-        assert torch.equal(merged(method, models, tensor, weights), average[tensor])
-    assert torch.equal(averaged(models, method, {"weight": weights})[MAP], average[MAP])
+def test_a_method_without_models_says_so_in_one_line(name: str) -> None:
     with pytest.raises(rm.RotationMergeError, match="use it in a recipe") as error:
-        merged(BY_NAME[name], models, MAP)
+        merged(BY_NAME[name], views(), MAP)
     assert "\n" not in str(error.value)
 
 
@@ -128,23 +113,9 @@ def test_scores_of_the_datas_own_numbers(task: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(score, logits)[0], labels.reshape(logits.shape) - outputs)
 
 
-# --- a map fitted to outputs, or to probabilities ---------------------------------------------------------------------
+# --- a map fitted to probabilities ------------------------------------------------------------------------------------
 
 Batches = list[Tensor]
-
-
-def test_a_map_fitted_to_outputs() -> None:
-    """Without a ridge it is the optimum that lstsq finds; too few samples give none."""
-    x, outputs = drawn(40, 7), drawn(40, 5, seed=1)
-    changes = []
-    for rows in (slice(40), slice(5)):
-        sums = RidgeSums(x, torch.float64)
-        sums.add(x[rows], {"map": (outputs[rows], torch.zeros_like(outputs[rows]))}, 1.0)
-        sums.flush()
-        changes.append(sums.change("map", 0.0, biased=False))
-    assert changes[0] is not None
-    torch.testing.assert_close(changes[0].T, torch.linalg.lstsq(x, outputs).solution)
-    assert changes[1] is None
 
 
 def fitted(weight: Tensor, inputs: Batches, targets: Batches, ridge: float = 1e-3, *shares: float) -> Tensor:
@@ -162,10 +133,16 @@ def loss(weight: Tensor, change: Tensor, inputs: Batches, targets: Batches, ridg
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_map_fitted_to_probabilities(biased: bool) -> None:
-    """The gradient vanishes; planted probabilities are found; a batch that counts twice is the batch two times."""
+    """The gradient vanishes; planted probabilities are found; a batch that counts twice is the batch two times; a class
+    that neither the map nor the targets ever choose changes nothing."""
     shapes = (5, 7 + biased), (60, 7), (30, 7), (60, 5), (30, 5)
     weight, *batches = (drawn(*shape, seed=i) for i, shape in enumerate(shapes))
     inputs, targets = batches[:2], batches[2:]
+    if biased:
+        weight[-1] = -100.0 * torch.eye(8)[-1]
+        for each in targets:
+            each[:, -1] = -100.0
+        assert float(fitted(weight, inputs, targets)[-1].norm()) < 1e-6
     gradients = []
     for start in (torch.zeros_like(weight), fitted(weight, inputs, targets)):
         change = start.clone().requires_grad_(True)
@@ -181,18 +158,6 @@ def test_a_map_fitted_to_probabilities(biased: bool) -> None:
     start = 30 * drawn(*weight.shape, seed=9)
     change = softmax_change(weight, start, inputs, targets.__getitem__, [1.0, 1.0], 1e-3)
     assert loss(weight, change, inputs, targets) <= loss(weight, start, inputs, targets)
-
-
-def test_an_impossible_class_changes_nothing() -> None:
-    """A row of the vocabulary that neither the map nor the targets ever choose."""
-    weight, inputs, targets = drawn(5, 8), [drawn(60, 7, seed=1)], [drawn(60, 5, seed=2)]
-    weight[:, -1] = 0.0
-    never = torch.zeros(1, 8, dtype=torch.float64)
-    never[0, -1] = -100.0
-    padded_targets = [torch.nn.functional.pad(targets[0], (0, 1), value=-100.0)]
-    padded = fitted(torch.cat([weight, never]), inputs, padded_targets)
-    torch.testing.assert_close(padded[:-1], fitted(weight, inputs, targets))
-    assert float(padded[-1].norm()) < 1e-6
 
 
 # --- polish -----------------------------------------------------------------------------------------------------------

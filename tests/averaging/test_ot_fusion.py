@@ -17,9 +17,7 @@ OFF = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 
 
 def fused(anchor: Path, donor: Path, **parameters: object) -> dict[str, Any]:
-    document = recipe_for("linear", anchor, donor, **{**OFF, **parameters})
-    document["parameters"]["delegate"] = "ot_fusion"
-    return document
+    return recipe_for("ot_fusion", anchor, donor, **{**OFF, **parameters})
 
 
 def assert_anchor(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -27,40 +25,27 @@ def assert_anchor(result: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         torch.testing.assert_close(result[name], tensor.float(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
-def test_hard_plans_find_permuted_neurons(family: str, tmp_path: Path) -> None:
-    anchor = make(family, tmp_path / "anchor")
-    moved = twin(anchor, tmp_path / "twin", **{**OFF, "ffn": "permutation"})
-    assert_anchor(merged(fused(anchor, moved, plan="hard", stream="identity"), tmp_path / "out"), state(anchor))
+STILL, MOVED = {"stream": "identity"}, {"stream": "identity", "ffn": "permutation"}
+PERMUTED: list[Any] = [
+    *(("llama/llama", "none", STILL), ("bert/classifier", "none", STILL), ("mixtral/untied", "none", MOVED)),
+    *(("vit/classifier", "permutation", {}), ("vit/classifier", "permutation", {"data": "synthetic"})),
+    ("vit/classifier", "none", {**MOVED, "data": "synthetic"}),
+]
+"""Neurons, and those of experts; a stream, from weights and from activations. What alignment has brought back needs no
+plan: activations are those of moved donors."""
 
 
-def test_experts(tmp_path: Path) -> None:
-    """They have plans of their own; gpt-oss's biases of all experts stand in a matrix, and are no map."""
+@pytest.mark.parametrize(("model", "residual", "options"), PERMUTED)
+def test_hard_plans_find_what_was_permuted(model: str, residual: str, options: dict[str, Any], tmp_path: Path) -> None:
+    anchor = checkpoint(*model.split("/"), tmp_path / "anchor")
+    moved = residual_twin(anchor, tmp_path / "twin", residual, **{**OFF, "ffn": "permutation"})
+    assert_anchor(merged(fused(anchor.path, moved.path, plan="hard", **options), tmp_path / "out"), anchor.state)
+
+
+def test_biases_of_all_experts_in_a_matrix_are_no_map(tmp_path: Path) -> None:
     anchor = checkpoint("gpt_oss", "sinks", tmp_path / "sinks")
     shutil.copytree(anchor.path, tmp_path / "same")
     assert_anchor(merged(fused(anchor.path, tmp_path / "same", plan="hard"), tmp_path / "one"), anchor.state)
-    anchor = checkpoint("mixtral", "untied", tmp_path / "anchor")
-    moved = residual_twin(anchor, tmp_path / "twin", "none", **{**OFF, "ffn": "permutation"})
-    document = fused(anchor.path, moved.path, plan="hard", stream="identity", ffn="permutation")
-    assert_anchor(merged(document, tmp_path / "out"), anchor.state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", [False, True])
-def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(data: bool, tmp_path: Path) -> None:
-    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    moved = residual_twin(anchor, tmp_path / "twin", "permutation", **{**OFF, "ffn": "permutation"})
-    extra = {"data": "synthetic"} if data else {}
-    result = merged(fused(anchor.path, moved.path, plan="hard", **extra), tmp_path / "out")
-    assert_anchor(result, anchor.state)
-
-
-def test_activations_are_those_of_donors_that_alignment_has_moved(tmp_path: Path) -> None:
-    """A donor that alignment has brought back needs no plan."""
-    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
-    moved = residual_twin(anchor, tmp_path / "twin", "none", **{**OFF, "ffn": "permutation"})
-    options = {"plan": "hard", "stream": "identity", "ffn": "permutation", "data": "synthetic"}
-    assert_anchor(merged(fused(anchor.path, moved.path, **options), tmp_path / "out"), anchor.state)
 
 
 @pytest.mark.slow

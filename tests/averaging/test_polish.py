@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import hasten, output_of, parsed, run, stop_training
-from plugin_support import make, merged, state
+from plugin_support import make, merged, state, write_state
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,15 +25,10 @@ import rotation_merge as rm
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two teachers, and their average."""
     folder = tmp_path_factory.mktemp("polish")
-    paths = [make("llama", folder / name, seed=seed) for seed, name in enumerate(("a", "b"))]
-    first, second = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
-    with torch.no_grad():
-        for average, parameter in zip(first.parameters(), second.parameters(), strict=True):
-            average.copy_((8 * average + parameter) / 2)
-            parameter.mul_(8)
-    second.save_pretrained(paths[1])
-    first.save_pretrained(folder / "merged")
-    return [*paths, folder / "merged"]
+    first, second = (make("llama", folder / name, seed=seed) for seed, name in enumerate(("a", "small")))
+    a, b = state(first), state(second)
+    large = write_state({name: 8 * tensor for name, tensor in b.items()}, second, folder / "b")
+    return [first, large, write_state({name: (8 * a[name] + b[name]) / 2 for name in a}, first, folder / "merged")]
 
 
 @pytest.mark.slow
@@ -55,13 +50,12 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 3])
-def test_any_number_of_steps(steps: int, models: list[Path]) -> None:
+def test_any_number_of_steps(models: list[Path]) -> None:
     """Of a stored model or one in memory, which stays as it is."""
     before, ids = state(models[2]), torch.randint(40, (8, 8), generator=torch.Generator().manual_seed(0))
-    tensors, config = state(models[2]), json.loads((models[2] / "config.json").read_text())
-    for model in (str(models[2]), (tensors, config)):
-        samples = [{"input_ids": part} for part in ids.split(4)]
+    tensors, samples = state(models[2]), [{"input_ids": part} for part in ids.split(4)]
+    stored = tensors, json.loads((models[2] / "config.json").read_text())
+    for steps, model in ((1, str(models[2])), (3, stored)):
         view = rm.polish(model, [str(models[0])], samples, rm.PolishConfig(steps=steps, learning_rate=2e-3))
         gains = "gains nothing" not in view.notes[-1]
         assert gains or steps == 1

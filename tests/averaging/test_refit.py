@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Models:
         batches: list[Any] | None = None,
         store: StateStore | None = None,
         start: State | None = None,
+        rounded: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
     ) -> tuple[State, Refit]:
         """Each model answers to its own samples, or all to all (`mean`)."""
         store, batches, start = store or StateStore(), batches or self.batches, start or self.average()
@@ -61,7 +63,7 @@ class Models:
         donors = [self.runner(state, part, store) for state, part in zip(self.states, parts, strict=False)]
         merge, shares = self.runner(start, batches, store), [1.0] * len(batches)
         with keep_float64():
-            refit = Refit(merge, self.architecture, donors, answers, shares, ridge, store).run()
+            refit = Refit(merge, self.architecture, donors, answers, shares, ridge, store, rounded).run()
             solved = {name: tensor.clone() for name, tensor in refit.solved().items()}
         assert all(tensor.shape == start[name].shape for name, tensor in solved.items())
         return {**start, **solved}, refit
@@ -104,66 +106,49 @@ def test_what_agrees_stays(mean: bool, tmp_path: Path) -> None:
     assert any(before > after > 0 for name, (before, after) in refit.errors.items() if "layers.1." in name)
 
 
-def captured(model: Any, names: list[str], batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Inputs and outputs of modules over all positions, (positions, width)."""
-    rows: dict[str, tuple[Tensor, Tensor]] = {}
-    hooks = [
-        model.get_submodule(n).register_forward_hook(
-            lambda _, x, y, n=n: rows.__setitem__(n, (x[0].flatten(0, -2), y.flatten(0, -2)))
+def captured(models: Models, state: State, names: set[str]) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Inputs and outputs of a Llama's modules over all positions, (positions, width), of each batch."""
+    module = getattr(transformers, models.config.architectures[0])(models.config).double().eval()
+    module.load_state_dict(state)
+    rows: list[dict[str, tuple[Tensor, Tensor]]] = []
+    for name in names:
+        place = module.get_submodule(name)
+        place.register_forward_hook(
+            lambda _, x, y, n=name: rows[-1].update({n: (x[0].flatten(0, -2), y.flatten(0, -2))})
         )
-        for n in names
-    ]
-    with torch.no_grad():
-        model(**batch)
-    for hook in hooks:
-        hook.remove()
+    for batch in models.batches:
+        rows.append({})
+        with torch.no_grad():
+            module(**batch)
     return rows
-
-
-def reference(models: Models, ridge: float, mean: bool) -> State:
-    """The rule once more on whole Llamas, every stage running all of them again (RESULTS H's plain version)."""
-
-    def model(state: State) -> Any:
-        module = getattr(transformers, models.config.architectures[0])(models.config).double().eval()
-        module.load_state_dict(state)
-        return module
-
-    layers, plan = models.config.num_hidden_layers, list[tuple[list[str], str | None]]()
-    for i in range(layers):
-        p, after = f"model.layers.{i}.", f"model.layers.{i + 1}.input_layernorm" if i + 1 < layers else "model.norm"
-        plan += [([f"{p}self_attn.{x}_proj" for x in "qkv"], None)]
-        plan += [([f"{p}self_attn.o_proj"], f"{p}post_attention_layernorm")]
-        plan += [([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], None), ([f"{p}mlp.down_proj"], after)]
-    plan.append((["lm_head"], None))
-    names = [n for maps, place in plan for n in [*maps, *([place] if place else [])]]
-    donors, merge = [model(s) for s in models.states], model(models.average())
-    answers = []
-    for i, batch in enumerate(models.batches):
-        each = [captured(d, names, batch) for d in (donors if mean else [donors[i]])]
-        answers.append({n: tuple(sum(e[n][k] for e in each) / len(each) for k in (0, 1)) for n in names})
-    for maps, place in plan:
-        rows = [captured(merge, names, batch) for batch in models.batches]
-        for name in maps:
-            x = torch.cat([m[name][0] for m in rows])
-            target = torch.cat([a[name][1] for a in answers])  # type: ignore[misc]
-            if place:
-                stream = torch.cat([a[place][0] for a in answers])  # type: ignore[misc]
-                target = stream - torch.cat([m[place][0] - m[name][1] for m in rows])
-            weight = merge.get_submodule(name).weight.data
-            gram = x.T @ x + ridge * (x * x).sum(0).mean() * torch.eye(x.shape[1], dtype=x.dtype)
-            weight += torch.linalg.solve(gram, x.T @ (target - x @ weight.T)).T
-    return dict(merge.state_dict())
 
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_the_rule(mean: bool, tmp_path: Path) -> None:
-    models = Models(case_of("llama"), tmp_path)
+    """Each map of a Llama is the optimum on the inputs that it has in the merge: the product of these with what its
+    outputs (of a writer the stream) still lack is what the ridge pulls with."""
+    models, ridge = Models(case_of("llama"), tmp_path), 0.03
+    (result, _), start, last = models.refit(ridge, mean), models.average(), models.config.num_hidden_layers - 1
+    places = {}
+    for i in range(last + 1):
+        layer, after = f"model.layers.{i}", "model.norm" if i == last else f"model.layers.{i + 1}.input_layernorm"
+        places |= {f"{layer}.self_attn.{x}_proj": "" for x in "qkv"} | {
+            f"{layer}.mlp.{x}_proj": "" for x in ("gate", "up")
+        }
+        places |= {f"{layer}.self_attn.o_proj": f"{layer}.post_attention_layernorm", f"{layer}.mlp.down_proj": after}
+    places["lm_head"] = ""
+    names = {*places, *filter(None, places.values())}
     with keep_float64():
-        expected = reference(models, 0.03, mean)
-    result, _ = models.refit(0.03, mean)
-    start = models.average()
-    assert farthest(result, expected) <= 1e-6
-    assert sum(not torch.equal(result[name], start[name]) for name in result) == 15
+        merge, *donors = (captured(models, state, names) for state in (result, *models.states))
+    for name, place in places.items():
+        at, side = place or name, 0 if place else 1
+        answers = [[donor[i][at][side] for donor in donors] for i in range(len(merge))]
+        targets = [sum(each) / len(each) if mean else each[i] for i, each in enumerate(answers)]
+        lack = torch.cat([target - rows[at][side] for target, rows in zip(targets, merge, strict=True)])
+        x, change = torch.cat([rows[name][0] for rows in merge]), result[f"{name}.weight"] - start[f"{name}.weight"]
+        assert float(change.abs().max()) > 1e-3
+        torch.testing.assert_close(lack.T @ x, ridge * x.square().sum(0).mean() * change, atol=1e-5, rtol=0)
+    assert sum(not torch.equal(result[name], start[name]) for name in result) == len(places)
 
 
 @pytest.mark.slow
@@ -227,22 +212,13 @@ class Copies(dict[str, Tensor]):
 @pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     """Two layers or five: one layer of each model, and its sums; hidden states and results are on disk."""
-    peaks, case = [], case_of("llama")
+    peaks, case, sizes = [], case_of("llama"), list[int]()
     for layers in (2, 5):
         models = Models(replace(case, config={**case.config, "num_hidden_layers": layers}), tmp_path / str(layers))
-        sizes: list[int] = []
-
-        def measured(_: str, tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
-            sizes.append(alive())
-            return tensor
-
+        models.states = [Copies(state) for state in models.states]
+        sizes.clear()
         forget()
-        with keep_float64():
-            store = StateStore(str(tmp_path / "states"))
-            donors = [models.runner(Copies(models.states[k]), [models.batches[k]], store) for k in range(2)]
-            merge = models.runner(Copies(models.states[0]), models.batches, store)
-            refit = Refit(merge, models.architecture, donors, teacher_answers(), [1.0, 1.0], 0.01, store)
-            refit.rounded = measured
-            refit.run()
+        store = StateStore(str(tmp_path / "states"))
+        models.refit(start=models.states[0], store=store, rounded=lambda _, x: sizes.append(alive()) or x)
         peaks.append(max(sizes))
     assert 0 < peaks[1] <= 1.02 * peaks[0]

@@ -22,8 +22,7 @@ SAMPLES = [{"input_ids": torch.arange(40).reshape(4, 10)}, {"input_ids": torch.a
 def recipe_of(delegate: str, pair: Pair, **parameters: Any) -> dict[str, Any]:
     """Nothing moves in it."""
     still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-    recipe = recipe_for("linear", *pair, **still, **parameters)
-    recipe["parameters"]["delegate"] = delegate
+    recipe = recipe_for(delegate, *pair, **still, **parameters)
     for entry in recipe["models"]:
         entry["parameters"] = {"weight": 1.0}
     return recipe
@@ -32,6 +31,21 @@ def recipe_of(delegate: str, pair: Pair, **parameters: Any) -> dict[str, Any]:
 def assert_same(view: rm.View, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         assert torch.equal(view[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("delegate", "parameters"),
+    [
+        *(("task_arithmetic", {"lambda": 0.5}), ("wudi", {"ridge": 0.2}), ("tsv", {"lambda": 0.7}), ("iso", {})),
+        ("ot_fusion", {"plan": "hard"}),
+    ],
+)
+def test_it_gives_what_the_recipe_writes(delegate: str, parameters: dict[str, Any], pair: Pair, tmp_path: Path) -> None:
+    """Of modules."""
+    python = {f"{name}_" if name == "lambda" else name: value for name, value in parameters.items()}
+    written = merged(recipe_of(delegate, pair, **parameters), tmp_path / "out")
+    modules = [AutoModelForCausalLM.from_pretrained(path) for path in pair]
+    assert_same(rm.average(modules, delegate, **python), written)
 
 
 @pytest.mark.slow
