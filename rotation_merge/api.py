@@ -396,7 +396,7 @@ def polish(
     if out is None:
         opened, *parents = map(open_model, (merged, *several(teachers)))
         with TemporaryFolder() as folder:
-            inputs = opened, parents, samples, replace(config, merge_lora=True), Store(folder, "")
+            inputs = opened, parents, samples, replace(config, merge_lora=True), Store(f"{folder}/out")
             return polished(*inputs, device=device, progress=listener())
     names, place, sources = paths_of([merged, *teachers]), os.fspath(out), for_each(samples, len(teachers))
     check_output(Output(place, FOLDER), _names(names, sources), force)
@@ -405,7 +405,6 @@ def polish(
         raise RotationMergeError(problem, where=names[0], remedy="add '--merge-lora', or leave '--lora' out")
     opened, *parents = (open_model(name, unsupported="merge") for name in names)
     with Store(place) as work:
-        work.begin("polish")
         inputs, state = (opened, parents, sources, config, work), work.path / "state"
         result = polished(*inputs, state=state, device=device, progress=listener())
         if result.report.gained:

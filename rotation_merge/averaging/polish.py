@@ -8,14 +8,12 @@ Dean (2015).
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, cast
@@ -35,11 +33,12 @@ from rotation_merge.linalg.seeding import seeded
 from rotation_merge.matching.objective import Answered, divergence, write_answers
 from rotation_merge.matching.training import Training, kept_in, split_at_random, trained
 from rotation_merge.model.adapters import WEIGHTS, Adapter
+from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.contents import ADAPTER_CONFIG, read_json
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.heads import head_names, heads_of_teachers
 from rotation_merge.model.labels import with_classes_of
-from rotation_merge.model.tensors import Fingerprint, as_tensors
+from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import Batch, device_of, inputs_for, unpadded
@@ -161,7 +160,8 @@ class Polish:
         samples: of each teacher.
         largest_rate: the first learning rate that is tried.
         batches: of every teacher that a step sees; 0: as many as hold `STEP_TOKENS`, or as there are.
-        state: folder for the state of an unfinished run; found there, the run goes on from it.
+        state: folder for the state of an unfinished run; found there, the run goes on from it. It lies in one that no
+            run has of other weights or samples.
         watch: called at every step with a label, the steps done and the total.
 
     Raises:
@@ -197,7 +197,8 @@ class Polish:
             check_answers(self.students[0], [torch.tensor(before)])
             report = PolishReport(before, before, history=[(0, 0.0, before)])
             start = copy.deepcopy(trained(self.model))
-            with kept_in(self.state, partial(self._key, start)) as ledger:
+            training = str(replace(self.config, merge_lora=False))  # which is of writing
+            with kept_in(self.state, lambda: training) as ledger:
                 report.rate, report.trials = ledger.get(RATE) or self._chosen_rate(start, before)
                 ledger.keep(RATE, lambda: (report.rate, report.trials))
                 self._train(report, report.rate, self.config.steps, "polishing", LOOKS, ledger)
@@ -250,16 +251,6 @@ class Polish:
 
         training = Training(self.model, optimiser, schedule, generator, report, step, lambda: (self.score(),))
         training.run(steps, looks, lambda done: self.watch(label, done, steps), ledger)
-
-    def _key(self, start: dict[str, Tensor]) -> str:
-        """The fingerprint of a polishing run: weights, answers and every option that has an effect."""
-        fingerprint = Fingerprint()
-        pairs = itertools.chain(*self.training, *self.held_out)
-        for number, tensors in enumerate([start, *itertools.chain.from_iterable(pairs)]):
-            for name, tensor in tensors.items():
-                fingerprint.add(f"{number}.{name}", tensor)
-        options = asdict(replace(self.config, merge_lora=False))  # which is of writing
-        return fingerprint.hexdigest({"batches": self.batches, "rate": self.largest_rate, **options})
 
     def _add_gradient(self, teacher: int, sample: tuple[Batch, dict[str, Tensor]]) -> None:
         """Add the gradient of one batch of a teacher."""
@@ -365,8 +356,8 @@ def polished(
     Args:
         merged: where it has heads (`heads_of: each`), each of their teachers trains the body under its own.
         samples: for all teachers, or a list with those of each (`run.data.for_each`).
-        work: keeps the teachers' answers; those that are there already are used.
-        state: folder for the state of unfinished training, which continues from there.
+        work: keeps the teachers' answers; those to the same samples that are there already are used.
+        state: folder in it for the state of unfinished training, which continues from there.
 
     Returns:
         The trained model, its heads with it, or the LoRA that was trained beside it; where nothing was gained, the
@@ -383,8 +374,11 @@ def polished(
         problem = "has a separate head for each teacher, but one LoRA cannot hold them"
         raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
     _check_models(merged, teachers)
+    sources, numbers = for_each(samples, len(teachers)), (config.samples, config.length, config.seed)
+    files = [os.fspath(source) for source in sources if isinstance(source, str | os.PathLike)]
+    work.begin(mark_of([merged, *students, *teachers], files, samples=[sources, numbers]))
     with seeded(config.seed):
-        answered = _answers(students, teachers, for_each(samples, len(teachers)), config, work, device)
+        answered = _answers(students, teachers, sources, config, work, device)
         views = {view.name: view for view in (merged, *students)}
         modules = {name: in_memory(view, trained=True).to(device).requires_grad_(True) for name, view in views.items()}
         if config.lora:
@@ -457,11 +451,10 @@ def _answers(
     """The answers of every teacher, in its student's order of classes; existing ones are used."""
     answered, size = [], max(1, min(TOGETHER // len(teachers), config.samples // 4))
     for number, (student, teacher, source) in enumerate(zip(students, teachers, sources, strict=True)):
-        seed, name = config.seed + number, source if isinstance(source, str | os.PathLike) else "in memory"
-        part = f"answers {number} {teacher.name} {name} {config.samples} {config.length} {seed}"
+        part = f"answers {number}"
         if (answers := work.get(part, mapped=True)) is None:
             module = in_memory(with_classes_of(teacher, student)).to(device)
-            data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
+            data = read_samples(teacher, source, config.samples, size, config.length, config.seed + number, module)
             answers = write_answers(module, unpadded(data.batches, data.source), work, part, teacher.name)
             del module
         answered.append(answers)

@@ -50,6 +50,21 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
+def test_answers_to_data_that_have_changed_are_not_taken_up(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, flags = tmp_path / "data.jsonl", ("--teachers", models[0], "--samples", 12, "--learning-rate", 0.002)
+    for first in (3, 4):
+        data.write_text("\n".join(json.dumps({"input_ids": [first + i, 5, 7, 9]}) for i in range(12)))
+        with monkeypatch.context() as patch:
+            if first == 3:
+                stop_training(patch, 2)
+            run("polish", models[2], tmp_path / "out", *flags, "--data", data, "--steps", 4)
+    assert "it is replaced" in caplog.text
+    assert (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_any_number_of_steps(models: list[Path]) -> None:
     """Of a stored model or one in memory, which stays as it is."""
     before, ids = state(models[2]), torch.randint(40, (8, 8), generator=torch.Generator().manual_seed(0))

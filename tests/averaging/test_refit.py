@@ -147,7 +147,7 @@ def test_the_rule(mean: bool, tmp_path: Path) -> None:
         lack = torch.cat([target - rows[at][side] for target, rows in zip(targets, merge, strict=True)])
         x, change = torch.cat([rows[name][0] for rows in merge]), result[f"{name}.weight"] - start[f"{name}.weight"]
         assert float(change.abs().max()) > 1e-3
-        torch.testing.assert_close(lack.T @ x, ridge * x.square().sum(0).mean() * change, atol=1e-5, rtol=0)
+        torch.testing.assert_close(lack.T @ x, ridge * x.square().sum(0).mean() * change, atol=1e-4, rtol=0)
     assert sum(not torch.equal(result[name], start[name]) for name in result) == len(places)
 
 
