@@ -9,7 +9,6 @@ import shlex
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 from safetensors import SafetensorError, safe_open
@@ -119,29 +118,31 @@ class Publication:
         whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
         return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
-    def stage(self, folder: str, commit: str = "main") -> dict[str, str]:
-        """Write all that is published into a folder, the files that the recipe reads only once; gives the paths.
+    def stage(self, folder: str, commit: str | None = None) -> dict[str, str]:
+        """Write what is published into a new folder; gives the paths.
 
         Args:
-            commit: of these files, which until they are uploaded is not known.
+            commit: of the files that the recipe reads, which are left out; None: they are not uploaded yet.
 
         Raises:
             RotationMergeError: a file still names a path of this machine.
         """
-        renaming = self.renaming(commit)
+        renaming = self.renaming(commit or "main")
         self.texts = {REPORT_FILE: f"{json.dumps(renaming.value(self.facts), indent=1)}\n"}
         self.texts |= {RECIPE: renaming.text(self.recipe)} if self.recipe else {}
         self.texts[CARD] = self._card(renaming)
         files = {place: path for path, place in self.beside.items()}
         files |= {place: path for place, path in self.files.items() if place not in (*files, *self.texts, RECIPE)}
-        staged = {place: os.path.join(folder, place) for place in (*files, *self.texts)}
+        uploaded = self.beside.values() if commit else ()
+        staged = {place: os.path.join(folder, place) for place in (*files, *self.texts) if place not in uploaded}
         for place, path in staged.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             if place in self.texts:
                 _write(path, self.texts[place])
-            elif place not in self.beside.values() or not os.path.exists(path):
+            else:
                 _stage(files[place], path, renaming)
             check_no_local_path(place, text_in(path), renaming.names)
-        self.sizes = {place: os.stat(path).st_size for place, path in staged.items()}
+        self.sizes |= {place: os.stat(path).st_size for place, path in staged.items()}
         return staged
 
     def send(self, folder: str, private: bool) -> None:
@@ -153,14 +154,16 @@ class Publication:
         from huggingface_hub import HfApi
 
         api, early = HfApi(), list(self.beside.values())
-        upload = partial(api.upload_folder, repo_id=self.repo, folder_path=folder)
+        upload = partial(api.upload_folder, repo_id=self.repo)
         try:
             if not reachable():
                 raise OSError(no_answer()[0])
             api.create_repo(self.repo, private=private, exist_ok=True)
             if early:
-                self.stage(folder, str(upload(allow_patterns=early, commit_message="What the recipe reads").oid))
-            self.revision = str(upload(ignore_patterns=early, commit_message="Merge, recipe, report and card").oid)
+                first = upload(folder_path=folder, allow_patterns=early, commit_message="What the recipe reads")
+                folder = f"{folder}-{first.oid}"
+                self.stage(folder, str(first.oid))
+            self.revision = str(upload(folder_path=folder, commit_message="Merge, recipe, report and card").oid)
         except RotationMergeError:
             raise
         except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
@@ -282,34 +285,22 @@ def _entries(path: str) -> dict[str, str]:
 
 def _stage(source: str, path: str, renaming: Renaming) -> None:
     """A link to a file or, if it has local names, a copy without them."""
-    _clear(path)
-    os.symlink(os.path.abspath(source), path)
     if path.endswith(".safetensors"):
-        entries = _entries(path)
+        entries = _entries(source)
         renamed = {name: _entry(text, renaming) for name, text in entries.items()}
         if renamed != entries and str(entries.get("format")).startswith("rotation_merge."):
-            _replace_head(path, renamed)
-        return
-    text = text_in(path)
-    changed = renaming.text(text)
-    if changed != text and os.path.basename(path) == "adapter_config.json":  # peft keeps base and revision apart
-        content = renaming.value(json.loads(text))
-        hub, _, revision = str(content["base_model_name_or_path"]).partition("@")
-        pinned = {"revision": revision} if revision else {}
-        changed = json.dumps({**content, "base_model_name_or_path": hub, **pinned}, indent=2) + "\n"
-    if changed != text:
-        _write(path, changed)
-
-
-def _clear(path: str) -> None:
-    """Make room for a file."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with suppress(FileNotFoundError):
-        os.remove(path)
+            return _copy_with_head(source, path, renamed)
+    elif (changed := renaming.text(text := text_in(source))) != text:
+        if os.path.basename(path) == "adapter_config.json":  # peft keeps base and revision apart
+            content = renaming.value(json.loads(text))
+            hub, _, revision = str(content["base_model_name_or_path"]).partition("@")
+            pinned = {"revision": revision} if revision else {}
+            changed = json.dumps({**content, "base_model_name_or_path": hub, **pinned}, indent=2) + "\n"
+        return _write(path, changed)
+    return os.symlink(os.path.abspath(source), path)
 
 
 def _write(path: str, text: str) -> None:
-    _clear(path)
     with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
 
@@ -324,14 +315,12 @@ def _entry(text: str, renaming: Renaming) -> str:
     return text if renamed == value else json.dumps(renamed)
 
 
-def _replace_head(path: str, entries: Mapping[str, str]) -> None:
-    """Replace a link to a safetensors file by a copy with other entries; its tensors may be larger than memory."""
-    with open(path, "rb") as source:
-        _clear(path)
+def _copy_with_head(path: str, copy: str, entries: Mapping[str, str]) -> None:
+    """Copy a safetensors file with other entries; its tensors may be larger than memory."""
+    with open(path, "rb") as source, open(copy, "wb") as file:
         (length,) = struct.unpack("<Q", source.read(8))
         head = {**json.loads(source.read(length)), "__metadata__": entries}
         text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with open(path, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            shutil.copyfileobj(source, file)
+        file.write(struct.pack("<Q", len(text)) + text)
+        shutil.copyfileobj(source, file)
