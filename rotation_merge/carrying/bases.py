@@ -18,8 +18,8 @@ from rotation_merge.carrying.judge import parted
 from rotation_merge.carrying.tokens import (
     chat_folder,
     check_adapter_tokens,
-    check_no_added_tokens,
     check_same_set,
+    check_tuned_tokens,
     with_chat,
 )
 from rotation_merge.errors import DataError, RecipeError
@@ -38,7 +38,7 @@ from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.open import ModelLike, check_base, open_model, parse_reference
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import check_token_ids, matched_on, padded_as, shared_rows, vocabulary_size
+from rotation_merge.model.vocabulary import matched_on, padded_as, shared_rows, vocabulary_size
 from rotation_merge.record import MergeReport
 from rotation_merge.run.data import Samples
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -97,8 +97,7 @@ class Bases(Pair):
         """
         base = self.donor.as_filed
         pair = open_pair(base, model, NOTHING, True, self.device, words=False, any_base=True, watched=False)
-        check_no_added_tokens(pair.anchor, pair.donor)
-        check_token_ids(pair.anchor, pair.donor, tuned=True)
+        check_tuned_tokens(pair.anchor, pair.donor)
         donor = pair.donor.as_filed
         pair = replace(pair, donor=in_class_order(donor, label_rows(self.anchor, donor)))
         stored, source = pair.sources

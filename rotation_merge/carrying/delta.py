@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.average import check_finite
-from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.tokens import check_same_set, check_tuned_tokens
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.pair import check_shapes
@@ -78,11 +78,11 @@ class Delta:
 
         Raises:
             RotationMergeError: one cannot be opened, or a tensor is only in one of the two, or has another shape there,
-                or the fine-tune added tokens.
+                or the fine-tune added tokens, or has them at other ids.
         """
         opened, fine = open_model(base, "base"), open_model(tuned, "tuned")
         check_names(opened, fine)
-        check_no_added_tokens(opened, fine)
+        check_tuned_tokens(opened, fine)
         check_shapes(opened, fine, remedy="name the base that it was tuned from, of the same class")
         return Delta(opened, opened.tensors, fine.tensors)
 

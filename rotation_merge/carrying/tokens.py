@@ -10,7 +10,7 @@ from pathlib import Path
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.contents import GENERATION, TOKENIZER
 from rotation_merge.model.view import View
-from rotation_merge.model.vocabulary import tokenizer_in, tokens_of, vocabulary_size
+from rotation_merge.model.vocabulary import check_token_ids, tokenizer_in, tokens_of, vocabulary_size
 from rotation_merge.model.writing import small_files
 
 NAMED = 2
@@ -32,11 +32,12 @@ def check_same_set(new: View, old: View) -> None:
     _check(new, str(old.reference), tokens_of(old), vocabulary_size(old), ONE_VOCABULARY)
 
 
-def check_no_added_tokens(base: View, tuned: View) -> None:
-    """Check that a fine-tune, or a base with an adapter, has its base's tokens; errors as of `check_same_set`."""
+def check_tuned_tokens(base: View, tuned: View) -> None:
+    """Check that a fine-tune, or a base with an adapter, has the tokens of its base, none added, at the same ids."""
     lora = tuned.reference.lora
     tokens = tokens_of(tuned) if lora is None else _tokens_in(lora.path)
     _check(base, str(tuned.reference), tokens, vocabulary_size(tuned), AS_BASE)
+    check_token_ids(base, tuned, tuned=True)
 
 
 def check_adapter_tokens(base: View, adapter: str, size: int | None) -> None:

@@ -16,7 +16,7 @@ from mergekit.config import ConfigReader
 
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import RowPair
-from rotation_merge.carrying.tokens import check_no_added_tokens, check_same_set
+from rotation_merge.carrying.tokens import check_same_set, check_tuned_tokens
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.block import named
@@ -85,8 +85,7 @@ class Donor:
         origin, models = ModelReference.model_validate(path), self.session.models
         models.together(self.session.recipe.base, [origin])
         check_same_set(self.session.base, models[origin])
-        check_no_added_tokens(models[origin], models[self.model])
-        check_token_ids(models[origin], models[self.model], tuned=True)
+        check_tuned_tokens(models[origin], models[self.model])
         check_adapter(models[origin])
         return origin
 

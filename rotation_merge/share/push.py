@@ -128,9 +128,9 @@ class Publication:
             RotationMergeError: a file still names a path of this machine.
         """
         renaming = self.renaming(commit or "main")
-        self.texts = {REPORT_FILE: f"{json.dumps(renaming.value(self.facts), indent=1)}\n"}
-        self.texts |= {RECIPE: renaming.text(self.recipe)} if self.recipe else {}
-        self.texts[CARD] = self._card(renaming)
+        report = MergeReport.from_dict(renaming.value(self.facts))
+        self.texts = {REPORT_FILE: report.text(), **({RECIPE: renaming.text(self.recipe)} if self.recipe else {})}
+        self.texts[CARD] = self._card(report, renaming)
         files = {place: path for path, place in self.beside.items()}
         files |= {place: path for place, path in self.files.items() if place not in (*files, *self.texts, RECIPE)}
         uploaded = self.beside.values() if commit else ()
@@ -170,7 +170,7 @@ class Publication:
             remedy = "log in with 'hf auth login', and check the connection and the repository's name"
             raise RotationMergeError(f"cannot be published ({short(error)})", where=self.repo, remedy=remedy) from error
 
-    def _card(self, renaming: Renaming) -> str:
+    def _card(self, report: MergeReport, renaming: Renaming) -> str:
         """The card, its metadata and our section written anew, with figures that are of these very weights.
 
         Raises:
@@ -186,8 +186,7 @@ class Publication:
         if figures := kept_figures(self.folder):
             mark = open_model(self.folder, any_base=True).fingerprint
             figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
-        report, first = MergeReport.from_dict(renaming.value(self.facts)), list(self.measurements(renaming))
-        picture = DISTANCES if DISTANCES in self.files else None
+        first, picture = list(self.measurements(renaming)), DISTANCES if DISTANCES in self.files else None
         text = updated_card(text, report, self.repo, Contents(self.folder).config, figures, first, picture)
         try:
             ModelCard(text, ignore_metadata_errors=False)

@@ -189,6 +189,7 @@ CARRY = [
     python("steps of a refit", lambda: rm.transfer("donor", "anchor", "anchor", method="refit", steps=4), "no steps"),
     call("carry lora --from anchor --to anchor out", *NEW_TOKEN, "remove the tokens that it added", spoil=ADDED),
     delegated("task_arithmetic", f"{TUNED}}}", *NEW_TOKEN, spoil=ADDED),
+    Row("change of other ids", ("not a fine-tune",), OTHER_IDS, python=lambda: rm.Delta.between("anchor", "donor")),
     Row("change with tokens more", NEW_TOKEN, ADDED, python=lambda: rm.Delta.between("anchor", "donor")),
     Row("transfer with tokens more", NEW_TOKEN, ADDED, python=lambda: rm.transfer("donor", "anchor", "anchor")),
     Row("change of another width", ("donor", "gate_proj"), WIDER, python=lambda: rm.Delta.between("anchor", "donor")),
