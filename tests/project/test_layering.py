@@ -34,9 +34,9 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3071),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1444),
-    ("mergekit_plugin",): (2500, 3557),
+    ("mergekit_plugin",): (2500, 3556),
     ("diagnose",): (2100, 2033),
-    ("search", "share"): (1400, 1767),
+    ("search", "share"): (1400, 1755),
     ("api", "cli", "__init__"): (1400, 2600),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
