@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rotation_merge import AlignConfig, Alignment
-from rotation_merge.architecture.model import Architecture, Part, Space, TensorInfo
-from rotation_merge.matching.basis import Basis, Identity
+from rotation_merge import AlignConfig
+from rotation_merge.architecture.model import Part, Space, TensorInfo
 from rotation_merge.matching.matrix_pairs import Pairs, PartView
 from rotation_merge.symmetry import Transform, orders_of
 from rotation_merge.symmetry.admitted import admitted
@@ -101,10 +99,3 @@ def head_orders(groups: int, per_group: int) -> Iterator[tuple[Tensor, Tensor]]:
 def reordered(space: Space, donor: dict[str, Tensor], order: Tensor, queries: Tensor) -> dict[str, Tensor]:
     still = admitted(space, AlignConfig()).identity()
     return moved(donor, replace(still, elements={**still.elements, **orders_of(order, queries)}))
-
-
-def save_for(path: Path, alignment: Alignment, architecture: Architecture, anchor: str, donor: str) -> None:
-    """Write an alignment of two models of which only the architecture and the fingerprints are known."""
-    basis = Basis({}, {}, False, Identity(anchor, anchor, {}), Identity(donor, donor, {}))
-    vars(basis)["architecture"] = architecture  # instead of resolving it from the config
-    replace(alignment, basis=basis).write(path)
