@@ -24,6 +24,8 @@ SETTINGS = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor, pa
 HALF = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor}]"
 PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
 THREE = "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters:"
+TUNED = "models: [{model: donor, parameters: {weight: 1, finetuned_from: ./donor}}]\nparameters:"
+UNLIKE = SETTINGS.replace("}}]", "}}, {model: ./donor, parameters: {weight: 1, ffn: none}}]")
 SHARE = "from 0 to 1"
 CHECKED = ("check",)
 INSIDE = "is not a name inside the merged model's folder"
@@ -85,6 +87,8 @@ PARAMETERS = [
     option("exclude: 3\n  attention: rotate", "parameters.exclude: ", "(1 more: rotation-merge", recipe=("merge",)),
     option("data: self", "'data' has no effect with delegate linear"),
     option("match_on: both\n  anchor: mean", "'match_on' cannot be used: 'anchor: mean'"),
+    models(f"{TUNED} {{delegate: task_arithmetic, anchor: mean}}", "'finetuned_from' cannot be used: 'anchor: mean'"),
+    models(f"{UNLIKE} {{delegate: linear, anchor: mean}}", "'anchor: mean' needs the same options for all donors"),
     of_donor("{weight: 0.5, alignment: map, ffn: none}", "has no effect", "ffn"),
     models(f"{PAIR} {{delegate: slerp, t: 7}}", "'t' is 7", SHARE),
     models(f"{SETTINGS} {{delegate: ties, density: -1}}", "'density' is -1", SHARE),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from matching_support import gen
-from plugin_support import error_of_merge, merged, mergekit_yaml, one_error
-from residual_support import Checkpoint, case, recipe, report, transport, twin
+from plugin_support import merged
+from residual_support import Checkpoint, case, recipe, report, twin
 from test_devices import weights
 from tiny_models import make, save
 from torch import Tensor
@@ -115,12 +115,3 @@ def test_moved_models_lie_around_their_mean_as_the_report_says(kind: Kind, tmp_p
         middle = sum(state[name].double() for state in moved) / len(moved)
         off += sum(float((state[name] - middle).square().sum()) for state in moved)
     assert off == pytest.approx(spread[-1], rel=1e-5)
-
-
-def test_mean_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    a, b, c = (checkpoint(KINDS[0], tmp_path / str(i), seed=i) for i in range(3))
-    result = mergekit_yaml(transport(a, (c, b), residual="rotation", anchor="mean"), tmp_path / "out")
-    assert "anchor: mean" in one_error(result.output)
-    document = recipe(a, b, c, residual="rotation", anchor="mean")
-    document["models"][2]["parameters"]["residual"] = "none"
-    assert "same options" in error_of_merge(document, tmp_path / "out")
