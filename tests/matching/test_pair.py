@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.model.view import described
+from rotation_merge.symmetry.group import Monomials, Rotations
 
 UNKNOWN = "Not aligned, because the architecture does not list them: 1 tensors (surplus.weight)."
 STILL: dict[str, Any] = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
@@ -218,39 +217,31 @@ def asked(path: str) -> Any:
     )
 
 
-MODULES = [importlib.import_module(info.name) for info in pkgutil.walk_packages(rm.__path__, "rotation_merge.")]
-"""All of them, imported before any of their functions is replaced."""
-
-MATCHING = ("match_model", "match_block", "match_to_mean")
-
-
 @pytest.mark.parametrize("path", [*LINES, *RECIPES, "api"])
 def test_every_path_into_matching_asks(path: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a `check_pair` that refuses everything, nothing is matched, and its one line is what the user sees.
+    """With a `check_pair` that refuses all options, nothing is matched, and its one line is what the user sees.
 
     Nor with one that lets two models meet, and refuses to match any of their spaces.
     """
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{path} matches without asking")
+
+    for group in (Monomials, Rotations):
+        monkeypatch.setattr(group, "solve", never)
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     matches = "alignment" not in path.replace("align --alignment", "")
     for whatever in (True, False) if matches else (True,):
 
-        def refuse(*given: Any, whatever: bool = whatever, **named: Any) -> Any:
-            options = given[2] if len(given) > 2 else named["options"]
+        def refuse(options: rm.AlignConfig, _: Any, whatever: bool = whatever) -> None:
             if whatever or options != NOTHING:
                 raise Asked("refused by the test")
-            return check_pair(*given, **named)
 
-        def never(*_: Any, **__: Any) -> Any:
-            raise AssertionError(f"{path} matches without asking")
-
-        with monkeypatch.context() as patch:
-            for name, other in (("check_pair", refuse), *((name, never) for name in MATCHING)):
-                for module in (module for module in MODULES if name in vars(module)):
-                    patch.setattr(module, name, other)
-            try:
-                result = asked(path)
-            except Asked:
-                result = None
-            assert result is None or (result.exit_code != 0 and "refused by the test" in result.output), result.output
+        monkeypatch.setattr(rm.AlignConfig, "check_layers", refuse)
+        try:
+            result = asked(path)
+        except Asked:
+            result = None
+        assert result is None or (result.exit_code != 0 and "refused by the test" in result.output), result.output
         assert not Path("out").exists()
