@@ -25,7 +25,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
 from rotation_merge.averaging.methods import Source
-from rotation_merge.averaging.parameters import check_known, checked, numbers_for
+from rotation_merge.averaging.parameters import checked, numbers_for
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
@@ -176,7 +176,9 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
         remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
     specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight" and name != LINEAR}
-    check_known(name, parameters, specs)
+    for key in (key for key in parameters if key not in specs):
+        remedy = f"{nearest(key, specs)}; it has {', '.join(specs)}" if specs else "leave it out"
+        raise RecipeError(f"'{name}' has no parameter '{key}'", remedy=remedy)
     values = {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()}
     values |= {"normalize": True} if name == LINEAR else {}
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.config import Option
-from rotation_merge.errors import RecipeError, nearest, short
+from rotation_merge.errors import RecipeError, short
 
 WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of the model")
 
@@ -44,18 +43,6 @@ def checked(spec: ParameterSpec, value: Any) -> Any:
     if spec.name in SHARES and isinstance(valid, int | float) and not 0 <= valid <= 1:
         raise RecipeError(problem, remedy="it is a share: give a number from 0 to 1")
     return valid
-
-
-def check_known(method: str, parameters: Mapping[str, Any], known: Mapping[str, ParameterSpec]) -> None:
-    """Refuse names that are no parameters of a method.
-
-    Raises:
-        RecipeError: names the nearest one that is.
-    """
-    for name in parameters:
-        if name not in known:
-            remedy = f"{nearest(name, known)}; it has {', '.join(known)}" if known else "leave it out"
-            raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
 
 
 def numbers_for(weights: Any, count: int, of: str) -> list[float]:

@@ -54,7 +54,7 @@ class Teacher:
     Attributes:
         view: the model in the base's coordinates; of the base itself the base's view.
         original: the model as it is, which has its config and writes its own samples.
-        share: its part in the average and among the answers; shares sum to one.
+        share: its part in the average and among the answers, beside those of the others.
         source: where its samples come from: `self`, `synthetic`, a file; or batches.
         samples: number of samples.
     """
@@ -74,19 +74,6 @@ class Teacher:
     def words(self) -> str:
         """Its source in words."""
         return self.key if isinstance(self.key, str) else "samples in memory"
-
-
-def shares_of(weights: Sequence[float]) -> list[float]:
-    """Weights of models as shares that sum to one.
-
-    Raises:
-        RecipeError: one is negative or no number, or none is above 0.
-    """
-    total = sum(weights)
-    if not (min(weights) >= 0 and 0 < total < float("inf")):
-        remedy = "none may be negative, and one must be above 0"
-        raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
-    return [weight / total for weight in weights]
 
 
 def usual_source(model: View) -> str:
@@ -150,6 +137,11 @@ class ModelRefit:
     held_out: list[tuple[float, Data]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        total = sum(teacher.share for teacher in self.teachers)
+        if not (all(teacher.share >= 0 for teacher in self.teachers) and 0 < total < float("inf")):
+            remedy = "none may be negative, and one must be above 0"
+            raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
+        self.teachers = [replace(teacher, share=teacher.share / total) for teacher in self.teachers]
         self.pooled = _is_pool(self.base, self.teachers, self.config)
         self._samples = dict[int, list[Batch]]()
         self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())

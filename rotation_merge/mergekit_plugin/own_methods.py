@@ -201,12 +201,11 @@ def _teachers(
     views: RecipeViews, aligned: Mapping[ModelReference, View], weights: Mapping[Any, float], samples: Sequence[Any]
 ) -> list[Any]:
     """The models that answer, with their samples, or the names of these."""
-    from rotation_merge.averaging.refit_models import Teacher, shares_of, usual_source
+    from rotation_merge.averaging.refit_models import Teacher, usual_source
 
     teachers = []
-    shares = shares_of([float(weights.get(model, 1.0)) for model in views.readers])
-    for number, ((model, reader), share) in enumerate(zip(views.readers.items(), shares, strict=True)):
-        if share > 0:
+    for number, (model, reader) in enumerate(views.readers.items()):
+        if share := float(weights.get(model, 1.0)):
             original, count = views.session.models[model], views.recipe.value("samples", reader, model)
             source = samples[number] if samples else views.recipe.value("data", reader, model) or usual_source(original)
             teachers.append(Teacher(aligned[model], original, share, source, count))
