@@ -262,11 +262,11 @@ def _check_whole(folder: str, models: Sequence[str]) -> None:
         raise RotationMergeError(problem, where=folder, remedy=remedy)
 
 
-def text_in(path: str) -> str:
-    """The text in a file that may name local files; of safetensors the head, of other binary files nothing."""
-    if path.endswith(".safetensors"):
+def text_in(path: str, place: str = "") -> str:
+    """The text in a file (published at `place`) that may name local files; of safetensors the head, not more."""
+    if (place or path).endswith(".safetensors"):
         return json.dumps(_entries(path))
-    if not path.endswith(TEXTS):
+    if not (place or path).endswith(TEXTS):
         return ""
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return file.read()
@@ -289,7 +289,7 @@ def _stage(source: str, path: str, renaming: Renaming) -> None:
         renamed = {name: _entry(text, renaming) for name, text in entries.items()}
         if renamed != entries and str(entries.get("format")).startswith("rotation_merge."):
             return _copy_with_head(source, path, renamed)
-    elif (changed := renaming.text(text := text_in(source))) != text:
+    elif (changed := renaming.text(text := text_in(source, path))) != text:
         if os.path.basename(path) == "adapter_config.json":  # peft keeps base and revision apart
             content = renaming.value(json.loads(text))
             hub, _, revision = str(content["base_model_name_or_path"]).partition("@")

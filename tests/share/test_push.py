@@ -227,9 +227,10 @@ def test_local_names_are_refused_with_the_remedy(local: Local, out: Path, home: 
 
 
 def test_samples_that_only_the_report_names_need_a_name_on_the_hub(local: Local, out: Path, home: Hub) -> None:
-    """Not even the name of such a file leaves without being told to; with --with-data the file does."""
-    samples, report = out.parent / "secret-texts.txt", json.loads((out / "rotation_merge.json").read_text())
-    samples.write_text("text")
+    """Not even the name of such a file leaves without being told to; with --with-data the file does, models named as
+    on the hub, whatever its ending."""
+    samples, report = out.parent / "secret-texts", json.loads((out / "rotation_merge.json").read_text())
+    samples.write_text(f"text of '{local[0]}'")
     report["data"] = [{"of": "matching the donor", "source": str(samples), "samples": 1}]
     (out / "rotation_merge.json").write_text(json.dumps(report))
     line = error_of("push", out, "me/z", *named(local))
