@@ -10,20 +10,18 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from rotation_merge.errors import ArchitectureError
 
-_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
     ast.Mod: operator.mod,
-}
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -34,8 +32,10 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda a, b: a not in b,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
 }
-_UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
+"""Operators and comparisons that expressions may have."""
 
 
 def evaluate(expression: str | int | float | bool | None, config: Mapping[str, Any]) -> Any:
@@ -76,28 +76,20 @@ def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
         case ast.List() | ast.Tuple():
             return [_value(item, config) for item in node.elts]
         case ast.BinOp():
-            return _BINARY[type(node.op)](_value(node.left, config), _value(node.right, config))
+            return _OPERATORS[type(node.op)](_value(node.left, config), _value(node.right, config))
         case ast.UnaryOp():
-            return _UNARY[type(node.op)](_value(node.operand, config))
+            return _OPERATORS[type(node.op)](_value(node.operand, config))
         case ast.Call(func=ast.Name(id="len"), args=[item], keywords=[]):
             return len(_value(item, config) or ())
         case ast.Call(func=ast.Name(id="str"), args=[item], keywords=[]):
             return str(_value(item, config))
         case ast.IfExp():
             return _value(node.body if _value(node.test, config) else node.orelse, config)
+        case ast.BoolOp(op=ast.Or()):
+            return reduce(lambda value, item: value or _value(item, config), node.values, False)
         case ast.BoolOp():
-            return _boolean(node, config)
+            return reduce(lambda value, item: value and _value(item, config), node.values, True)
         case ast.Compare():
             values = [_value(item, config) for item in (node.left, *node.comparators)]
-            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
+            return all(_OPERATORS[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
     raise SyntaxError(f"{type(node).__name__} is not allowed")
-
-
-def _boolean(node: ast.BoolOp, config: Mapping[str, Any]) -> Any:
-    stop_at = isinstance(node.op, ast.Or)
-    value = None
-    for item in node.values:
-        value = _value(item, config)
-        if bool(value) == stop_at:
-            break
-    return value
