@@ -26,7 +26,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("errors", "config", "files", "workers"): (600, 1039),
     ("linalg",): (350, 340),
     ("symmetry",): (1200, 1294),
-    ("architecture",): (1800, 1797),
+    ("architecture",): (1800, 1789),
     ("record",): (250, 235),
     ("model",): (4000, 5359),
     ("run",): (2400, 3593),
