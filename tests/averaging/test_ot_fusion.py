@@ -25,14 +25,14 @@ def assert_anchor(result: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         torch.testing.assert_close(result[name], tensor.float(), rtol=1e-3, atol=1e-4)
 
 
-STILL, MOVED = {"stream": "identity"}, {"stream": "identity", "ffn": "permutation"}
+STILL = {"stream": "identity"}
 PERMUTED: list[Any] = [
-    *(("llama/llama", "none", STILL), ("bert/classifier", "none", STILL), ("mixtral/untied", "none", MOVED)),
+    *(("llama/llama", "none", STILL), ("bert/classifier", "none", STILL)),
     *(("vit/classifier", "permutation", {}), ("vit/classifier", "permutation", {"data": "synthetic"})),
-    ("vit/classifier", "none", {**MOVED, "data": "synthetic"}),
+    ("vit/classifier", "none", {**STILL, "ffn": "permutation", "data": "synthetic"}),
 ]
-"""Neurons, and those of experts; a stream, from weights and from activations. What alignment has brought back needs no
-plan: activations are those of moved donors."""
+"""Neurons; a stream, from weights and from activations. What alignment has brought back needs no plan: activations are
+those of moved donors."""
 
 
 @pytest.mark.parametrize(("model", "residual", "options"), PERMUTED)
@@ -40,6 +40,19 @@ def test_hard_plans_find_what_was_permuted(model: str, residual: str, options: d
     anchor = checkpoint(*model.split("/"), tmp_path / "anchor")
     moved = residual_twin(anchor, tmp_path / "twin", residual, **{**OFF, "ffn": "permutation"})
     assert_anchor(merged(fused(anchor.path, moved.path, plan="hard", **options), tmp_path / "out"), anchor.state)
+
+
+def test_each_expert_has_a_plan_of_its_own(tmp_path: Path) -> None:
+    anchor = checkpoint("mixtral", "untied", tmp_path / "anchor")
+    moved, draw = dict(anchor.state), torch.Generator().manual_seed(0)
+    for name in (name for name in anchor.state if name.endswith("w1.weight")):
+        order = torch.randperm(len(moved[name]), generator=draw)
+        for part, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
+            key = name.replace("w1", part)
+            moved[key] = moved[key].index_select(dim, order)
+    donor = anchor.write(moved, tmp_path / "donor")
+    document = fused(anchor.path, donor.path, plan="hard", **STILL)
+    assert_anchor(merged(document, tmp_path / "out"), anchor.state)
 
 
 def test_biases_of_all_experts_in_a_matrix_are_no_map(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import hasten, output_of, parsed, run, stop_training
-from plugin_support import make, merged, state, write_state
+from plugin_support import make, merged, recipe_for, state, write_state
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -134,20 +134,14 @@ def test_lower_rates_are_tried_where_the_lowest_is_best(models: list[Path], tmp_
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path], Path]:
     """Fine-tunes with heads of two and five classes, their data, and their merge with `heads_of: each`."""
-    folder, data = tmp_path_factory.mktemp("encoders"), []
-    paths = [make("bert", folder / name, s, num_labels=n) for s, (name, n) in enumerate((("two", 2), ("five", 5)))]
-    for number, path in enumerate(paths):
-        model = AutoModelForSequenceClassification.from_pretrained(path)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(4)
-        model.save_pretrained(path)
-        data.append(folder / f"{path.name}.jsonl")
+    folder, paths, data = tmp_path_factory.mktemp("encoders"), list[Path](), list[Path]()
+    for number, (name, labels) in enumerate((("two", 2), ("five", 5))):
+        small = make("bert", folder / f"small {name}", number, num_labels=labels)
+        paths.append(write_state({key: 4 * tensor for key, tensor in state(small).items()}, small, folder / name))
+        data.append(folder / f"{name}.jsonl")
         data[-1].write_text("\n".join(json.dumps({"input_ids": [i + number, i + 1, 7]}) for i in range(4, 28)))
-    entries = [{"model": str(path), "parameters": {"weight": 0.5}} for path in paths]
-    recipe = {"merge_method": "rotation_merge", "base_model": str(paths[0]), "models": entries, "dtype": "float32"}
     still = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
-    merged({**recipe, "parameters": {"delegate": "linear", "heads_of": "each", **still}}, folder / "merged")
+    merged(recipe_for("linear", *paths, heads_of="each", **still), folder / "merged")
     return paths, data, folder / "merged"
 
 
