@@ -275,7 +275,11 @@ FITTING = [
     Row(
         "a type that cannot hold the values",
         (FLOATS, *NO_NUMBER),
-        both(change(FLOATS, lambda x: 1e6 * x), edit("dtype:", "out_dtype: float16\ndtype:")),
+        both(
+            change(FLOATS, lambda x: 1e6 * x),
+            edit("delegate: linear", "delegate: linear\n  scaling: false"),
+            edit("dtype:", "out_dtype: float16\ndtype:"),
+        ),
         ("merge",),
     ),
     Row(
