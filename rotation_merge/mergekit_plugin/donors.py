@@ -25,7 +25,7 @@ from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.options import NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.pair import Layers, Pair, check_depth, check_pair, options_of
 from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.mergekit_plugin.keys import MATCHING, OPTIONS, PRESETS, UNMOVED
+from rotation_merge.mergekit_plugin.keys import MATCHING, OF_MODEL, OPTIONS, PRESETS, UNMOVED
 from rotation_merge.mergekit_plugin.output import OutputBlock, layers_of, readers_of, whole_slice
 from rotation_merge.mergekit_plugin.recipe import title
 from rotation_merge.mergekit_plugin.session import Session
@@ -73,6 +73,14 @@ class Donor:
         scopes = (scope or {} for scope in (reader or self.reader).parameter_sources(self.model))
         return {name: value for scope in reversed(list(scopes)) for name, value in scope.items()}
 
+    def check_slices(self) -> None:
+        """Refuse parameters that hold for the whole model and are not the same in all slices."""
+        for name in (*OF_MODEL, "residual"):
+            values = (self.session.recipe.value(name, reader, self.model) for reader in self.readers.values())
+            if len({str(value) for value in values}) > 1:
+                problem = f"'{name}' is not the same for all layers, but holds for the whole model"
+                raise self.fault(problem, "write the same under every slice")
+
     def fault(self, problem: str, remedy: str) -> RecipeError:
         """The error for a recipe that asks of it what cannot be done."""
         return RecipeError(problem, where=str(self.model), remedy=remedy)
@@ -118,11 +126,7 @@ class Donor:
         whole, readers = self._stated("", self.reader), self.readers
         stated = [{n: x for n, x in self.given(r).items() if n in OPTIONS} for r in (self.reader, *readers.values())]
         plain = all(isinstance(value, bool | int | float | str) for value in stated[0].values())
-        alike = all(of_block == stated[0] for of_block in stated)
-        if not alike and len({self._stated(block, reader).residual for block, reader in readers.items()}) > 1:
-            problem = "'residual' is not the same for all layers, but one map holds for the whole model"
-            raise self.fault(problem, "write it once, under the recipe's parameters")
-        if plain and alike:
+        if plain and all(of_block == stated[0] for of_block in stated):
             return whole
         return whole.varying(lambda block, t: self._stated(block, readers.get(block) or self.reader.with_t(t)))
 
@@ -285,6 +289,7 @@ def settled_donors(session: Session, blocks: Sequence[OutputBlock]) -> dict[Mode
         layers = layers_of(model, blocks) if means is None else None
         in_blocks = {out.anchor.name: out.reader for out in reversed(blocks) if model in out.sources}
         donors[model] = donor = Donor(session, model, reader, layers, means, in_blocks)
+        donor.check_slices()
         options = donor.pair.options  # which judges headers, before a file of an alignment has all weights read
         how = "as a whole" if donor.preparations() else "block by block"
         LOG.info("%s is aligned %s: %s", donor.name, how, options)

@@ -48,14 +48,13 @@ def extend_config(module: Any) -> None:
     def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(obj):
             return validate(cls, obj, *args, **kwargs)
-        with one_line():
-            check_host()
-            from rotation_merge.mergekit_plugin.rules import check_structure
+        check_host()
+        from rotation_merge.mergekit_plugin.rules import check_structure
 
-            document = Document(_with_paths(obj))
-            check_structure(document)
-            document.raise_first()
-            return document.config
+        document = Document(_with_paths(obj))
+        check_structure(document)
+        document.raise_first()
+        return document.config
 
     configuration.model_validate = classmethod(model_validate)
 
@@ -92,11 +91,10 @@ def extend_merge(module: Any) -> None:
     @functools.wraps(stock)
     def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
         if is_ours({"merge_method": merge_config.merge_method}, misspelt=False):
-            with one_line():
-                check_host()
-                from rotation_merge.mergekit_plugin.run import run
+            check_host()
+            from rotation_merge.mergekit_plugin.run import run
 
-                return run(stock, merge_config, out_path, options, config_source)
+            return run(stock, merge_config, out_path, options, config_source)
         from rotation_merge.model.gguf import is_gguf
 
         if any(is_gguf(part.model.path) for _, part in walk(merge_config) if isinstance(part, ModelReference)):

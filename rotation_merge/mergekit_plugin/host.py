@@ -31,10 +31,6 @@ BUILT_ON: dict[str, tuple[str, ...]] = {
 override it: the merge would be mergekit's own, unaligned."""
 
 
-class MergekitError(RotationMergeError):
-    """The installed mergekit is not supported."""
-
-
 def check_host() -> None:
     """Refuse a mergekit that lacks something that we build on."""
     for name, error in failed.items():
@@ -55,8 +51,8 @@ def _check_names() -> None:
                 raise unfit(f"{place.replace(':', '.')} has no '{name}'")
 
 
-def unfit(why: str) -> MergekitError:
+def unfit(why: str) -> RotationMergeError:
     """The error for a mergekit that lacks something, which `why` names."""
     problem = f"mergekit {version('mergekit')} is installed, which is not supported ({' '.join(why.split())})"
     remedy = f"mergekit {SUPPORTED} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge"
-    return MergekitError(problem, remedy=remedy)
+    return RotationMergeError(problem, remedy=remedy)

@@ -106,12 +106,9 @@ def slices(*sources: str, before: str = "", parameters: str = "delegate: slerp, 
     return f"slices: [{{{before}sources: [{pieces}]}}]\nparameters: {{{parameters}}}"
 
 
-APART = [
-    f"[{{model: anchor, layer_range: {span}}}, {{model: donor, layer_range: {span}}}]" for span in ("[0, 1]", "[1, 2]")
-]
-STREAM = (
-    f"slices: [{{sources: {APART[0]}}}, {{sources: {APART[1]}, parameters: {{residual: permutation}}}}]\nparameters:"
-)
+APART = [f"[{{model: anchor, layer_range: {x}}}, {{model: donor, layer_range: {x}" for x in ("[0, 1]", "[1, 2]")]
+BOTH_SLICES = f"slices: [{{sources: {APART[0]}}}]}}, {{sources: {APART[1]}, parameters: "
+WHOLE = {"residual": "permutation", "finetuned_from": "anchor", "samples": "8"}
 ONE_OF = "Exactly one of 'models', 'slices', or 'modules' must be present"
 FIRST, SECOND = "anchor, layer_range: [0, 2]", "donor, layer_range: [0, 2]"
 BOMB = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
@@ -136,7 +133,13 @@ STRUCTURE = [
         "'save_alignment' cannot be used: the slices pair layers differently",
     ),
     models(slices(*(f"{name}, layer_range: [1, 4]" for name in ("anchor", "donor"))), "the model has 2", "layer_range"),
-    models(f"{STREAM} {{delegate: slerp, t: 0.5}}", "donor: ", "'residual' is not the same for all layers"),
+    *(
+        models(
+            f"{BOTH_SLICES}{{{name}: {value}}}}}]}}]\nparameters: {{delegate: slerp, t: 0.5, match_on: both}}",
+            f"donor: '{name}' is not the same for all layers",
+        )
+        for name, value in WHOLE.items()
+    ),
     models("models: [anchor, donor]", "models[0]", "valid dictionary", "write '- model: anchor'", faults=2),
     models("models: {model: donor}", "models", "input should be a valid list"),
     in_recipe("number in the place of a model", "model: donor", "model: 3", "a directory or org/name"),
