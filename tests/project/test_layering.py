@@ -34,7 +34,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3052),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1444),
-    ("mergekit_plugin",): (2500, 3555),
+    ("mergekit_plugin",): (2500, 3554),
     ("diagnose",): (2100, 2033),
     ("search", "share"): (1400, 1755),
     ("api", "cli", "__init__"): (1400, 2600),
