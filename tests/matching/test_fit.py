@@ -23,10 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForImageClassification, T5Config, T5ForConditionalGeneration
 
 from rotation_merge import AlignConfig, Alignment, FitConfig, fit
+from rotation_merge.averaging.polish import PolishReport
 from rotation_merge.cli.show import Progress
 from rotation_merge.matching.between import LearnedTransforms, Mixture, mixed_model
 from rotation_merge.matching.fit import _Fit, _pairs, along
 from rotation_merge.matching.objective import distillation, mix
+from rotation_merge.matching.training import Training
+from rotation_merge.run.ledger import NOWHERE
 
 FIRST = {case.family: case for case in reversed(tiny_models.ALL)}
 SAMPLES = [{"input_ids": torch.randint(40, (4, 12), generator=torch.Generator().manual_seed(n))} for n in range(4)]
@@ -152,6 +155,17 @@ def test_a_fit_looks_after_its_last_step_and_ends_early_where_nothing_is_gained(
     assert ("gains nothing" in result.report.verdict()) == (seeds == (0, 0))
     assert_close([dict(model.state_dict()) for model in models], before, rtol=0, atol=0)
     assert all(p.grad is None and p.requires_grad for model in models for p in model.parameters())
+
+
+def test_the_best_state_is_kept() -> None:
+    """Of three steps, each of which adds one, judged as 3, 1 and 2."""
+    model, figures, report = nn.Linear(1, 1, bias=False), iter([3.0, 1.0, 2.0]), PolishReport(4.0, 4.0)
+    nn.init.zeros_(model.weight).grad = -torch.ones(1, 1)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda _: 1.0)
+    steps = Training(model, optimiser, schedule, torch.Generator(), report, optimiser.step, lambda: (next(figures),))
+    steps.run(3, 3, lambda _: None, NOWHERE)
+    assert (model.weight.item(), report.after, report.best_step) == (2.0, 1.0, 2)
 
 
 def test_masked_positions_do_not_count_in_distillation() -> None:
