@@ -79,12 +79,10 @@ def random_orthogonal(count: int, size: int, generator: torch.Generator) -> Tens
 
 def complement_of_ones(size: int) -> Tensor:
     """Orthonormal basis of the complement of the all-ones vector, shape (size, size - 1), float64 (Helmert)."""
-    basis = torch.zeros(size, size - 1, dtype=torch.float64)
-    for j in range(1, size):
-        basis[:j, j - 1] = 1.0
-        basis[j, j - 1] = -float(j)
-        basis[:, j - 1] /= (j * (j + 1)) ** 0.5
-    return basis
+    steps = torch.arange(1, size, dtype=torch.float64)
+    basis = torch.ones(size, size - 1, dtype=torch.float64).triu()
+    basis.diagonal(-1).copy_(-steps)
+    return basis / (steps * (steps + 1)).sqrt()
 
 
 REACH = 0.8

@@ -16,7 +16,7 @@ from rotation_merge.architecture.model import Architecture, Block, Space, Tensor
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale, cost
-from rotation_merge.matching import neurons
+from rotation_merge.matching import matrix_pairs, neurons
 from rotation_merge.matching.block import STILL, match_block, squared_distances
 from rotation_merge.matching.matrix_pairs import views
 from rotation_merge.matching.neurons import Neurons, match_neurons, proven_order
@@ -81,8 +81,9 @@ def test_the_order_is_nearly_the_best_of_all(
 
 @kinds
 @pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
-def test_planted_neurons_are_found(facts: dict[str, Any], noise: float) -> None:
-    """Whatever the storage and its strides."""
+def test_planted_neurons_are_found(facts: dict[str, Any], noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the storage and its strides, and in how many parts norms are summed."""
+    monkeypatch.setattr(matrix_pairs, "CACHED", 1 << 12)
     space = ffn(200, **facts)
     anchor, truth = tensors(space, 120, 0, spread=0.3), planted(space, AlignConfig(), 1)
     twin = noisy(anchor, noise, 2)
