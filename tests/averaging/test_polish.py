@@ -10,6 +10,7 @@ import pytest
 import torch
 from cli_support import hasten, output_of, parsed, run, stop_training
 from plugin_support import make, merged, recipe_for, state, write_state
+from test_labels import MOVED, NAMES, of_head, renamed, reordered
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -202,21 +203,17 @@ def test_heads_that_cannot_be_trained_are_refused(encoders: Any, tmp_path: Path)
 @pytest.mark.slow
 def test_a_teachers_classes_are_those_of_the_same_names(tmp_path: Path) -> None:
     """A teacher whose classes stand in another order teaches the same, and no barrier is in between."""
-    model = AutoModelForSequenceClassification.from_pretrained(make("bert", tmp_path / "a", seed=0, num_labels=3))
-    for folder, order in (("teacher", [0, 1, 2]), ("turned", [2, 0, 1])):
-        names = ["xyz"[i] for i in order]
-        model.config.id2label, model.config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
-        with torch.no_grad():
-            for parameter in model.classifier.parameters():
-                parameter.copy_(20 * parameter if folder == "teacher" else parameter[order])
-        model.save_pretrained(tmp_path / folder)
+    small = make("bert", tmp_path / "small", num_labels=3)
+    large = {name: 20 * x if name in of_head(()) else x for name, x in state(small).items()}
+    turned = reordered(large, of_head(tuple(map(NAMES.index, MOVED))))
+    merge = renamed(write_state(large, small, tmp_path / "merge"), NAMES)
     samples = [{"input_ids": torch.tensor([[i, i + 1, 7]])} for i in range(4, 28)]
-    for teacher in ("teacher", "turned"):
-        view = rm.polish(tmp_path / "teacher", [tmp_path / teacher], samples, rm.PolishConfig(steps=2))
+    for teacher in (merge, renamed(write_state(turned, small, tmp_path / "turned"), MOVED)):
+        view = rm.polish(merge, [teacher], samples, rm.PolishConfig(steps=2))
         assert view.notes[-1].startswith("polishing gains nothing: ")
         assert float(view.notes[-1].split()[3]) < 1e-5
         labelled = [{**batch, "labels": torch.tensor([1])} for batch in samples]
-        curve = rm.barrier(tmp_path / "teacher", tmp_path / teacher, labelled, rm.BarrierConfig(points=3))
+        curve = rm.barrier(merge, teacher, labelled, rm.BarrierConfig(points=3))
         assert curve.loss == pytest.approx([curve.loss[0]] * 3, rel=1e-4)
 
 
