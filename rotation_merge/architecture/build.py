@@ -180,7 +180,10 @@ def _chosen(scope: Scope, entries: Mapping[str, list[Spec]]) -> Iterator[tuple[s
 
 def _linear(scope: Scope, path: str, spec: TensorSpec, conv1d: bool) -> list[TensorInfo]:
     stacked = "{e}" in path
-    rows = spec.axes[1] if conv1d or stacked else spec.axes[0]
+    place = int(conv1d or stacked)
+    if len(spec.axes) <= place:
+        raise scope.error(f"map '{path}' has too few axes", "name its outputs and its inputs")
+    rows = spec.axes[place]
     bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, common=spec.common_bias)
     return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
 

@@ -74,6 +74,11 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 LATE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no such space": (linear(x=["attention.q", "residual.read"]), "no space is called"),
     "no such role": (linear(x=["attn.query", "residual.read"]), "has no role 'query'"),
+    "a map of one axis": (
+        linear(**{"experts.{e}.x": ["residual.read"]}),
+        r"map 'experts\.\{e\}\.x' has too few axes; name its outputs",
+    ),
+    "no axes": (linear(x=[]), "map 'x' has too few axes"),
     "no such size": (space("ffn", size="ffn_dim"), "space 'ffn' of .*layers.0 has no size"),
     "heads do not divide": (space("attn", kv_heads=3), "do not divide into 3 KV groups"),
     "expression": (space("ffn", size="open('x')"), r"Call is not allowed"),
