@@ -150,6 +150,19 @@ def test_equal_heads_stay_bit_for_bit(facts: dict[str, Any], options: dict[str, 
     assert all(torch.equal(after[role][kept], x[kept]) for role, x in anchor.items())
 
 
+@kinds
+def test_storage_and_strides_do_not_matter(facts: dict[str, Any]) -> None:
+    space = attention(3, 2, 4, **facts)
+    models = [tensors(space, 50, seed, dtype=torch.bfloat16) for seed in (0, 1)]
+    double = [{role: x.double() for role, x in model.items()} for model in models]
+    strided = [{role: x.mT.contiguous().mT for role, x in model.items()} for model in models]
+    best = match(space, *double)
+    for pair in (models, strided, (models[0], double[1])):
+        again = match(space, *pair)
+        assert torch.equal(again.head_order(), best.head_order())  # type: ignore[arg-type]
+        assert left(*double, again) == pytest.approx(left(*double, best), rel=1e-5)
+
+
 # --- trained weights
 
 
