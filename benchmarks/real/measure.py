@@ -119,7 +119,7 @@ class Bench:
 
     def due(self, key: str, *titles: str) -> bool:
         """Whether a row is asked for by one of its titles, or measured already."""
-        return self.known(key) or not self.only or any(title in self.only for title in titles)
+        return key in self.journal.found or not self.only or any(title in self.only for title in titles)
 
     def once(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `make` measured, now or in an earlier run."""
@@ -131,12 +131,9 @@ class Bench:
 
         return dict(self.journal.kept(key, measured))
 
-    def known(self, key: str) -> bool:
-        return key in self.journal.found
-
     def made(self, name: str) -> bool:
         """Whether there is such a model, or an earlier run has judged it."""
-        return (self.root / name).exists() or self.known(name)
+        return (self.root / name).exists() or name in self.journal.found
 
 
 def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
