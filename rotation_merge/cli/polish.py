@@ -58,6 +58,8 @@ def command(
 
     If MERGED was merged with `heads_of: each`, each teacher in MERGED/heads trains the body under its own head.
     """
+    if len(data) not in (0, 1, len(teachers)):
+        raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
     samples = list(data) if len(data) > 1 else next(iter(data), SELF)
     report: Any = rm.polish(merged, teachers, samples, config, out=out, device=device, force=force).report
     lines = sentence(report.verdict()), f"Written to {out}." if report.gained else "Nothing was written."

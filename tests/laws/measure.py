@@ -16,7 +16,7 @@ from functools import partial
 from programs import run
 from subjects import FIRST, LISTED, MODELS, Pair, Subject, changed, subject
 from test_laws import LAWS
-from test_stock_commands import models_of, recipe
+from test_stock_commands import by, models_of
 
 TOLERANCES = {"function": 1e-9, "planted": 1e-5, "saved": 1e-9, "adapter": 1e-8, "carried": 1e-8, "changes": 1e-8}
 """Of laws in memory, in double precision; matching computes in single, here and there."""
@@ -51,7 +51,7 @@ def candidates(model: str) -> Iterator[tuple[Pair, Callable[[], float]]]:
             pair = Pair(model, name, residual, TOLERANCES[name], moved, "")
             yield pair, partial(law, tiny, pair)
     if first:
-        yield Pair(model, "recipe", "", RECIPES, 0, ""), lambda: recipe(models_of(model, ""))
+        yield Pair(model, "recipe", "", RECIPES, 0, ""), lambda: by("linear")(models_of(model, ""))
 
 
 def main() -> None:
