@@ -124,6 +124,7 @@ STRUCTURE = [
     models(slices(FIRST, "donor, layer_range: [0, 1]"), "slices[0]", "its sources have 2, 1 layers"),
     models(slices("anchor, layer_range: [2, 0]", "donor, layer_range: [2, 0]"), "layer_range is [2, 0]", faults=2),
     models("slices: [{sources: []}]", "it has no sources"),
+    models(slices("anchor"), "slices[0]", "'layer_range' is missing; add 'layer_range: ...'"),
     models(
         slices(
             "anchor, layer_range: [0, 1]",
