@@ -203,13 +203,7 @@ def resolve(
             where=model,
             remedy="set 'unsupported: merge' under parameters to merge them without alignment",
         )
-    if unknown:
-        module = next(iter(architecture.layers_key), "default")
-        extra = tuple(TensorInfo(name, (name,), ()) for name in unknown)
-        architecture = replace(
-            architecture, blocks=(*architecture.blocks, Block("unknown", module, None, "after", extra))
-        )
-    return architecture
+    return _with_unaligned(architecture, unknown) if unknown else architecture
 
 
 def stores_codes(config: Mapping[str, Any]) -> Any:
@@ -317,6 +311,13 @@ def tied_head(
         if info.tied and reads and (says or info.name not in names):
             return info.name, reads[0]
     return None
+
+
+def _with_unaligned(architecture: Architecture, names: Collection[str]) -> Architecture:
+    """The architecture with a block of tensors that have no spaces."""
+    module = next(iter(architecture.layers_key), "default")
+    extra = tuple(TensorInfo(name, (name,), ()) for name in names)
+    return replace(architecture, blocks=(*architecture.blocks, Block("unknown", module, None, "after", extra)))
 
 
 def _missing(architecture: Architecture, present: set[str]) -> list[str]:

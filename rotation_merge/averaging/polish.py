@@ -366,14 +366,9 @@ def polished(
     Raises:
         RotationMergeError: models or samples are of no use.
     """
-    if not teachers:
-        raise RecipeError("no teachers are given", remedy="give the models that were merged")
     heads = heads_of_teachers(merged, teachers)
+    _check_models(merged, teachers, bool(config.lora) and any(heads))
     students = [head or merged for head in heads]
-    if config.lora and any(heads):
-        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
-        raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
-    _check_models(merged, teachers)
     sources, numbers = for_each(samples, len(teachers)), (config.samples, config.length, config.seed)
     files = [os.fspath(source) for source in sources if isinstance(source, str | os.PathLike)]
     work.begin(mark_of([merged, *students, *teachers], files, samples=[sources, numbers]))
@@ -405,8 +400,13 @@ def polished(
     return replace(result, heads=named, notes=(report.verdict(),), report=cast(Any, report))
 
 
-def _check_models(merged: View, teachers: Sequence[View]) -> None:
-    """Refuse modules that cannot be trained, and teachers with other tokens."""
+def _check_models(merged: View, teachers: Sequence[View], one_lora_of_heads: bool) -> None:
+    """Refuse modules that cannot be trained, one LoRA of several heads, and teachers with other tokens, or none."""
+    if not teachers:
+        raise RecipeError("no teachers are given", remedy="give the models that were merged")
+    if one_lora_of_heads:
+        problem = "has a separate head for each teacher, but one LoRA cannot hold them"
+        raise RotationMergeError(problem, where=merged.name, remedy="train all weights, without 'lora'")
     if merged.config.get(KEY):
         problem = "is a sentence-transformers folder, whose modules cannot be trained"
         remedy = "leave it out of polish; merge with 'delegate: regmean' for a better average"
