@@ -41,8 +41,8 @@ from rotation_merge.model.labels import with_classes_of
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.vocabulary import same_tokens
-from rotation_merge.run.batches import Batch, device_of, inputs_for, unpadded
-from rotation_merge.run.data import Samples, for_each, read_samples
+from rotation_merge.run.batches import Batch, data_hash, device_of, inputs_for, unpadded
+from rotation_merge.run.data import Samples, for_each, listed, read_samples
 from rotation_merge.run.functions import architecture_of, check_answers, fused_attention, in_memory
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.workers import Progress
@@ -369,9 +369,10 @@ def polished(
     heads = heads_of_teachers(merged, teachers)
     _check_models(merged, teachers, bool(config.lora) and any(heads))
     students = [head or merged for head in heads]
-    sources, numbers = for_each(samples, len(teachers)), (config.samples, config.length, config.seed)
-    files = [os.fspath(source) for source in sources if isinstance(source, str | os.PathLike)]
-    work.begin(mark_of([merged, *students, *teachers], files, samples=[sources, numbers]))
+    sources = [listed(source) for source in for_each(samples, len(teachers))]
+    marks = [_mark(teacher, source) for teacher, source in zip(teachers, sources, strict=True)]
+    numbers = config.samples, config.length, config.seed
+    work.begin(mark_of([merged, *students, *teachers], marks, samples=[marks, numbers]))
     with seeded(config.seed):
         answered = _answers(students, teachers, sources, config, work, device)
         views = {view.name: view for view in (merged, *students)}
@@ -438,6 +439,12 @@ def _adapter(student: Any, base: str) -> Adapter:
         student.save_pretrained(folder)
         tensors = load_file(os.path.join(folder, WEIGHTS[0]))
         return Adapter(read_json(os.path.join(folder, ADAPTER_CONFIG)), tensors)
+
+
+def _mark(model: View, samples: Samples) -> str:
+    """What tells samples of a model from others: the name of their source, or a hash of batches in memory."""
+    named = isinstance(samples, str | os.PathLike)
+    return os.fspath(samples) if named else data_hash(read_samples(model, samples).batches)
 
 
 def _answers(

@@ -145,9 +145,9 @@ def data_hash(batches: Sequence[Batch]) -> str:
     digest = hashlib.blake2b(digest_size=20)
     for batch in batches:
         for name in sorted(batch):
-            tensor = batch[name].contiguous()
+            tensor = batch[name].detach().cpu().contiguous()
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.numpy().tobytes())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

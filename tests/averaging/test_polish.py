@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,20 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_file", [True, False])
 def test_answers_to_data_that_have_changed_are_not_taken_up(
-    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    in_file: bool, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data, flags = tmp_path / "data.jsonl", ("--teachers", models[0], "--samples", 12, "--learning-rate", 0.002)
+    """Also if batches in memory differ in the middle alone, which their text does not show."""
+    data, config = tmp_path / "data.jsonl", rm.PolishConfig(samples=12, steps=4, learning_rate=0.002)
     for first in (3, 4):
-        data.write_text("\n".join(json.dumps({"input_ids": [first + i, 5, 7, 9]}) for i in range(12)))
-        with monkeypatch.context() as patch:
+        rows = [[7] * 100 + [first] + [7] * 99] * 12
+        data.write_text("\n".join(json.dumps({"input_ids": row[97:103]}) for row in rows))
+        samples = str(data) if in_file else [{"input_ids": torch.tensor(rows[:6])}] * 2
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             if first == 3:
                 stop_training(patch, 2)
-            run("polish", models[2], tmp_path / "out", *flags, "--data", data, "--steps", 4)
+            rm.polish(models[2], [models[0]], samples, config, out=tmp_path / "out")
     assert "it is replaced" in caplog.text
     assert (tmp_path / "out").exists()
 

@@ -31,7 +31,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 5359),
     ("run",): (2400, 3593),
     ("matching",): (3400, 4885),
-    ("averaging",): (2000, 3052),
+    ("averaging",): (2000, 3059),
     ("carrying",): (1500, 2029),
     ("report",): (1400, 1444),
     ("mergekit_plugin",): (2500, 3554),
