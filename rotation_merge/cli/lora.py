@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import rotation_merge as rm
 from rotation_merge.averaging.config import AdapterMergeConfig
@@ -37,7 +37,7 @@ def command(
     parameters = dict(word.partition("=")[::2] for word in parameter)
     if malformed := [word for word in parameter if "=" not in word]:
         raise RecipeError(f"--parameter is '{malformed[0]}'", remedy="give NAME=VALUE")
-    numbers: Any = None if weights is None else weights.split(",")
+    numbers = None if weights is None else _numbers(weights)
     merged = rm.merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
     merged.save(out, force)
     shares, maps = dict(zip(adapters, merged.shares(), strict=True)), merged.maps
@@ -54,3 +54,10 @@ def command(
         f"Written to {out}.",
     )
     return Answer({"out": out, "shares": shares, "maps": {module: vars(each) for module, each in maps.items()}}, lines)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise RecipeError(f"--weights is '{text}'", remedy="give numbers with commas between") from error

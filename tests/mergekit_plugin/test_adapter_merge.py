@@ -357,6 +357,8 @@ BAD: list[tuple[str, str]] = [
     ("one header.safetensors", "'lora_adapter_metadata' in its header"),
     ("pair.safetensors half.safetensors", "'n' has one factor"),
     ("one two three --rank 99", "'rank' is 99"),
+    ("one two three --rank -1", "'--rank' is -1"),
+    ("one two three --rank all", "'--rank' is 'all'"),
     ("one two three --method tis", "'ties'"),
     ("one two three -p density=1", "no parameter 'density'"),
     ("one two three --method wudi -p ridge=much", "must be a number"),
@@ -364,7 +366,8 @@ BAD: list[tuple[str, str]] = [
     ("one two three -p density", "NAME=VALUE"),
     ("one two three --weights 1,2", "2 weights for 3"),
     ("one two three --weights 1,0,1", "positive"),
-    ("one two three --weights a", "'weights' are ['a']"),
+    ("one two three --weights a", "--weights is 'a'"),
+    ("one two three --energy 2", "energy"),
     ("one two three --energy 0.5", "'energy' has no effect"),
     ("one two three out.safetensors", "a folder"),
 ]

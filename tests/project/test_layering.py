@@ -37,7 +37,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("mergekit_plugin",): (2500, 3554),
     ("diagnose",): (2100, 2033),
     ("search", "share"): (1400, 1755),
-    ("api", "cli", "__init__"): (1400, 2602),
+    ("api", "cli", "__init__"): (1400, 2609),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
