@@ -60,7 +60,7 @@ def inspect(
     target = None if target is None else os.fspath(target)
     of_target = {"--fingerprint": fingerprint, "--report": report, "--draft": draft}
     of_none = {"--methods": methods, "--architectures": architectures, "--prove": prove is not None}
-    if len(questions := [flag for flag, asked in (of_target | of_none).items() if asked]) > 1:
+    if len(questions := [flag for flag, value in (of_target | of_none).items() if value]) > 1:
         raise RotationMergeError(f"{questions[0]} and {questions[1]} cannot be combined", remedy="use one at a time")
     alone, document = any(of_none.values()), target is not None and is_document(target)
     if alone == (target is not None):

@@ -38,8 +38,7 @@ from rotation_merge.model.tensors import TensorSource, as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import same_tokens
 from rotation_merge.run.batches import Batch, examples_in, unpadded
-from rotation_merge.run.data import SAMPLES, Data, Samples, data_in_memory, read_samples
-from rotation_merge.run.functions import empty_model
+from rotation_merge.run.data import SAMPLES, Data, Samples, read_samples
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.maps import LinearMap, maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
@@ -242,7 +241,7 @@ def matcher(
             data = read_samples(view, samples, share, AT_ONCE, length, seed + number)
             batches += unpadded((data if written else part(data)).batches, data.source)
         for view in views:
-            data_in_memory(batches, empty_model(view))
+            read_samples(view, batches)  # which refuses what the model does not take
         first, second = (Activations.of(view, batches, ROWS, device) for view in views)
         return first, second
 
