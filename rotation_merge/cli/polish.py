@@ -8,13 +8,13 @@ import click
 
 import rotation_merge as rm
 from rotation_merge.averaging.polish import PolishConfig
-from rotation_merge.cli.command import Device, Model, cli_command
+from rotation_merge.cli.command import Command, Device, Model, cli_command
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLES
 from rotation_merge.cli.show import Answer, sentence
 from rotation_merge.run.sample_kinds import KINDS, SELF
 
 
-class ValuesCommand(click.Command):
+class ValuesCommand(Command):
     """Repeated options may be followed by several values: `--teachers A B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -7,13 +7,14 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import DataError, nearest, nearest_path, short
+from rotation_merge.errors import DataError, named, nearest, nearest_path, short
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
 from rotation_merge.model.vocabulary import tokenizer_in
@@ -109,10 +110,11 @@ def _number(text: str) -> int | float | str:
 
 
 def _json(path: Path) -> list[Any]:
-    """The objects of a list, or of one line each."""
+    """The objects of a list, of one line each, or the only one."""
     text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        return list(json.loads(text))
+    with suppress(json.JSONDecodeError):
+        content = json.loads(text)
+        return content if isinstance(content, list) else [content]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -179,6 +181,8 @@ def _examples(rows: list[Any], source: str, model: Any, model_path: str, length:
     labelled = "label" in names and not ("text" in names and predicts_next(model))
     if "image" in names:
         check_inputs(["pixel_values"], model, source)
+    elif "text" not in names:
+        _check_columns(rows, source)
     read = _row_reader(names, model, model_path, length)
     examples = []
     for number, row in enumerate(rows, 1):
@@ -194,6 +198,18 @@ def _examples(rows: list[Any], source: str, model: Any, model_path: str, length:
             raise DataError(problem, where=f"{source}, record {number}", remedy=remedy) from error
         examples.append(example)
     return examples
+
+
+def _check_columns(rows: list[Any], source: str) -> None:
+    """Check that rows without text and images hold tokens.
+
+    Raises:
+        DataError: no row does; names the columns.
+    """
+    present = list(dict.fromkeys(str(name) for row in rows if isinstance(row, Mapping) for name in row))
+    if present and "input_ids" not in present:
+        problem = f"holds no column of texts, images or tokens, but {named(present)}"
+        raise DataError(problem, where=source, remedy="rename the right one to 'text', 'image' or 'input_ids'")
 
 
 RowReader = Callable[[Mapping[str, Any]], Batch]

@@ -11,12 +11,12 @@ from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import Config, Count, Dtype, Kind, Length, option
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
 
 
 def seconds(time: Any) -> float:
-    """Convert a time such as 90s, 10m or 2h to seconds; numbers are seconds already. 0 if it is no time."""
+    """Convert a time such as 90s, 10m or 2h to seconds; a number is seconds already. 0 if it is no time."""
     match = _TIME.fullmatch(time.strip()) if isinstance(time, str) else None
     if match is not None:
         return float(match[1]) * UNITS[match[2]]

@@ -52,6 +52,7 @@ NOWHERE = {
 }
 """Every command, given what is not there."""
 
+ASKED = '{"prompt": "one",\n "answer": "two"}'
 NEW_TOKEN = both(tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new"))
 LINES = [
     *(call(f"{name} {words}", "nowhere") for name, words in NOWHERE.items()),
@@ -63,6 +64,9 @@ LINES = [
     call("fit anchor donor", "there is no command 'fit'"),
     call("align anchor donor out --dtype float23", "'float23'", "'float32'"),
     call("align anchor donor out --shard-size x", "is not a size"),
+    call("align anchor donor out --shard-size 500 MB", "'MB' behind '--shard-size 500'", "write --shard-size 500M"),
+    call("merge anchor donor out --budget 6 minutes", "'minutes' behind '--budget 6'", "write --budget 6m"),
+    call("merge anchor donor --samples=64 samples out", "write --samples 64"),
     call("align anchor donor out --layers x", "'--layers' is 'x'; it must be all, or ranges"),
     call("align anchor donor out --layers 9", "the model has no layer 9"),
     call("align anchor donor out --heads permute", "'--heads' is 'permute'; did you mean 'permutation'?"),
@@ -126,7 +130,9 @@ LINES = [
     call("evaluate anchor --data junk.npz", "is not an archive of arrays"),
     call("evaluate anchor --data few.txt", "give more text", spoil=tokenizer("anchor", "AB")),
     call("evaluate anchor --data ./none.txt", "./none.txt: no such file"),
-    call("evaluate anchor --data a.csv", "a.csv, record 1", "'input_ids' is missing"),
+    call("evaluate anchor --data a.csv", "a.csv: holds no column of texts", "but one, two"),
+    call("evaluate anchor --data x.json", "but prompt, answer; rename", spoil=put("x.json", ASKED)),
+    call("polish anchor out --teachers donor --data x.jsonl", "prompt, answer", spoil=put("x.jsonl", f"{ASKED}\n")),
     call("evaluate lora --data demo:bytes", "is an adapter, not a model; write org/base+", spoil=adapter("lora")),
     call("verify anchor ./nothing", "./nothing: no such directory"),
     call("verify anchor vit", "vit: is of another class than anchor"),
