@@ -9,7 +9,8 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -36,7 +37,9 @@ TOKENIZER = re.compile(f"({'|'.join((*VOCABULARIES, 'added_tokens', 'special_tok
 DOWNLOAD, AGAIN = "download it again", "download or merge it again"
 MEND = "rewrite it ('rotation-merge doctor --mend')"
 SETS = "two sets of weights"
-APART = "move away the files of the other model: transformers and mergekit would read different weights"
+DIFFERENT = "transformers and mergekit would read different weights"
+APART = f"move away the files of the other model: {DIFFERENT}"
+ONE_COPY = f"leave each tensor in a single file, which the index names: {DIFFERENT}"
 DEQUANTISE = (
     "name the model in full precision, or write one: put 'quantization_config' back into config.json, then "
     "CLASS.from_pretrained(PATH, dtype='bfloat16'), .dequantize() for integers, .save_pretrained(OUT)"
@@ -296,6 +299,12 @@ class Contents:
         return {tensor: name for name, head in self.by_file.items() for tensor in head.shapes}
 
     @cached_property
+    def copies(self) -> dict[str, list[str]]:
+        """The weight files of each tensor that several hold; transformers reads the last, mergekit the index's."""
+        holders = holders_of({file: head.shapes for file, head in self.by_file.items()})
+        return {name: files for name, files in holders.items() if len(files) > 1}
+
+    @cached_property
     def whole(self) -> Header:
         """The header of all weight files that are read."""
         heads = {name: self.by_file[file] for name, file in self.files.items()}
@@ -321,11 +330,10 @@ class Contents:
             yield from self._index_faults(self.index)
         for name in (name for name in self.weight_files if name not in self.by_file):
             yield "damaged weight file", self._error(self.damaged[name], name)
-        for file, head in self.by_file.items():  # transformers reads the last of them
-            twice = (name for name in head.shapes if self.files[name] not in (file, self.weight_map.get(name)))
-            if (first := next(twice, None)) is not None:
-                problem = f"more than one set of weights: tensor '{first}' is in {file} and in {self.files[first]}"
-                yield "tensor twice", self._error(problem, self.files[first], APART)
+        for name, files in self.copies.items():
+            if files[-1] != self.weight_map.get(name):
+                problem = f"more than one set of weights: tensor '{name}' is in {files[0]} and in {files[-1]}"
+                yield "tensor twice", self._error(problem, files[-1], ONE_COPY)
                 return
 
     def _other_sets(self) -> Iterator[tuple[str, str]]:
@@ -351,6 +359,15 @@ class Contents:
             if wrong:
                 problem = f"puts {len(wrong)} tensors, '{wrong[0]}' first, into files that do not hold them"
                 yield "index disagrees", self._error(problem, index, MEND)
+
+
+def holders_of(names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Files by the tensors that they hold, from the tensors by file."""
+    holders = defaultdict[str, list[str]](list)
+    for file, tensors in names.items():
+        for tensor in tensors:
+            holders[tensor].append(file)
+    return dict(holders)
 
 
 def _is_inside(file: object) -> bool:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults_support import FAMILIES, FAULTS
+import torch
+from cli_support import output_of
+from faults_support import FAMILIES, FAULTS, INDEX, read, write
+from plugin_support import files_of
+from safetensors.torch import load_file, save_file
 from test_planted_faults import copies
 from tiny_models import ALL, Case, make
+from transformers import AutoModelForCausalLM
 
+from rotation_merge.model.open import open_model
 from rotation_merge.report.integrity import Contents, check_folder
 from rotation_merge.report.integrity.mending import mend
 
@@ -43,6 +50,75 @@ def test_small_files_are_mended_and_tensors_are_not(name: str, tmp_path: Path) -
             assert bool(defects) == (name in IN_TENSORS)
             assert defects or Contents(str(merge)).files.keys() == Contents(str(parent)).files.keys()
             assert all("merge again" in defect.remedy for defect in defects)
+
+
+TWICE = "model.layers.1.mlp.up_proj.weight"
+
+
+def overlaid(folder: Path) -> None:
+    """A last file, which the index names for a tensor that a shard holds, too."""
+    index = read(folder / INDEX)
+    tensors = load_file(folder / index["weight_map"][TWICE])
+    save_file({TWICE: tensors[TWICE] + 1}, folder / "overlay.safetensors", {"format": "pt"})
+    index["weight_map"][TWICE] = "overlay.safetensors"
+    write(folder / INDEX, index)
+
+
+def prefixed(folder: Path) -> None:
+    """Names of a compiled model, in files and index."""
+    for file in folder.glob("*.safetensors"):
+        save_file({f"_orig_mod.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    places = read(folder / INDEX)["weight_map"]
+    write(folder / INDEX, {"metadata": {}, "weight_map": {f"_orig_mod.{name}": file for name, file in places.items()}})
+
+
+def misplaced(folder: Path) -> None:
+    """The index names a file that does not hold the tensor."""
+    index = read(folder / INDEX)
+    index["weight_map"][TWICE] = min(index["weight_map"].values())
+    write(folder / INDEX, index)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "clear"),
+    [
+        (lambda _: None, True),
+        (FAULTS["the index lacks a tensor"].plant, True),
+        (prefixed, True),
+        (lambda folder: (folder / INDEX).unlink(), False),
+        (lambda folder: (folder / INDEX).write_text("{"), False),
+        (misplaced, False),
+    ],
+    ids=["sound", "lacks a tensor", "other names", "no index", "damaged index", "other shard"],
+)
+def test_a_correction_keeps_the_copy_that_the_index_names(
+    spoil: Callable[[Path], object], clear: bool, tmp_path: Path
+) -> None:
+    """Which is the one that transformers reads; where the index names none of the copies, nothing is corrected."""
+    merge, parent = copies("llama", tmp_path)
+    overlaid(merge)
+    spoil(merge)
+    before = check_folder(str(merge), [str(parent)])
+    assert bool(mend(str(merge), [str(parent)])) == bool(before and clear)
+    defects = check_folder(str(merge), [str(parent)])
+    assert bool(defects) != clear, defects
+    assert all("in a single file" in defect.remedy for defect in defects)
+    if clear:
+        loaded = AutoModelForCausalLM.from_pretrained(merge).state_dict()[TWICE]
+        assert torch.equal(loaded, open_model(merge)[TWICE])
+        assert not torch.equal(loaded, open_model(parent)[TWICE])
+
+
+def test_a_copy_is_mended_and_the_folder_stays(tmp_path: Path) -> None:
+    merge, parent = copies("llama", tmp_path)
+    FAULTS["there is no index"].plant(merge)
+    before = files_of(merge)
+    assert "corrected model.safetensors.index.json: no index" in output_of(
+        "doctor", merge, parent, "--mend", "--out", tmp_path / "out"
+    )
+    assert files_of(merge) == before
+    assert files_of(tmp_path / "out").keys() == before.keys() | {INDEX}
+    assert check_folder(str(tmp_path / "out"), [str(parent)]) == []
 
 
 def test_a_small_file_that_is_damaged_stays(tmp_path: Path) -> None:

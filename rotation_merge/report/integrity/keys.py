@@ -14,7 +14,7 @@ from typing import Any
 
 from rotation_merge.errors import named, short
 from rotation_merge.model.contents import CONFIG, Contents, check_config
-from rotation_merge.report.integrity.defect import Defect, file_copy, shard_header
+from rotation_merge.report.integrity.defect import Correction, Defect, file_copy, json_entries, shard_header
 
 IGNORED = (
     *("rotary_emb.inv_freq", "position_ids", "token_type_ids", ".attn.bias", ".attention.bias", ".masked_bias"),
@@ -192,12 +192,12 @@ def _new_names(contents: Contents, loading: Loading) -> dict[str, str]:
 
 
 def _prefix(contents: Contents, names: Mapping[str, str]) -> Iterator[Defect]:
-    files = sorted({contents.files[name] for name in names})
-    corrections = {
-        file: shard_header({old: new for old, new in names.items() if contents.files[old] == file})
-        for file in files
-        if file.endswith(".safetensors")
-    }
+    """Tensors under other names than the model's; renamed in every file that holds them, and in the index."""
+    files = sorted(file for file, head in contents.by_file.items() if names.keys() & head.shapes)
+    corrections: dict[str, Correction] = {file: shard_header(names) for file in files if file.endswith(".safetensors")}
+    if contents.index is not None and corrections:
+        weight_map = {names.get(name, name): file for name, file in contents.weight_map.items()}
+        corrections |= json_entries(contents.index, {"weight_map": weight_map})
     old, new = next(iter(names.items()))
     problem = f"{len(names)} tensors have names like '{old}', the model expects '{new}'"
     yield Defect("prefix", problem, named(files), "rename them ('--mend')", corrections=corrections)

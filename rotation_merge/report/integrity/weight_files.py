@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from rotation_merge.errors import named
 from rotation_merge.model.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, MEND, SETS, Contents
+from rotation_merge.model.contents import ADAPTER_CONFIG, AGAIN, APART, MEND, ONE_COPY, SETS, Contents, holders_of
 from rotation_merge.report.integrity.defect import Corrections, Defect, json_entries, json_file, shard_header
 
 DISAGREES = "index disagrees"
 INDEX_OF_SHARDS = ("no index", "damaged index", DISAGREES)
 """Faults that go when the index is written anew."""
+SAFETENSORS = re.compile(r"[^/]+\.safetensors")
 
 
 def check_weight_files(contents: Contents) -> Iterator[Defect]:
@@ -25,7 +27,9 @@ def check_weight_files(contents: Contents) -> Iterator[Defect]:
     for kind, error in contents.faults():
         name = os.path.relpath(error.where or "", contents.folder)
         mends = kind in INDEX_OF_SHARDS and contents.shards and contents.whole_files
-        yield Defect(kind, error.what, name, error.remedy or AGAIN, corrections=_index(contents, name) if mends else {})
+        corrections = _index(contents, name) if mends else {}
+        remedy = ONE_COPY if mends and not corrections else error.remedy or AGAIN
+        yield Defect(kind, error.what, name, remedy, corrections=corrections)
     if contents.index is not None and contents.weight_map:
         yield from _beside_index(contents, contents.index)
     elif contents.index is None and contents.single is not None and contents.shards:
@@ -35,11 +39,21 @@ def check_weight_files(contents: Contents) -> Iterator[Defect]:
 
 
 def _index(contents: Contents, name: str, more: tuple[str, ...] = ()) -> Corrections:
-    """The index of the shards as they are, and of `more` that no index names yet."""
-    files = {file: _names(contents, file) for file in (*contents.by_file, *more)}
-    weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+    """The index of the shards as they are, and of `more` that no index names yet.
+
+    None where a tensor is in several files of the folder, and the present index names none of these.
+    """
+    files = (*contents.by_file, *more)
+    others = [file for file in sorted(contents.names) if SAFETENSORS.fullmatch(file) and file not in files]
+    holders = holders_of({file: _names(contents, file) for file in (*files, *others)})
+    weight_map = {}
+    for tensor in sorted(name for file in files for name in _names(contents, file)):
+        stated = contents.weight_map.get(tensor)
+        if stated not in holders[tensor] and len(holders[tensor]) > 1:
+            return {}
+        weight_map[tensor] = stated if stated in holders[tensor] else holders[tensor][0]
     total = sum(_bytes(contents, file) for file in files)
-    return json_file(name, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return json_file(name, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _names(contents: Contents, file: str) -> list[str]:
@@ -67,11 +81,12 @@ def _beside_index(contents: Contents, index: str) -> Iterator[Defect]:
     tensors = [name for file in (*contents.by_file, *unnamed) for name in _names(contents, file)]
     if lacking := [name for name in tensors if name not in contents.weight_map]:
         problem = f"lacks {len(lacking)} tensors of the shards, '{lacking[0]}' first"
-        yield Defect(DISAGREES, problem, index, MEND, corrections=_index(contents, index, unnamed))
+        corrections = _index(contents, index, unnamed)
+        yield Defect(DISAGREES, problem, index, MEND if corrections else ONE_COPY, corrections=corrections)
     metadata: Any = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(_bytes(contents, name) for name in contents.by_file)
-    if ".safetensors" in index and stated is not None and stated != size:
+    if ".safetensors" in index and stated is not None and stated != size and not contents.copies:
         problem = f"total_size is {stated}, its shards hold {size} bytes"
         corrected = json_entries(index, {"metadata.total_size": size})
         yield Defect("wrong total size", problem, index, MEND, fatal=False, corrections=corrected)
