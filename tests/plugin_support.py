@@ -13,7 +13,7 @@ import transformers
 import yaml
 from click.testing import CliRunner, Result
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -99,6 +99,26 @@ def write_adapter(config: dict[str, Any], factors: dict[str, torch.Tensor], wher
     (where / "adapter_config.json").write_text(json.dumps(config))
     save_file({name: x.contiguous() for name, x in factors.items()}, where / "adapter_model.safetensors")
     return where
+
+
+def rearranged(adapter: Path, experts: int, how: str) -> None:
+    """An adapter of all experts as another trainer writes it.
+
+    Args:
+        how: `swapped`, as peft before 0.19 takes inputs and outputs; `grouped`, B packed by expert.
+    """
+    path, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    stored = load_file(path)
+    for name in (name for name in stored if ".experts." in name and "lora_A" in name):
+        other = name.replace("lora_A", "lora_B")
+        a, b = stored[name].unflatten(0, (experts, -1)), stored[other].unflatten(1, (-1, experts))
+        if how == "grouped":
+            stored[other] = b.mT.flatten(1)
+        else:
+            stored[name], stored[other] = b.permute(2, 1, 0).flatten(0, 1), a.permute(2, 1, 0).flatten(1)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
+    entry = {"lora_B_layout": "grouped_by_expert"} if how == "grouped" else {"peft_version": "0.18.1"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **entry}))
 
 
 def lora(where: Path, base: Any, seed: int = 0, spread: float = 0.3, **options: Any) -> Any:

@@ -18,8 +18,8 @@ from rotation_merge.architecture.registry import every_name
 from rotation_merge.carrying.delta import Change, Delta
 from rotation_merge.errors import AlignmentError, CheckpointError, short
 from rotation_merge.matching.run import change_note
-from rotation_merge.model.adapter_parts import AdapterPart, adapter_parts, pieces
-from rotation_merge.model.adapters import PREFIX, Adapter, adapter_of
+from rotation_merge.model.adapter_parts import READS_BY_CLASS, AdapterPart, adapter_parts, pieces
+from rotation_merge.model.adapters import B_LAYOUT, PREFIX, Adapter, adapter_of
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.fold import weight_key
 from rotation_merge.model.forms import names_in, restructured
@@ -66,10 +66,19 @@ def carry_adapter(
     notes = [f"{len(norms)} changed tensors were carried."]
     notes += filter(None, [change_note("The change", norms)])
     facts = {**adapter.config, "base_model_name_or_path": str(delta.base.reference), "revision": None}
+    if any(part.experts for part in parts):
+        facts.pop(B_LAYOUT, None)
+    if any(_swapped(part) and not transposed(part.info) for part in parts):
+        facts["peft_version"] = ".".join(map(str, READS_BY_CLASS))
     if biases:
         facts |= {"lora_bias": True, "init_lora_weights": True}
         notes.append(f"{biases} modules got a bias (peft's lora_bias), because norms shift their inputs.")
     return moving.apart(Adapter(facts, tensors)), notes
+
+
+def _swapped(part: AdapterPart) -> bool:
+    """Whether factors of all experts take outputs for inputs: peft's before 0.19, and where a class does not say."""
+    return bool(part.experts) and part.flipped != transposed(part.info)
 
 
 def _in_form_of(parts: Sequence[AdapterPart], delta: Delta) -> Delta:
@@ -138,7 +147,7 @@ class _MovingAdapter:
         names = {*info.names, *info.tied}
         reasons = {
             "it is a DoRA": bool(change.magnitude),
-            "peft swaps inputs and outputs of this base's experts": bool(change.a) and part.flipped != transposed(info),
+            "it swaps inputs and outputs": bool(change.a and not part.experts) and part.flipped != transposed(info),
             "the new base lacks it": not names.isdisjoint(self.delta.old) and names.isdisjoint(new),
             "it is no whole tensor of the new base": bool(change.value) and (info.stacked or form is not None),
         }
@@ -170,6 +179,8 @@ class _MovingAdapter:
         first, factors = parts[0], {part.expert: part.factors(self.adapter).to(torch.float64) for part in parts}
         factors = {expert: LowRank(low.a, low.scale * low.b) for expert, low in factors.items()}
         low = factors[first.expert]
+        if _swapped(first):
+            low = LowRank(low.b.mT, low.a.mT)
         if first.expert is None:
             order = self.rows.get(first.info.name)
             return replace(low, b=in_order(low.b, order and (0, order[1])))
@@ -250,6 +261,7 @@ class _MovingAdapter:
         """The factors of one module, by the adapter's names."""
         a, b = moved.a, moved.scale * moved.b / part.scale
         if part.experts:
+            a, b = (b.mT, a.mT) if _swapped(part) and transposed(part.info) else (a, b)
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
         return {key: self._as_stored(x, key) for key, x in ((part.change.a, a), (part.change.b, b))}
 

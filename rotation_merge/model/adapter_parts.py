@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.adapters import Adapter, Change
+from rotation_merge.model.adapters import B_LAYOUT, GROUPED, Adapter, Change
 from rotation_merge.model.forms import ComposedTensor, other_form
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Tensors
@@ -28,7 +28,7 @@ Entries = tuple[int, int, int]
 """Some entries of a tensor: the dimension, counted from the last; the first; how many."""
 
 READS_STORED_ORDER, READS_BY_CLASS = (0, 19, 0), (0, 19, 1)
-"""peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as the class has them."""
+"""peft before the first takes fused experts [e, x, y] for [e, in, out], from the second on as their class says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +66,11 @@ class AdapterPart:
     def factors(self, adapter: Adapter) -> LowRank:
         """The factors of the change; of experts in one (e, r, in) and (e, out, r)."""
         low = replace(adapter.low_rank(self.change), scale=self.scale)
-        if self.experts:  # as peft's ParamWrapper has them
-            a, b = low.a.unflatten(0, (self.experts, -1)), low.b.unflatten(1, (-1, self.experts))
-            low = replace(low, a=a, b=b.permute(2, 0, 1))
+        if self.experts:  # A as peft's ParamWrapper has it, and B, unless its trainer packed that otherwise
+            grouped = adapter.config.get(B_LAYOUT) == GROUPED
+            b = low.b.unflatten(1, (self.experts, -1) if grouped else (-1, self.experts))
+            b = b.permute(1, 0, 2) if grouped else b.permute(2, 0, 1)
+            low = replace(low, a=low.a.unflatten(0, (self.experts, -1)), b=b)
         return self.cut_out(low)
 
     def cut_out(self, low: LowRank) -> LowRank:
@@ -112,9 +114,8 @@ class _Placing:
             return self._of_stored(AdapterPart(change, info, change.scale, expert=expert), name)
         if name not in self.base and self._adds_nothing(change):
             return None
-        plain = change.name.replace(".base_layer", "")
-        parameter = plain if plain in self.names else _target_parameter(self.adapter, change, self.names)
-        part = None if parameter is None else self._of_parameter(change, parameter, parameter != plain)
+        parameter = self.parameters.get(name)
+        part = None if parameter is None else self._of_parameter(change, parameter)
         if part is None or (part.added and not self.adds):
             raise self._refused(f"changes '{change.name}', which the model does not store")
         return part
@@ -126,20 +127,79 @@ class _Placing:
         """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also where there is no bias."""
         return bool(change.shift) and not change.value and not bool(self.adapter.tensors[change.shift].any())
 
-    def _of_parameter(self, change: Change, parameter: str, targeted: bool) -> AdapterPart:
-        """The change of a parameter that the base stores under another name, or in another form, or not.
+    @cached_property
+    def parameters(self) -> dict[str, str]:
+        """By the name of a change the parameter that it is of, where a model of this config may have it."""
+        unwrapped = {name: name.replace(".base_layer", "") for name in self.adapter.changes}
+        return {name: plain for name, plain in unwrapped.items() if plain in self.names} | self.targets
 
-        Args:
-            targeted: it is one of peft's `target_parameters`.
+    @cached_property
+    def targets(self) -> dict[str, str]:
+        """By the name of a change the one of peft's `target_parameters` that it is of.
+
+        peft wraps a module once for each of its targets, in the order of its parameters, the first one innermost.
         """
+        endings = tuple(f".{target}" for target in self.adapter.config.get("target_parameters") or ())
+        parameters, wrappers = dict[str, list[str]](), dict[str, list[str]]()
+        for name in self.names:
+            if f".{name}".endswith(endings):
+                parameters.setdefault(name.rpartition(".")[0], []).append(name)
+        for name, change in self.adapter.changes.items():
+            if change.a:
+                wrappers.setdefault(change.module.replace(".base_layer", ""), []).append(name)
+        targets = dict[str, str]()
+        for module, names in wrappers.items():
+            if len(names) == len(parameters.get(module, [])):
+                innermost_first = sorted(names, key=lambda name: -name.count(".base_layer"))
+                targets |= zip(innermost_first, parameters[module], strict=True)
+        return targets
+
+    @cached_property
+    def takes_experts_for_in_out(self) -> bool:
+        """Whether factors take parameters of all experts for [e, in, out], which no file mixes with [e, out, in].
+
+        The sizes of all decide, else, where all are square, the version of peft that wrote the file.
+
+        Raises:
+            CheckpointError: neither tells.
+        """
+        changes = ((self.adapter.changes[name], parameter) for name, parameter in self.parameters.items())
+        experts = [(change, self.names[parameter].info) for change, parameter in changes if change.a]
+        experts = [(change, info) for change, info in experts if stacks(info)]
+        orders = [turned for turned in (False, True) if all(_fits(self.adapter, *expert, turned) for expert in experts)]
+        return orders == [True] if len(orders) < 2 else self._by_version(*experts[0])
+
+    def _by_version(self, change: Change, info: TensorInfo) -> bool:
+        """Whether the peft that wrote the factors of square experts takes the parameter for [e, in, out]."""
+        written = str(self.adapter.config.get("peft_version") or "")
+        version = tuple(map(int, n.groups())) if (n := re.match(r"(\d+)\.(\d+)\.(\d+)", written)) else None
+        if version is None or not READS_STORED_ORDER <= version < READS_BY_CLASS:
+            if transposed(info) and self._class_says_in_out(change):
+                return True
+            if version is not None:
+                return version < READS_STORED_ORDER
+        why = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
+        problem = f"{why}, so inputs and outputs of '{info.name}', which is square, cannot be told"
+        raise self.adapter.refusal(problem)
+
+    def _class_says_in_out(self, change: Change) -> bool:
+        """Whether the class of transformers says that its experts are stored [e, in, out]; most of these do not."""
+        with torch.device("meta"):
+            model = self.base.model_class(self.base.transformers_config)
+        module = dict(model.named_modules()).get(change.module.replace(".base_layer", ""))
+        return bool(getattr(module, "is_transposed", False))
+
+    def _of_parameter(self, change: Change, parameter: str) -> AdapterPart:
+        """The change of a parameter that the base stores under another name, or in another form, or not."""
         spot = self.names[parameter]
         info = spot.info
         expert = info.names.index(parameter) if info.stacked else None
         experts = (info.axes[0].size or 1) if stacks(info) and expert is None else 0
         part = AdapterPart(change, info, change.scale, transposed(info), experts, expert)
-        if change.a and expert is None and (targeted or experts):
+        if change.a and expert is None and (change.name in self.targets or experts):
             scale = self.adapter.scale(parameter, self.adapter.shapes[change.b][1] // max(experts, 1))
-            part = replace(part, scale=scale, flipped=_reads_first(self.adapter, change, info))
+            flipped = self.takes_experts_for_in_out if experts else not _fits(self.adapter, change, info, False)
+            part = replace(part, scale=scale, flipped=flipped)
         block = next(filter(spot.in_block, self.base.architecture.blocks), None)
         stored = None if block is None else block.tensor(info.key)
         if stored is not None and stored.names[expert or 0] in self.base:
@@ -197,37 +257,6 @@ def pieces(part: AdapterPart) -> Iterator[AdapterPart]:
         source = None if len(part.form.cuts) == 1 else (dim, start, length)
         yield replace(part, info=cut.info, target=target, source=source)
         start += length
-
-
-def _target_parameter(adapter: Adapter, change: Change, names: Mapping[str, PossibleTensor]) -> str | None:
-    """The tensor of peft's `target_parameters` inside a changed module, identified by its sizes."""
-    module = change.module.replace(".base_layer", "")
-    targets = (str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or [])
-    infos = {place: names[place].info for name in targets if change.a and (place := f"{module}.{name}") in names}
-    for turned in (False, True):  # peft takes some for [out, in] that are [in, out], or the other way round
-        matching = [
-            place
-            for place, info in infos.items()
-            if _fits(adapter, change, info, turned != bool(stacks(info) and transposed(info)))
-        ]
-        if len(matching) == 1:
-            return matching[0]
-    return None
-
-
-def _reads_first(adapter: Adapter, change: Change, info: TensorInfo) -> bool:
-    """Whether factors take a parameter for [in, out]: by its sizes; of square experts by the peft that wrote them."""
-    as_stored = _fits(adapter, change, info, turned=False)
-    if not (as_stored and _fits(adapter, change, info, turned=True)):
-        return not as_stored
-    if not stacks(info) or transposed(info):
-        return bool(stacks(info))
-    written = str(adapter.config.get("peft_version") or "")
-    version = tuple(map(int, numbers.groups())) if (numbers := re.match(r"(\d+)\.(\d+)\.(\d+)", written)) else None
-    if version is None or READS_STORED_ORDER <= version < READS_BY_CLASS:
-        why = "does not say which peft wrote it" if version is None else "was written by peft 0.19.0"
-        raise adapter.refusal(f"{why}, so inputs and outputs of '{info.name}', which is square, cannot be told")
-    return version < READS_STORED_ORDER
 
 
 def _fits(adapter: Adapter, change: Change, info: TensorInfo, turned: bool) -> bool:

@@ -56,6 +56,9 @@ BEYOND = (
 )
 """Entries of an adapter's config that make it more than W + s B A."""
 
+B_LAYOUT, GROUPED = "lora_B_layout", "grouped_by_expert"
+"""Entry that says how B of all experts in one is packed: (out, experts, r); else as peft has it: (out, r, experts)."""
+
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
@@ -212,6 +215,8 @@ class Adapter:
             raise self.refusal(f"is an adapter of kind {kind}, not a LoRA")
         if entry := next(filter(self.config.get, BEYOND), None):
             raise self.refusal(f"'{entry}' is set, which makes it more than W + s B A")
+        if (layout := self.config.get(B_LAYOUT)) not in (None, "rank_major", GROUPED):
+            raise self.refusal(f"'{B_LAYOUT}' is '{layout}', which is no known order of B")
         if begun.lower().startswith(SHIFTS_BASE):
             raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 

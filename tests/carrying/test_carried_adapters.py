@@ -17,7 +17,7 @@ from carry_support import carry, other_coordinates
 from cli_support import error_of, output_of, parsed, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from plugin_support import load as read
-from plugin_support import state, write_adapter, write_state
+from plugin_support import rearranged, state, write_adapter, write_state
 from residual_support import case
 from safetensors.torch import load_file
 from tiny_models import inputs, load, make, outputs, save
@@ -79,9 +79,9 @@ class Home:
         """What a base computes with an adapter that peft reads."""
         return self.logits(PeftModel.from_pretrained(self.base(base), adapter, autocast_adapter_dtype=False))
 
-    def as_read(self) -> Tensor:
-        """What the old base computes with the adapter that we read with it."""
-        model = read(f"{self.where / 'old'}+{self.where / 'adapter'}", torch.float64)
+    def as_read(self, base: str = "old", adapter: str = "adapter") -> Tensor:
+        """What a base computes with the adapter that we read with it."""
+        model = read(f"{self.where / base}+{self.where / adapter}", torch.float64)
         model.config._experts_implementation = "eager"
         return self.logits(model)
 
@@ -132,6 +132,7 @@ FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
     "a bias already": ("gpt2", ROTATION, conv1d("c_attn", "c_proj", lora_bias=True)),
     "trained biases": ("gpt2", ROTATION, conv1d("c_attn", "c_fc", bias="lora_only")),
     "convolutions": ("vit", ROTATION, on("projection", "dense")),
+    "experts (in, out) that do not say so": ("llama4", AlignConfig(), on(target_parameters=["experts.down_proj"])),
     "all biases": ("gpt2", PERMUTATION, conv1d("c_attn", bias="all")),
 }
 
@@ -153,10 +154,6 @@ REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
         r"'model.*norm.weight' cannot be carried in an adapter: it belongs to a rotated stream",
     ),
     "constants beside embeddings": ("gpt2", ROTATION, conv1d("c_attn", "wte"), "adds a constant"),
-    "experts (in, out) that do not say so": (
-        *("llama4", AlignConfig(), on(target_parameters=["experts.down_proj"])),
-        "peft swaps inputs and outputs of this base's experts; merge the adapter into",
-    ),
 }
 
 
@@ -287,6 +284,16 @@ def test_experts_with_biases_beside_their_factors(tmp_path: Path) -> None:
     biased = write_adapter({**config, "lora_bias": True}, tensors, tmp_path / "biased")
     carried = rm.transfer(biased, tmp_path / "old", tmp_path / "old", alignment=Alignment({}))
     torch.testing.assert_close(dict(carried.tensors), tensors)
+
+
+@pytest.mark.parametrize("how", ["swapped", "grouped"])
+def test_experts_as_other_trainers_write_them(how: str, tmp_path: Path) -> None:
+    """Written as the installed peft reads them."""
+    home = Home("olmoe", "grouped", tmp_path)
+    expected = home.adapter(**STACKED)
+    rearranged(tmp_path / "adapter", home.config["num_experts"], how)
+    torch.testing.assert_close(home.carried(tmp_path / "adapter")[1], expected, atol=1e-8, rtol=1e-8)
+    torch.testing.assert_close(home.as_read("new", "carried"), expected, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.slow

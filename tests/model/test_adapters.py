@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plugin_support import (
     lora,
     make,
     merged,
+    rearranged,
     recipe_for,
     state,
     twin,
@@ -139,33 +141,59 @@ def test_dora_of_one_expert_has_the_norms_of_its_own_rows(tmp_path: Path) -> Non
     assert_near(tensors(tmp_path / "fused", adapter), in_one(expected))
 
 
-SQUARE = "model.layers.0.mlp.experts.gate_up_proj"
+GATES, OUT = "experts.gate_up_proj", "experts.down_proj"
+SQUARE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "gates and values, alone": ("qwen_moe", {}, [GATES]),
+    "gates and values, beside outputs": ("qwen_moe", {}, [GATES, OUT]),
+    "outputs, alone": ("olmoe", {"intermediate_size": 32}, [OUT]),
+    "outputs, beside gates and values": ("olmoe", {"intermediate_size": 32}, [GATES, OUT]),
+    "stored [in, out]": ("gpt_oss", {"intermediate_size": 16}, [GATES]),
+    "stored [in, out], which is not said": ("llama4", {"intermediate_size": 32}, [OUT]),
+    "none, and no gates": ("nemotron_h", {}, ["experts.up_proj", OUT]),
+    "both, and no gates": ("nemotron_h", {"moe_intermediate_size": 32}, ["experts.up_proj", OUT]),
+}
+"""Experts of which some maps have as many outputs as inputs: a family, its sizes, and what the adapter changes."""
+BY_VERSION = ("gates and values, alone", "stored [in, out], which is not said", "outputs, alone", "both, and no gates")
+"""Those of which sizes do not tell in which order inputs and outputs are stored."""
 
 
-def turn(adapter: Path) -> None:
-    """The factors of all experts as peft wrote them before 0.19: inputs and outputs are swapped."""
-    path = adapter / "adapter_model.safetensors"
-    a_name, b_name = (f"base_model.model.{SQUARE.rpartition('.')[0]}.lora_{factor}.weight" for factor in "AB")
-    count, stored = SPARSE["qwen_moe"].config["num_experts"], load_file(path)
-    a, b = stored[a_name].unflatten(0, (count, -1)), stored[b_name].unflatten(1, (-1, count))
-    swapped = {a_name: b.permute(2, 1, 0).flatten(0, 1), b_name: a.permute(2, 1, 0).flatten(1)}
-    save_file({name: tensor.contiguous() for name, tensor in {**stored, **swapped}.items()}, path)
-
-
-def test_square_experts_are_in_the_layout_of_their_version(tmp_path: Path) -> None:
-    """Experts that have as many outputs as inputs: what a version wrote, and what no version tells."""
-    case, base, lora = SPARSE["qwen_moe"], tmp_path / "base", tmp_path / "lora"
+@pytest.mark.parametrize("which", SQUARE)
+def test_square_experts_are_in_the_layout_of_their_version(which: str, tmp_path: Path) -> None:
+    """What a version wrote, what sizes or the other pair tell without it, and what neither tells."""
+    family, sizes, targets = SQUARE[which]
+    case = next(case for case in tiny.ALL if case.family == family and "expert" in str(case.config))
+    case, base, lora = replace(case, config={**case.config, **sizes}), tmp_path / "base", tmp_path / "lora"
     tiny.save(tiny.make(case), base)
-    train(lora, tiny.load(case, base), target_modules=[], target_parameters=[SQUARE])
-    expected, plain = tensors(base, lora), state(base)
-    assert any(not torch.equal(plain[name], expected[name]) for name in plain)
+    counts = (case.config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next(filter(None, counts))
+    config = {"target_modules": [], "target_parameters": targets, "use_rslora": True}
+    train(lora, tiny.load(case, base), **config).merge_and_unload().save_pretrained(tmp_path / "whole")
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    assert_near(tensors(base, lora), expected)
+    if which != "stored [in, out]":
+        rearranged(lora, count, "swapped")
+        assert_near(tensors(base, lora), expected)
     for version in ("0.19.0", None):
         edit(lora, peft_version=version)
-        with pytest.raises(rm.RotationMergeError, match="which is square, cannot be told; merge it into its base"):
-            tensors(base, lora)
-    edit(lora, peft_version="0.18.1")
-    turn(lora)
+        if which in BY_VERSION or (which == "stored [in, out]" and version):
+            with pytest.raises(rm.RotationMergeError, match="which is square, cannot be told; merge it into its base"):
+                tensors(base, lora)
+        else:
+            assert_near(tensors(base, lora), expected)
+
+
+def test_experts_grouped_in_b_as_its_trainer_packed_them(tmp_path: Path) -> None:
+    case, base, lora = SPARSE["qwen_moe"], tmp_path / "base", tmp_path / "lora"
+    tiny.save(tiny.make(case), base)
+    train(lora, tiny.load(case, base), target_modules=[], target_parameters=[GATES, OUT])
+    expected = tensors(base, lora)
+    edit(lora, lora_B_layout="rank_major")
     assert_near(tensors(base, lora), expected)
+    rearranged(lora, case.config["num_experts"], "grouped")
+    assert_near(tensors(base, lora), expected)
+    edit(lora, lora_B_layout="by_rank")
+    with pytest.raises(rm.RotationMergeError, match="'lora_B_layout' is 'by_rank', which is no known order"):
+        tensors(base, lora)
 
 
 @pytest.fixture(scope="module")
