@@ -100,10 +100,10 @@ def groups(config: MergeConfiguration) -> Iterator[Group]:
             yield Group((*path, listed), {(*path, listed, n): entry for n, entry in enumerate(entries)})
 
 
-def tokenizer_source(config: MergeConfiguration) -> str | None:
+def tokenizer_source(config: MergeConfiguration) -> ModelReference | None:
     """The model that a recipe takes its tokenizer from, if it names one."""
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    return source.model.path if isinstance(source, ModelReference) else None
+    return source if isinstance(source, ModelReference) else None
 
 
 # --- a document ------------------------------------------------------------------------------------------------------
@@ -204,7 +204,8 @@ def _entries(config: MergeConfiguration) -> Iterator[Finding]:
         except RuntimeError:
             problem = f"there is no chat template '{short(config.chat_template)}'"
             yield ("chat_template",), problem, "write auto, the name of one that mergekit has, or a template"
-    source = tokenizer_source(config)  # refused before it is searched on the hub
+    model = tokenizer_source(config)  # refused before it is searched on the hub
+    source = None if model is None else model.model.path
     if source and not os.path.exists(source) and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         path = ("tokenizer", "source") if config.tokenizer else ("tokenizer_source",)
         remedy = nearest_path(source, "name a model with its tokenizer, or write base or union")

@@ -43,7 +43,7 @@ from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Contents, Defect, check_folder
-from rotation_merge.report.integrity.mending import copy_companions
+from rotation_merge.report.integrity.mending import COPIED, complete_files
 from rotation_merge.report.plots import save_distances
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers import keep_freed_memory
@@ -238,23 +238,24 @@ OF_TOKENIZER = ("no tokenizer", "no tokenizer config", "no chat template")
 
 
 def complete(session: Session, folder: str) -> list[Defect]:
-    """Copy the base's small files that mergekit does not copy, check the written folder, and note what is found.
+    """Complete small files that mergekit leaves behind or rewrites, check the folder, and note what is found.
 
     Returns:
         The remaining defects. An error of the check itself becomes one, so that no merge is lost.
     """
-    config, copied = session.recipe.config, list[str]()
-    models = dict.fromkeys([session.recipe.base, *sorted(config.referenced_models(), key=str)])
-    parents = [session.models[model].folder for model in models]
-    without = () if session.options.copy_tokenizer or tokenizer_source(config) else OF_TOKENIZER
+    recipe, options, work = session.recipe, session.options, dict[str, str]()
+    parents, tokenizer = _parents(recipe.config, options)
+    without = () if options.copy_tokenizer or recipe.new_tokens else OF_TOKENIZER
     try:
-        copied = copy_companions(folder, parents, without)
+        work = complete_files(folder, parents, tokenizer, without)
         defects = [defect for defect in check_folder(folder, parents) if defect.kind not in without]
     except Exception as error:  # of readers and of transformers, of every kind
         problem, remedy = f"could not be checked ({short(error)})", "run 'rotation-merge doctor'"
         defects = [Defect("not checked", problem, os.path.basename(folder), remedy, fatal=False)]
-    if copied:
+    if copied := [file for file, kind in work.items() if kind == COPIED]:
         session.run.note(f"Copied from a parent: {', '.join(copied)}.")
+    if corrected := [f"{file} ({kind})" for file, kind in work.items() if kind != COPIED]:
+        session.run.note(f"Corrected: {', '.join(corrected)}.")
     for defect in defects:
         session.run.note(f"Check of the output: {defect.line}.")
     return defects
@@ -262,10 +263,17 @@ def complete(session: Session, folder: str) -> list[Defect]:
 
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
     """Look at the output of another method of mergekit's; nothing is changed."""
-    models = dict.fromkeys([*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)])
-    parents = list(filter(None, (folder_of(model.model, options.transformers_cache) for model in models)))
-    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, parents)]
+    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, _parents(config, options)[0])]
     say(lines or [f"rotation_merge: {folder} is complete"])
+
+
+def _parents(config: MergeConfiguration, options: MergeOptions) -> tuple[list[str], str]:
+    """Folders of a recipe's models, the base's first, and the one that the tokenizer comes from."""
+    source = tokenizer_source(config)
+    models = [*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str), *filter(None, [source])]
+    folders = {model: folder_of(model.model, options.transformers_cache) for model in models}
+    known = list(dict.fromkeys(filter(None, folders.values())))
+    return known, folders.get(source or models[0]) or known[0]
 
 
 def say(lines: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 import yaml
 from cli_support import run as command
 from click.testing import CliRunner, Result
-from faults_support import read, whole
+from faults_support import END, read, whole
 from interrupted_support import forked
 from mergekit import card, merge
 from mergekit.common import ModelReference
@@ -34,6 +34,7 @@ from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.run import merge_recipe
 from rotation_merge.model import contents
 from rotation_merge.report.integrity import check_folder
+from rotation_merge.report.integrity.mending import mend
 from rotation_merge.workers import listening
 
 Pair = tuple[Path, Path]
@@ -260,6 +261,90 @@ def test_what_a_parent_has_wrong_is_said(parents: Pair, tmp_path: Path) -> None:
     notes = checked(parents, tmp_path / "out")
     assert "special id beyond the vocabulary" in notes
     assert "as in a parent" in notes
+
+
+LEGACY = ("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+"""Files of a tokenizer that transformers 5 reads and does not write."""
+
+
+@pytest.fixture
+def chat(parents: Pair) -> Pair:
+    """A base that ends text with `</s>`, and a chat model that ends turns with two more tokens."""
+    base, tuned = parents
+    (base / "chat_template.jinja").unlink()
+    edit(base / "tokenizer_config.json", eos_token="</s>")
+    edit(base / "config.json", bos_token_id=0, eos_token_id=1)
+    for folder, ends in ((base, 1), (tuned, [4, 3])):
+        edit(folder / "generation_config.json", eos_token_id=ends)
+        for name in LEGACY:
+            (folder / name).write_text("{}")
+    return base, tuned
+
+
+def of_other_order(folder: Path) -> None:
+    """Let the tokens of a model stand at other ids, in its config, too."""
+    content = read(folder / "tokenizer.json")
+    last = len(content["model"]["vocab"]) - 1
+    content["model"]["vocab"] = {word: last - number for word, number in content["model"]["vocab"].items()}
+    edit(folder / "tokenizer.json", **content)
+    edit(folder / "config.json", bos_token_id=last, eos_token_id=last - 4)
+    edit(folder / "generation_config.json", bos_token_id=last, pad_token_id=last - 2, eos_token_id=[last - 4, last - 3])
+
+
+@pytest.mark.parametrize(
+    ("source", "template", "reordered"),
+    [
+        (None, None, False),
+        ("base", None, False),
+        ("union", None, True),
+        ("tuned", None, False),
+        ("tuned", None, True),
+        ("base", "auto", False),
+        (None, "chatml", False),
+    ],
+)
+def test_template_and_ends_of_turns_go_together(
+    source: str | None, template: str | None, reordered: bool, chat: Pair, tmp_path: Path
+) -> None:
+    """In the configs and the tokenizer, beside the base's; the files of an unchanged tokenizer stay as they are."""
+    base, tuned = chat
+    if reordered:
+        of_other_order(tuned)
+    keys = {"chat_template": template} if template else {}
+    if source:
+        keys["tokenizer"] = {"source": str(tuned) if source == "tuned" else source}
+    notes, out = checked(chat, tmp_path / "out", **keys), tmp_path / "out"
+    assert "Check of the output" not in notes
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    names = ["</s>", END] if template == "chatml" else ["</s>", END, "<|im_start|>"]
+    assert tokenizer.eos_token == ("</s>" if template == "chatml" else END)
+    expected = sorted(map(tokenizer.convert_tokens_to_ids, names))
+    for file in ("config.json", "generation_config.json"):
+        assert read(out / file)["eos_token_id"] == expected
+        assert read(out / file)["bos_token_id"] == tokenizer.convert_tokens_to_ids("<s>")
+    origin = tuned if source == "tuned" else base
+    files = ("tokenizer.json", *LEGACY) if tokenizer.eos_token == origin else ("tokenizer.json", "tokenizer.model")
+    assert all((out / name).read_bytes() == (origin / name).read_bytes() for name in files)
+    assert all((out / name).exists() for name in LEGACY)
+
+
+def test_stock_merges_are_told_what_they_lack(
+    chat: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
+    base, tuned = chat
+    recipe = {"merge_method": "linear", "base_model": str(base), "tokenizer": {"source": str(tuned)}}
+    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in chat]
+    with caplog.at_level(logging.INFO):
+        merge_recipe(yaml.safe_dump({**recipe, "models": models}), str(out := tmp_path / "out"))
+    for words in ("end of text: ", f"turns end with '{END}' (4), '<|im_start|>' (3)", "incomplete tokenizer: "):
+        assert words in caplog.text, words
+    assert not (out / "tokenizer.model").exists()
+    assert {line.partition(":")[0] for line in mend(str(out), list(map(str, chat)))} == {
+        *LEGACY,
+        *("config.json", "generation_config.json"),
+    }
+    assert check_folder(str(out), list(map(str, chat))) == []
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from cli_support import output_of
-from faults_support import FAMILIES, FAULTS, INDEX, read, write
+from faults_support import CONFIG, END, FAMILIES, FAULTS, GENERATION, INDEX, TEMPLATE, TOKENIZER, TOKENS, read, write
 from plugin_support import files_of
 from safetensors.torch import load_file, save_file
-from test_planted_faults import copies
+from test_planted_faults import copies, sound
 from tiny_models import ALL, Case, make
 from transformers import AutoModelForCausalLM
 
@@ -127,6 +128,63 @@ def test_a_small_file_that_is_damaged_stays(tmp_path: Path) -> None:
     (merge / "generation_config.json").write_text("[]")
     assert mend(str(merge), [str(parent)]) == ["config.json: end of text"]
     assert [defect.kind for defect in check_folder(str(merge), [str(parent)])] == ["damaged file"]
+
+
+ENDS = ("<turn|>", "<|return|>", "<|END_OF_TURN_TOKEN|>", "<|im_end|>", "<|eot_id|>", "</s>")
+SPOKEN = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{{ '\\n' }}{% endfor %}"
+
+
+def with_template(folder: Path, template: str, end: str = END, **generation: object) -> Path:
+    """A whole folder whose turns end with a token that its config and tokenizer do not end text with."""
+    shutil.copytree(sound("llama"), folder)
+    for file in (TOKENIZER, TOKENS):
+        text = (folder / file).read_text().replace("</s>", "</old>").replace(END, end)
+        (folder / file).write_text(text)
+    (folder / TEMPLATE).write_text(template)
+    write(folder / TOKENS, {**read(folder / TOKENS), "eos_token": "</old>"})
+    write(folder / CONFIG, {**read(folder / CONFIG), "eos_token_id": 1})
+    write(folder / GENERATION, {"eos_token_id": 1, **generation})
+    return folder
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_turns_end_with_the_last_special_token_that_the_template_writes(end: str, tmp_path: Path) -> None:
+    """Whatever its name is; it is added to the ids that end text."""
+    folder = with_template(tmp_path / "chat", SPOKEN.replace(END, end), end)
+    (defect,) = check_folder(str(folder))
+    assert (defect.kind, defect.where) == ("end of text", GENERATION)
+    assert f"'{end}' (4), eos_token_id is 1" in defect.what
+    mend(str(folder))
+    assert [read(folder / file)["eos_token_id"] for file in (CONFIG, GENERATION)] == [[1, 4], [1, 4]]
+    assert check_folder(str(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "expected"),
+    [
+        (SPOKEN, [1, 4], None),
+        (SPOKEN.replace(END, END + "</old>"), 1, None),
+        (SPOKEN.replace(END, END + "<pad>"), 1, "'<pad>' (2), eos_token_id is 1"),
+        (SPOKEN.replace(END, "{{ eos_token }}"), 1, None),
+        (SPOKEN.replace(END, "{{ pad_token }}"), 1, "'<pad>' (2), eos_token_id is 1"),
+        (SPOKEN.replace("m.content", "m.content[0].text"), 1, f"'{END}' (4), eos_token_id is 1"),
+        (SPOKEN, None, f"'{END}' (4), eos_token_id is not set"),
+        ("{{ raise_exception('no system turn') }}", 1, None),
+        ("{{ messages[7].content.text }}", 1, "fails on a question with its answer"),
+        ("{% endfor %}", 1, "unknown tag 'endfor'"),
+    ],
+)
+def test_templates_are_rendered(template: str, ends: object, expected: str | None, tmp_path: Path) -> None:
+    """One token after a turn that ends text is enough; turns may be lists of parts; what cannot be rendered is a line."""
+    folder = with_template(tmp_path / "chat", template, eos_token_id=ends)
+    assert [expected in defect.what for defect in check_folder(str(folder))] == [True] * (expected is not None)
+
+
+def test_several_ends_stay(tmp_path: Path) -> None:
+    """An id that no row stands for is replaced alone."""
+    folder = with_template(tmp_path / "chat", SPOKEN, eos_token_id=[4, 2, 128009])
+    mend(str(folder))
+    assert read(folder / GENERATION)["eos_token_id"] == [4, 2, 1]
 
 
 def test_the_docs_count_the_faults() -> None:

@@ -11,10 +11,13 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin import METHOD
+from rotation_merge.model.contents import Contents
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
+from rotation_merge.report.integrity.tokens import ids_in
+from rotation_merge.report.integrity.turns import ends_of_text
 from rotation_merge.run.proof import LARGEST
 from rotation_merge.workers import Progress
 
@@ -43,7 +46,7 @@ def of_pairs(case: Case, progress: Progress | None) -> Iterator[Cause]:
             continue
         anchor, donor = case.models[case.parents[0]], case.models[name]
         if not (case.recipe.get("tokenizer") or case.recipe.get("tokenizer_source")):
-            yield from _vocabulary(anchor, donor)
+            yield from _vocabulary(case, anchor, donor)
         yield from _config(anchor, donor)
         yield from _coordinates(case, anchor, donor, progress)
 
@@ -58,15 +61,17 @@ def _check_fit(case: Case, name: str) -> None:
         open_pair(case.parents[0], name, NOTHING, excluded=excluded, words=False)
 
 
-def _vocabulary(anchor: View, donor: View) -> Iterator[Cause]:
+def _vocabulary(case: Case, anchor: View, donor: View) -> Iterator[Cause]:
     (moved, whole), name = moved_tokens(anchor, donor), str(donor.reference)
     if moved:
         problem = f"{moved} of {whole} tokens have other ids than in {anchor.reference}: rows of different words meet"
         remedy = "add 'tokenizer: {source: base}' to the recipe"
         yield Cause("tokenizer order", min(0.95, 0.6 + 0.35 * moved / whole), problem, name, remedy)
-    first, second = (model.config.get("eos_token_id") for model in (anchor, donor))
-    if None not in (first, second) and first != second:
-        problem = f"eos_token_id is {second}, in {anchor.reference} {first}: text may not end"
+    first, second = (set(ids_in(model.config.get("eos_token_id"))) for model in (anchor, donor))
+    merged = set() if case.merged is None else ends_of_text(Contents(case.merged))
+    if first and second and first != second and not first | second <= merged:
+        ids = (", ".join(map(str, sorted(ids))) for ids in (second, first))
+        problem = f"eos_token_id is {next(ids)}, in {anchor.reference} {next(ids)}: text may not end"
         remedy = "set eos_token_id in the merge's generation_config.json to both"
         yield Cause("end of text", 0.3, problem, name, remedy)
 

@@ -14,6 +14,7 @@ from rotation_merge.report.integrity.defect import Defect
 from rotation_merge.report.integrity.fields import check_fields
 from rotation_merge.report.integrity.keys import check_keys
 from rotation_merge.report.integrity.tokens import check_tokens
+from rotation_merge.report.integrity.turns import check_turns
 from rotation_merge.report.integrity.weight_files import check_weight_files
 
 __all__ = ["Contents", "Defect", "check_folder"]
@@ -45,6 +46,7 @@ def _defects(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect
     if not contents.is_adapter:
         yield from check_fields(contents, parents)
         yield from check_keys(contents, parents)
-    yield from check_tokens(contents)
+    yield from check_tokens(contents, parents)
     if not contents.is_adapter:
+        yield from check_turns(contents, parents)
         yield from check_companions(contents, parents)

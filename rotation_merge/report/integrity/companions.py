@@ -8,21 +8,24 @@ from fnmatch import fnmatch
 
 from rotation_merge.errors import named
 from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, Contents
-from rotation_merge.report.integrity.defect import Defect, file_copy
+from rotation_merge.model.vocabulary import tokenizer_in
+from rotation_merge.report.integrity.defect import Corrections, Defect, file_copy, json_entries
 from rotation_merge.report.integrity.keys import embedding_rows
-from rotation_merge.report.integrity.tokens import TEMPLATE_JSON, templates_of
+from rotation_merge.report.integrity.tokens import SPECIAL_MAP, Vocabulary, same_vocabulary_files, special_tokens
+from rotation_merge.report.integrity.turns import TEMPLATE_FILES, TEMPLATE_JSON, main_template, templates_of
 
 VOCABULARY_FILES = (
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-    *("sentencepiece.bpe.model", "*.tiktoken"),
+    *("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "*.tiktoken", "tekken.json", "*.spm", "*.bpe"),
 )
-TOKENIZER_FILES = (*VOCABULARY_FILES, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (*VOCABULARY_FILES, TOKENIZER_CONFIG, SPECIAL_MAP, "added_tokens.json", "normalizer.json")
 PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "feature_extractor.json"),
     "image_processor.json",
 )
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*")
 TEMPLATES = ("*.jinja", TEMPLATE_JSON)
+COPY = "copy it ('--mend')"
 
 
 def check_companions(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
@@ -33,45 +36,108 @@ def check_companions(contents: Contents, parents: Sequence[Contents]) -> Iterato
     of_kind = [parent for parent in parents if parent.config.get("model_type") == kind_of_model]
     tokenizer = _matching(contents, VOCABULARY_FILES)
     tokenizers = [parent for parent in parents if _matching(parent, VOCABULARY_FILES)]
-    with_template = [parent for parent in parents if templates_of(parent) and not templates_of(contents)]
     for kind, sources, needed, copied, fatal in (
-        ("no tokenizer", fitting, VOCABULARY_FILES, TOKENIZER_FILES, True),
-        ("no tokenizer config", fitting if tokenizer else [], (TOKENIZER_CONFIG,), (TOKENIZER_CONFIG,), True),
-        ("no chat template", with_template[:1], TEMPLATES, TEMPLATES, with_template[:1] == [*parents[:1]]),
-        ("no processor", of_kind, PROCESSOR_FILES, PROCESSOR_FILES, True),
-        ("no generation config", parents[:1], (GENERATION,), (GENERATION,), False),
-        ("no sentence-transformers modules", parents[:1], ("modules.json",), SENTENCE_FILES, True),
+        ("tokenizer", fitting, VOCABULARY_FILES, TOKENIZER_FILES, True),
+        ("tokenizer config", fitting if tokenizer else [], (TOKENIZER_CONFIG,), (TOKENIZER_CONFIG,), True),
+        ("processor", of_kind, PROCESSOR_FILES, PROCESSOR_FILES, True),
+        ("generation config", parents[:1], (GENERATION,), (GENERATION,), False),
+        ("sentence-transformers modules", parents[:1], ("modules.json",), SENTENCE_FILES, True),
     ):
         source = next((parent for parent in sources if _matching(parent, needed)), None)
+        names = [] if source is None else _absent(contents, source, copied)
         if source is not None and not _matching(contents, needed):
-            yield _lacking(kind, contents, source, _matching(source, copied), fatal)
+            yield _lacking(f"no {kind}", source, names, fatal)
+        elif source is not None and names and kind == "processor" and not _in_one_file(contents):
+            yield _lacking("incomplete processor", source, names, fatal=False)
     if tokenizers and not tokenizer and not any(parent in fitting for parent in tokenizers):
         problem = "it is missing, and the parents' have another vocabulary size"
         yield Defect("no tokenizer", problem, "tokenizer.json", "copy the one that the merge was made with")
-    if with_template and not _matching(with_template[0], TEMPLATES) and TOKENIZER_CONFIG in contents.names:
-        problem = f"a parent has one in its {TOKENIZER_CONFIG}"
-        yield Defect("no chat template", problem, TOKENIZER_CONFIG, "copy it")
+    yield from _tokenizer_files(contents, tokenizers)
+    yield from _no_template(contents, parents)
+
+
+def _no_template(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """No chat template, where a parent has one."""
+    source = next((parent for parent in parents if templates_of(parent)), None)
+    if source is None or templates_of(contents):
+        return
+    if files := _matching(source, TEMPLATES):
+        yield _lacking("no chat template", source, files, fatal=source is parents[0])
+    elif contents.has(TOKENIZER_CONFIG):
+        problem, template = f"a parent has one in its {TOKENIZER_CONFIG}", source.mapping(TOKENIZER_CONFIG)
+        corrections = json_entries(TOKENIZER_CONFIG, {"chat_template": template["chat_template"]})
+        yield Defect("no chat template", problem, TOKENIZER_CONFIG, COPY, corrections=corrections)
+
+
+def _tokenizer_files(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """Files that are missing of a tokenizer which is that of a parent."""
+    for parent in parents if _matching(contents, VOCABULARY_FILES) else ():
+        names = _absent(contents, parent, (*TOKENIZER_FILES, *TEMPLATES))
+        if not names:
+            continue
+        copies = tokenizer_copies(contents, parent)
+        if names := [name for name in names if name in copies and name not in TEMPLATE_FILES]:
+            yield _lacking("incomplete tokenizer", parent, names, fatal=False)
+            return
+
+
+def tokenizer_copies(contents: Contents, parent: Contents) -> Corrections:
+    """Copies the files of a parent's tokenizer, if its tokens and special tokens are the folder's; else nothing.
+
+    A chat template of another model stays, with the tokenizer's config, which may hold it.
+    """
+    roles, known = special_tokens(contents), special_tokens(parent)
+    if any(roles.get(role, token) != token for role, token in known.items()) or not _same_tokens(contents, parent):
+        return {}
+    same_template = main_template(contents) == main_template(parent)
+    names = set(_matching(parent, (*TOKENIZER_FILES, *TEMPLATES)))
+    if not same_template:
+        names -= {*_matching(parent, TEMPLATES), TOKENIZER_CONFIG}
+    return {name: file_copy(parent.path(name)) for name in sorted(names)}
+
+
+def _same_tokens(contents: Contents, parent: Contents) -> bool:
+    """Whether two tokenizers have the same tokens at the same ids; of sentencepiece models that they are loaded for."""
+    if same_vocabulary_files(contents, parent):
+        return True
+    vocabularies = []
+    for folder in (contents, parent):
+        vocabulary = Vocabulary.of(folder)
+        tokenizer = None if vocabulary.whole else tokenizer_in(folder.folder)
+        vocabularies.append(vocabulary.ids if tokenizer is None else tokenizer.get_vocab())
+    return bool(vocabularies[0]) and vocabularies[0] == vocabularies[1]
+
+
+def _in_one_file(contents: Contents) -> bool:
+    """Whether the processor's config holds those of its parts, as transformers 5 writes it."""
+    return not {"image_processor", "feature_extractor"}.isdisjoint(contents.mapping("processor_config.json"))
 
 
 def _matching(contents: Contents, patterns: Collection[str]) -> list[str]:
     return sorted(name for name in contents.names if any(fnmatch(name, pattern) for pattern in patterns))
 
 
-def _lacking(kind: str, contents: Contents, parent: Contents, names: Sequence[str], fatal: bool = True) -> Defect:
-    copies = {name: file_copy(parent.path(name)) for name in names if name not in contents.names}
-    return Defect(kind, f"a parent has {named(copies)}", next(iter(copies)), "copy it ('--mend')", fatal, copies)
+def _absent(contents: Contents, parent: Contents, patterns: Collection[str]) -> list[str]:
+    """Files of a parent that the folder lacks."""
+    return [name for name in _matching(parent, patterns) if name not in contents.names]
+
+
+def _lacking(kind: str, parent: Contents, names: Sequence[str], fatal: bool = True) -> Defect:
+    copies = {name: file_copy(parent.path(name)) for name in names}
+    return Defect(kind, f"a parent has {named(copies)}", next(iter(copies)), COPY, fatal, copies)
 
 
 def _code(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Python files that the config has transformers load."""
-    mapped = contents.config.get("auto_map")
-    places = map(str, mapped.values() if isinstance(mapped, dict) else ())
+    mapped = (contents.mapping(file).get("auto_map") for file in (CONFIG, TOKENIZER_CONFIG))
+    classes = [name for entry in mapped if isinstance(entry, dict) for name in entry.values()]
+    places = [str(place) for name in classes for place in (name if isinstance(name, list) else [name]) if place]
     absent = sorted({f"{place.partition('.')[0]}.py" for place in places if "--" not in place} - contents.names)
     if not absent:
         return
     parent = next((parent for parent in parents if set(absent) <= parent.names), None)
     if parent is not None:
         code = sorted(name for name in parent.names if re.fullmatch(r"[\w./-]+\.py", name))
-        yield _lacking("no custom code", contents, parent, code)
+        yield _lacking("no custom code", parent, [name for name in code if name not in contents.names])
     else:
         yield Defect("no custom code", f"'auto_map' names {named(absent)}", CONFIG, "copy it from a parent")

@@ -12,7 +12,11 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import locked
 from rotation_merge.model.writing import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
-from rotation_merge.report.integrity.companions import check_companions
+from rotation_merge.report.integrity.companions import check_companions, tokenizer_copies
+from rotation_merge.report.integrity.tokens import check_ids
+from rotation_merge.report.integrity.turns import check_turns
+
+COPIED = "copied from a parent"
 
 ROUNDS = 6
 """Defects may hide others, such as a damaged index those of the config; so often a folder is looked at again."""
@@ -44,14 +48,29 @@ def mended_copy(folder: str, out: str, parents: Sequence[str]) -> list[str]:
         return mend(staging, parents)
 
 
-def copy_companions(folder: str, parents: Sequence[str], without: Collection[str]) -> list[str]:
-    """Copy the small files that parents have and a folder that is being written lacks; gives their names.
+def complete_files(folder: str, parents: Sequence[str], tokenizer: str, without: Collection[str]) -> dict[str, str]:
+    """Complete the small files of a folder that is being written.
+
+    A tokenizer whose tokens and special tokens are unchanged is copied byte for byte; then the files come that parents
+    have and the folder lacks; then ids of tokens are set to what vocabulary and chat template need.
 
     Args:
+        parents: folders of the merged models, the base first.
+        tokenizer: the folder that the tokenizer comes from.
         without: kinds of defects that stay.
+
+    Returns:
+        What was done, by file.
     """
-    defects = check_companions(Contents(folder), [Contents(parent) for parent in parents])
-    return list(_correct(folder, (defect for defect in defects if defect.kind not in without)))
+    known, work = [Contents(parent) for parent in parents], dict[str, str]()
+    for name, copy in tokenizer_copies(Contents(folder), Contents(tokenizer)).items():
+        copy(os.path.join(folder, name))
+    for check in (check_companions, check_ids, check_turns):
+        defects = (defect for defect in check(Contents(folder), known) if defect.kind not in without)
+        work |= {
+            file: COPIED if check is check_companions else kind for file, kind in _correct(folder, defects).items()
+        }
+    return work
 
 
 def _correct(folder: str, defects: Iterable[Defect]) -> dict[str, str]:

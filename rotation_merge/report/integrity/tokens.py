@@ -1,26 +1,27 @@
-"""Ids and names of tokens against the vocabulary that the model has: tokenizer, special tokens, chat template."""
+"""Ids and names of tokens against the vocabulary that the model has: config, tokenizer, special tokens."""
 
 from __future__ import annotations
 
+import filecmp
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from rotation_merge.errors import named, short
+from rotation_merge.errors import named
 from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, TOKENIZER_JSON, Contents
-from rotation_merge.report.integrity.defect import Defect, json_entries
+from rotation_merge.report.integrity.defect import Corrections, Defect, json_entries
 from rotation_merge.report.integrity.keys import embedding_rows, settings_of
 
 ADDED, VOCABULARY, WORDS = "added_tokens.json", "vocab.json", "vocab.txt"
-TEMPLATE_JSON = "chat_template.json"
+SPECIAL_MAP = "special_tokens_map.json"
+VOCABULARIES = (TOKENIZER_JSON, "tokenizer.model", VOCABULARY, WORDS, ADDED, "spiece.model")
+"""Files that hold tokens."""
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens")
-SPECIAL = re.compile(r"<\|[\w-]{1,40}\|>|<(?:start|end)_of_\w+>|</s>")
-"""Tokens as chat templates write them."""
-GENERATION_BLOCK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag of transformers' own, which plain Jinja does not know."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,24 @@ class Vocabulary:
     ids: Mapping[str, int]
     whole: bool
 
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Tokens by id."""
+        return {number: token for token, number in self.ids.items()}
+
     @classmethod
     def of(cls, contents: Contents) -> Vocabulary:
+        """The vocabulary of a folder, read once."""
+        if contents not in _vocabularies:
+            _vocabularies[contents] = cls._read(contents)
+        return _vocabularies[contents]
+
+    @classmethod
+    def _read(cls, contents: Contents) -> Vocabulary:
         content = contents.mapping(TOKENIZER_JSON)
         model = content.get("model")
         files = [_entries(model.get("vocab") if isinstance(model, dict) else None)]
-        files.append({_name(token): token.get("id") for token in _dicts(content.get("added_tokens"))})
+        files.append({token_name(token): token.get("id") for token in dicts(content.get("added_tokens"))})
         if TOKENIZER_JSON not in contents.names:
             files = [_entries(contents.mapping(VOCABULARY))]
             if VOCABULARY not in contents.names:
@@ -48,16 +61,20 @@ class Vocabulary:
         whole = any(files)
         decoder = contents.mapping(TOKENIZER_CONFIG).get("added_tokens_decoder")
         numbered = decoder.items() if isinstance(decoder, dict) else ()
-        files += [contents.mapping(ADDED), {_name(token): int(key) for key, token in numbered if key.isdigit()}]
+        files += [contents.mapping(ADDED), {token_name(token): int(key) for key, token in numbered if key.isdigit()}]
         pairs = {token: number for file in files for token, number in file.items()}
         return cls({token: number for token, number in pairs.items() if token and type(number) is int}, whole)
 
 
-def _dicts(content: Any) -> list[dict[str, Any]]:
+_vocabularies: WeakKeyDictionary[Contents, Vocabulary] = WeakKeyDictionary()
+
+
+def dicts(content: Any) -> list[dict[str, Any]]:
+    """The objects of a JSON list; none of something else."""
     return [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
 
 
-def _name(token: Any) -> str:
+def token_name(token: Any) -> str:
     """A token's text, which may stand in an object; empty where it is none."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else ""
@@ -68,10 +85,11 @@ def _entries(content: Any) -> dict[str, Any]:
     if isinstance(content, dict):
         return content
     listed = content if isinstance(content, list) else []
-    return {_name(entry[0] if isinstance(entry, list) and entry else entry): at for at, entry in enumerate(listed)}
+    tokens = (entry[0] if isinstance(entry, list) and entry else entry for entry in listed)
+    return {token_name(token): number for number, token in enumerate(tokens)}
 
 
-def check_tokens(contents: Contents) -> Iterator[Defect]:
+def check_tokens(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Look at every id and every name of a token."""
     for name in (TOKENIZER_JSON, VOCABULARY, ADDED, TOKENIZER_CONFIG, GENERATION):
         contents.mapping(name)
@@ -83,17 +101,16 @@ def check_tokens(contents: Contents) -> Iterator[Defect]:
     if rows is not None:
         yield from _tokens_beyond(vocabulary, rows)
         yield from _ids_beyond(contents, vocabulary, rows)
-    names: dict[int, str] = {}
     twice = (
-        (names[number], token) for token, number in vocabulary.ids.items() if names.setdefault(number, token) != token
+        (vocabulary.names[number], token)
+        for token, number in vocabulary.ids.items()
+        if vocabulary.names[number] != token
     )
     for pair in list(twice)[:1]:
         yield Defect("id twice", f"{pair} have one id", TOKENIZER_JSON, "copy a parent's tokenizer")
     if vocabulary.whole:
         yield from _unknown_names(contents, vocabulary)
-    yield from _end_of_text(contents, vocabulary)
-    for file, template in templates_of(contents).items():
-        yield from _template(vocabulary, file, template)
+        yield from check_ids(contents, parents)
 
 
 def _tokens_beyond(vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
@@ -107,25 +124,100 @@ def _tokens_beyond(vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
 def _ids_beyond(contents: Contents, vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
     """Ids of special tokens without rows, except defaults of the class; mended where the tokenizer says them."""
     usual = _defaults(contents)
-    known = {f"{role}_id": vocabulary.ids.get(name, rows) for role, name in _special(contents).items()}
+    by_role = _ids_by_role(contents, vocabulary)
     for file in (CONFIG, GENERATION):
-        above = {path: id_ for path, id_ in _stated(contents.mapping(file), usual) if id_ >= rows}
-        entries = {path: known.get(path.rpartition(".")[2], rows) for path in above}
-        corrections = json_entries(file, entries if max(entries.values(), default=rows) < rows else {})
-        if above:
-            problem = f"{named(f'{path} {id_}' for path, id_ in above.items())}: embeddings have {rows} rows"
-            remedy = "set what the tokenizer says ('--mend')"
+        stated = {path: ids for path, ids in _stated(contents.mapping(file), usual) if max(ids) >= rows}
+        numbers = {
+            path: dict.fromkeys((id_ for id_ in ids if id_ >= rows), by_role.get(_entry(path), rows))
+            for path, ids in stated.items()
+        }
+        known = all(number < rows for ids in numbers.values() for number in ids.values())
+        corrections = _renumbered(contents, file, numbers) if known else {}
+        if numbers:
+            above = (f"{path} {id_}" for path, ids in numbers.items() for id_ in ids)
+            problem, remedy = f"{named(above)}: embeddings have {rows} rows", "set what the tokenizer says ('--mend')"
             yield Defect("special id beyond the vocabulary", problem, file, remedy, corrections=corrections)
 
 
-def _stated(content: Mapping[str, Any], usual: Mapping[str, list[Any]], before: str = "") -> Iterator[tuple[str, int]]:
-    """Ids of tokens in a file, by path, without the usual values of an entry."""
+def check_ids(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """Ids of special tokens that come from a parent with another vocabulary, where they are ids of other tokens."""
+    vocabulary, others = (
+        Vocabulary.of(contents),
+        [parent for parent in parents if not same_vocabulary_files(contents, parent)],
+    )
+    by_role = _ids_by_role(contents, vocabulary)
+    for file in (CONFIG, GENERATION) if others else ():
+        numbers: dict[str, dict[int, int]] = {}
+        words: list[str] = []
+        for path, ids in _stated(contents.mapping(file), {}):
+            sources = [parent for parent in parents if dict(_stated(parent.mapping(file), {})).get(path) == ids]
+            names = [Vocabulary.of(parent).names for parent in sources]
+            for id_ in ids:
+                name, tokens = vocabulary.names.get(id_), [known[id_] for known in names if id_ in known]
+                if name is not None and tokens and name not in tokens:
+                    words.append(f"{path} {id_} is '{name}', in {sources[0].folder} '{tokens[0]}'")
+                    number = vocabulary.ids.get(tokens[0], by_role.get(_entry(path)))
+                    numbers.setdefault(path, {})[id_] = id_ if number is None else number
+        if words:
+            corrections, remedy = _renumbered(contents, file, numbers), "set what the tokenizer says ('--mend')"
+            yield Defect("id of another token", named(words), file, remedy, corrections=corrections)
+
+
+def same_vocabulary_files(contents: Contents, parent: Contents) -> bool:
+    """Whether the files of a vocabulary are equal, so that they need not be read."""
+    names = [name for name in VOCABULARIES if contents.has(name) or parent.has(name)]
+    same = (
+        contents.has(name) and parent.has(name) and filecmp.cmp(contents.path(name), parent.path(name), shallow=False)
+        for name in names
+    )
+    return bool(names) and all(same)
+
+
+def _ids_by_role(contents: Contents, vocabulary: Vocabulary) -> dict[str, int]:
+    """Ids of the tokenizer's special tokens, by the entry that states them in a config."""
+    names = special_tokens(contents).items()
+    return {f"{role}_id": vocabulary.ids[name] for role, name in names if name in vocabulary.ids}
+
+
+def _entry(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _renumbered(contents: Contents, file: str, numbers: Mapping[str, Mapping[int, int]]) -> Corrections:
+    """Sets new ids in a file.
+
+    Args:
+        numbers: the new number by the present one, by the path of the entry; other ids of a list stay.
+    """
+    entries: dict[str, int | list[int]] = {}
+    for path, value in _values(contents.mapping(file)):
+        new = numbers.get(path, {})
+        if isinstance(value, list):
+            entries[path] = list(dict.fromkeys(new.get(id_, id_) for id_ in value))
+        else:
+            entries[path] = new.get(value, value)
+    return json_entries(file, {path: value for path, value in entries.items() if numbers.get(path)})
+
+
+def _values(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries of a file that state ids of tokens, by path."""
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _stated(value, usual, f"{before}{key}.")
-        elif ID.fullmatch(key) and value not in usual.get(key, ()):
-            numbers = value if isinstance(value, list) else [value]
-            yield from ((before + key, number) for number in numbers if type(number) is int)
+            yield from _values(value, f"{before}{key}.")
+        elif ID.fullmatch(key):
+            yield before + key, value
+
+
+def _stated(content: Mapping[str, Any], usual: Mapping[str, list[Any]]) -> Iterator[tuple[str, list[int]]]:
+    """Ids of tokens in a file, by path, without the usual values of an entry."""
+    for path, value in _values(content):
+        if value not in usual.get(_entry(path), ()) and (ids := ids_in(value)):
+            yield path, ids
+
+
+def ids_in(value: Any) -> list[int]:
+    """The ids that an entry of a config states: one, a list, or none."""
+    return [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
 
 
 def _defaults(contents: Contents) -> dict[str, list[Any]]:
@@ -142,63 +234,22 @@ def _defaults(contents: Contents) -> dict[str, list[Any]]:
     return defaults
 
 
-def _special(contents: Contents) -> dict[str, str]:
-    """Special tokens by role, as the tokenizer's config names them."""
-    names = {role: _name(contents.mapping(TOKENIZER_CONFIG).get(role)) for role in ROLES}
+def special_tokens(contents: Contents) -> dict[str, str]:
+    """Special tokens by role, as transformers takes them from the tokenizer's files."""
+    settings = contents.mapping(TOKENIZER_CONFIG)
+    if "added_tokens_decoder" not in settings:
+        settings = {**settings, **contents.mapping(SPECIAL_MAP)}
+    names = {role: token_name(settings.get(role)) for role in ROLES}
     return {role: name for role, name in names.items() if name}
 
 
 def _unknown_names(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
-    names = {name: role for role, name in _special(contents).items()}
+    names = {name: role for role, name in special_tokens(contents).items()}
     for key in LISTS:
         tokens = contents.mapping(TOKENIZER_CONFIG).get(key)
         listed = tokens.values() if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else ()
-        names |= {name: key for name in map(_name, listed) if name}
+        names |= {name: key for name in map(token_name, listed) if name}
     if unknown := [f"{role} '{name}'" for name, role in names.items() if name not in vocabulary.ids]:
         problem = f"{named(unknown)}: the tokenizer has no such token, and would add it behind the vocabulary"
         remedy = "copy this file and tokenizer.json from one model"
         yield Defect("unknown special token", problem, TOKENIZER_CONFIG, remedy)
-
-
-def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
-    """Tokens that should end writing and do not: the tokenizer's, and one with which a template ends turns."""
-    ids, stated = vocabulary.ids, contents.mapping(GENERATION).get("eos_token_id", contents.config.get("eos_token_id"))
-    ends = {number for number in (stated if isinstance(stated, list) else [stated]) if type(number) is int}
-    names = [_special(contents).get("eos_token", "")] if vocabulary.whole else []
-    for template in templates_of(contents).values():
-        closing = [token for token in SPECIAL.findall(template) if token in ids and re.search("end|eot", token)]
-        if closing and "eos_token" not in template and not ends & {ids[token] for token in closing}:
-            names.append(closing[-1])
-    endless = {name: ids[name] for name in names if name in ids and ids[name] not in ends}
-    if ends and endless:
-        file = GENERATION if contents.mapping(GENERATION) else CONFIG  # a damaged one stays
-        words, known = named(f"'{name}' ({number})" for name, number in endless.items()), named(map(str, sorted(ends)))
-        corrections = json_entries(file, {"eos_token_id": sorted(ends.union(endless.values()))})
-        problem = f"text or turns end with {words}, eos_token_id is {known}"
-        yield Defect("end of text", problem, file, "add its id ('--mend')", fatal=False, corrections=corrections)
-
-
-def templates_of(contents: Contents) -> dict[str, str]:
-    """Chat templates by file."""
-    templates: dict[str, Any] = {name: contents.text(name) for name in contents.names if name.endswith(".jinja")}
-    for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
-        template = contents.mapping(file).get("chat_template")
-        templates[file] = next((entry.get("template") for entry in _dicts(template)), template)
-    return {name: text for name, text in sorted(templates.items()) if text and isinstance(text, str)}
-
-
-def _template(vocabulary: Vocabulary, file: str, template: str) -> Iterator[Defect]:
-    """A template that is no Jinja, or writes unknown tokens."""
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
-        environment.parse(GENERATION_BLOCK.sub("", template))
-    except TemplateSyntaxError as error:
-        yield Defect("broken chat template", short(error), file, "copy a parent's")
-        return
-    tokens = dict.fromkeys(SPECIAL.findall(template))
-    if vocabulary.whole and (unknown := [token for token in tokens if token not in vocabulary.ids]):
-        problem = f"writes {named(unknown)}, which the tokenizer cuts into pieces"
-        remedy = "take template and tokenizer from one model"
-        yield Defect("template of other tokens", problem, file, remedy, fatal=False)
