@@ -33,9 +33,9 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("matching",): (3400, 4884),
     ("averaging",): (2000, 3059),
     ("carrying",): (1500, 2041),
-    ("report",): (1400, 1459),
-    ("mergekit_plugin",): (2500, 3554),
-    ("diagnose",): (2100, 2033),
+    ("report",): (1400, 1771),
+    ("mergekit_plugin",): (2500, 3563),
+    ("diagnose",): (2100, 2038),
     ("search", "share"): (1400, 1755),
     ("api", "cli", "__init__"): (1400, 2641),
 }
