@@ -263,7 +263,8 @@ def complete(session: Session, folder: str) -> list[Defect]:
 
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
     """Look at the output of another method of mergekit's; nothing is changed."""
-    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, _parents(config, options)[0])]
+    parents, _ = _parents(config, options)
+    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, parents)]
     say(lines or [f"rotation_merge: {folder} is complete"])
 
 

@@ -175,7 +175,7 @@ def test_turns_end_with_the_last_special_token_that_the_template_writes(end: str
     ],
 )
 def test_templates_are_rendered(template: str, ends: object, expected: str | None, tmp_path: Path) -> None:
-    """One token after a turn that ends text is enough; turns may be lists of parts; what cannot be rendered is a line."""
+    """One token after a turn that ends text is enough; turns may be lists of parts; a failure is a line."""
     folder = with_template(tmp_path / "chat", template, eos_token_id=ends)
     assert [expected in defect.what for defect in check_folder(str(folder))] == [True] * (expected is not None)
 

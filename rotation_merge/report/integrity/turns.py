@@ -46,7 +46,8 @@ def check_turns(contents: Contents, parents: Sequence[Contents]) -> Iterator[Def
         if not ends & {vocabulary.ids[token] for token in closing}:
             names += closing[-1:]
         sources = [parent for parent in parents if template.strip() in map(str.strip, templates_of(parent).values())]
-        names += [Vocabulary.of(parent).names.get(id_, "") for parent in sources for id_ in sorted(ends_of_text(parent))]
+        for parent in sources:
+            names += [Vocabulary.of(parent).names.get(id_, "") for id_ in sorted(ends_of_text(parent))]
         yield from _other_roles(contents, template, sources)
         yield from _unknown_tokens(vocabulary, file, template)
     yield from _endless(contents, ends, {name: vocabulary.ids[name] for name in names if name in vocabulary.ids})
