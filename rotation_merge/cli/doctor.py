@@ -49,10 +49,12 @@ def doctor(
         )
     for number, cause in enumerate(causes, 1):
         lines.append(f"{number}. {cause.name} ({cause.word}): {cause.where}: {cause.what}\n   {cause.remedy}")
+    lines += case.unexamined
     if not causes:
         lines.append("No cause of a bad merge was found; 'rotation-merge merge' measures whether another is better.")
     words = [{**asdict(cause), "word": cause.word} for cause in causes]
-    return Answer({**facts, "mended": corrected, "causes": words}, lines, 1 if likely else 0)
+    results = {"mended": corrected, "causes": words, "unexamined": case.unexamined}
+    return Answer({**facts, **results}, lines, 1 if likely else 0)
 
 
 command = cli_command(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from carry_support import noisy
+from cli_support import output_of
+from plugin_support import make as make_recipe_model
 from plugin_support import save, state, write_recipe, write_state
 from subjects import scratch
 from test_doctor import recipe
@@ -94,6 +96,26 @@ def test_damage_is_called_by_its_name(damage: str, family: str, tmp_path: Path) 
     torch.manual_seed(0)
     change(tensors, CASES[family])
     assert causes(write_state(tensors, merged, tmp_path / "out"), parents) == [name]
+
+
+@pytest.mark.parametrize("lacking", ["norm.weight", "o_proj.weight", None])
+def test_what_was_not_examined_is_said(lacking: str | None, tmp_path: Path) -> None:
+    """A tensor that is missing hides damage to another one."""
+    merged, parents = merge("llama")
+    tensors = state(merged)
+    shuffled("q_proj.weight", 0)(tensors, CASES["llama"])
+    kept = {name: tensor for name, tensor in tensors.items() if lacking is None or not name.endswith(lacking)}
+    out = write_state(kept, merged, tmp_path / "out")
+    lines = output_of("doctor", out, *parents, code=1)
+    assert ("unlike its parents" in lines) == (lacking is None)
+    assert (f"weights of {out} were not examined: correct" in lines) == (lacking is not None)
+
+
+def test_parents_that_do_not_fit_are_not_compared(tmp_path: Path) -> None:
+    merged, (base, _) = merge("llama")
+    other = make_recipe_model("llama", tmp_path / "other", intermediate_size=32)
+    lines = output_of("doctor", merged, base, other, code=1)
+    assert "Weights were not compared with the parents': correct what is named above" in lines
 
 
 @pytest.mark.slow

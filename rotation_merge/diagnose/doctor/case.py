@@ -68,6 +68,7 @@ class Case:
         absent: models that are not.
         recipe: as YAML has it; empty where none is known.
         donors: of a rotation_merge recipe, by name.
+        unexamined: lines on what a diagnosis could not look at, which it adds.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Case:
     absent: tuple[str, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     donors: Mapping[str, Donor] = field(default_factory=dict)
+    unexamined: list[str] = field(default_factory=list)
 
     @cached_property
     def merged_model(self) -> View | None:

@@ -17,7 +17,7 @@ from rotation_merge.diagnose.doctor.span import of_layers
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
-from rotation_merge.run.proof import random_batch
+from rotation_merge.run.proof import LARGEST, random_batch
 from rotation_merge.workers import Progress
 
 HALF = torch.finfo(torch.float16).max
@@ -90,7 +90,12 @@ def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
     """Run the merge (of a recipe: nothing but, for float16, the parents) on random inputs."""
     merged = [case.merged] if case.merged is not None else []
     names = [*merged, *(case.parents if merged or case.half else ())]
-    if STOPS & set(known) or not names or not all(map(is_small, names)):
+    if not all(map(is_small, names)):
+        case.unexamined.append(
+            f"No activations were measured: a model has more than {LARGEST / 1e6:.0f} million weights."
+        )
+        return
+    if STOPS & set(known) or not names:
         return
     spreads = {}
     for name in names:
