@@ -35,9 +35,9 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2041),
     ("report",): (1400, 1772),
     ("mergekit_plugin",): (2500, 3564),
-    ("diagnose",): (2100, 2038),
+    ("diagnose",): (2100, 2053),
     ("search", "share"): (1400, 1755),
-    ("api", "cli", "__init__"): (1400, 2641),
+    ("api", "cli", "__init__"): (1400, 2643),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
