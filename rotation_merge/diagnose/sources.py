@@ -20,9 +20,11 @@ from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, dotted, is_ours, walk
+from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.recipe import MODEL_INPUT, Recipe, named_inputs, read
 from rotation_merge.mergekit_plugin.rules import explain
 from rotation_merge.mergekit_plugin.session import Models, Session
+from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import HubFile, is_hub_name
 from rotation_merge.model.labels import label_rows
@@ -39,25 +41,26 @@ HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not che
 
 
 def check_text(text: str, refused: Refused) -> list[Fault]:
-    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
+    """Every fault of a recipe for mergekit-yaml or mergekit-multi: misspelt words first, then others by lines.
 
     Raises:
         RecipeError: the text is not YAML.
     """
     parsed, names = documents(text), set[str]()
     for document in (document for document in parsed if isinstance(document.value, dict)):
-        recipe = read(document)
-        if is_ours(document.value, misspelt=False):
-            _check_sources(document, recipe, names, refused)
+        _check_sources(document, read(document), names, refused)
         if isinstance(name := document.value.get("name"), str):
             names.add(name)
-    return sorted((fault for d in parsed for fault in d.faults), key=lambda f: (f.document, f.line, f.column))
+    faults = (fault for document in parsed for fault in document.faults)
+    return sorted(faults, key=lambda f: (f.document, "did you mean" not in f.remedy, f.line, f.column))
 
 
 def _check_sources(document: Document, recipe: Recipe | None, earlier: set[str], refused: Refused) -> None:
     """Collect the faults of all models and files that a document names; then compile it, where it has none."""
     session = None if recipe is None else Session(recipe, MergeOptions(), watched=False)
-    models = Models(MergeOptions()) if session is None else session.models
+    parameters = document.value.get("parameters")
+    anyhow = not is_ours(document.value) or (isinstance(parameters, dict) and parameters.get("unsupported") == "merge")
+    models = Models(MergeOptions(), "merge" if anyhow else "error") if session is None else session.models
     complete = Sources(document, recipe, earlier, models, refused).check()
     if complete and session is not None and document.first is None:
         _compile(document, session)
@@ -113,7 +116,18 @@ class Sources:
         complete = all([complete, *(self._check_file(path, name, base) for path, name, _ in files)])
         if base is not None:
             self._compare(base, opened)
+        for path, model in list(opened.values())[:1]:  # the base, or the first: mergekit copies its tokenizer
+            self._note_tokenizer(path, model)
         return complete
+
+    def _note_tokenizer(self, path: Path, base: View) -> None:
+        """Note that a language model that the merge takes its tokenizer from has none."""
+        named = self.document.value.get("tokenizer") or self.document.value.get("tokenizer_source")
+        words = any(info.vocabulary_axis is not None for info in base.architecture.tensors())
+        here = os.path.isdir(str(base.reference.model.path)) and os.listdir(base.folder)
+        if here and words and not named and not any(name.startswith(VOCABULARIES) for name in here):
+            remedy = "copy one into the folder, or the merge cannot be given text"
+            self.document.fault(path, f"{base.name}: it has no tokenizer", remedy, error=False)
 
     @contextmanager
     def _collected(self, path: Path, name: str) -> Iterator[None]:
@@ -188,7 +202,8 @@ class Sources:
         self.models.together(anchor.reference, [model.reference], averaged=not carried)
         if self.recipe is not None:
             label_rows(anchor, model, excluded)
-        donor, any_size = self.models[model.reference], resizes or carried or self.recipe is None
+        apart = self.recipe is None or (self.recipe.stock and path[0] != "models")  # compared where they meet
+        donor, any_size = self.models[model.reference], resizes or carried or apart
         for fault in shape_faults(anchor, donor, excluded, any_size):
             self.document.raised(path, fault)
         words = (info for info in anchor.architecture.tensors() if info.vocabulary_axis is not None)
@@ -199,11 +214,14 @@ class Sources:
 
 def _compile(document: Document, session: Session) -> None:
     """Compile the recipe, as the merge does, without reading weights; warn of donors whose merge is questionable."""
-    from rotation_merge.mergekit_plugin.compile import compiled
+    from rotation_merge.mergekit_plugin.compile import check_stock, compiled
 
-    named = references(document.value)
+    named, donors = references(document.value), dict[ModelReference, Donor]()
     try:
-        _, views = compiled(session)
+        if session.recipe.stock:
+            check_stock(session)
+        else:
+            donors = compiled(session)[1].donors
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
             places = [path for path, name in named if error.where and name in error.where]
@@ -213,7 +231,7 @@ def _compile(document: Document, session: Session) -> None:
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         document.fault((), " ".join(str(error).split()), "correct the recipe")
     else:
-        for model, donor in views.donors.items():
+        for model, donor in donors.items():
             place = next((path for path, name in named if name == str(model)), ())
             for note in (*donor.pair.warnings, *donor.pair.notes):
                 if note not in [fault.what for fault in document.faults]:

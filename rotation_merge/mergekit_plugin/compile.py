@@ -7,13 +7,14 @@ from the anchor. Config, tokenizer and small files are the anchor's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from mergekit import merge
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition, OutputSliceDefinition
@@ -30,12 +31,13 @@ from rotation_merge.architecture import find
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.average import check_merged
-from rotation_merge.errors import RecipeError, not_written, short
-from rotation_merge.matching.pair import check_depth, check_shapes
+from rotation_merge.errors import ArchitectureError, RecipeError, not_written, short
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.pair import check_depth, check_pair, check_shapes
 from rotation_merge.mergekit_plugin.document import with_models
-from rotation_merge.mergekit_plugin.donors import Donor, check_meaning, settled_donors
+from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
 from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
-from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, output_blocks
+from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, layers_of, output_blocks, readers_of
 from rotation_merge.mergekit_plugin.own_methods import Parameters, bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe, tuned_from
 from rotation_merge.mergekit_plugin.session import Session
@@ -223,8 +225,54 @@ def output_views(session: Session) -> RecipeViews:
         session.run.note(not_written(anchor.ignored))
     for out in blocks:
         check_tensors(session.recipe, session.models, out)
-    _check_tokens(session, blocks, donors)
+    _check_tokens(session, blocks, [model for model, donor in donors.items() if donor.origin is None])
     return RecipeViews(session, blocks, donors)
+
+
+def check_stock(session: Session) -> None:
+    """Refuse models that a recipe of another method cannot merge, or would merge into one that nobody means.
+
+    No weight is read. A frankenmerge may take layers of models of other depths.
+
+    Raises:
+        RotationMergeError, RuntimeError: ours, or mergekit's on architectures; name the model and what differs.
+    """
+    recipe, models, config = session.recipe, session.models, session.recipe.config
+    _check_classes(session)
+    base = _open_models(session)
+    if find(base.config) is None or not set(config.modules or ()) <= set(base.architecture.layers_key):
+        return
+    merged = [out for out in output_blocks(recipe, models) if len(out.sources) > 1]
+    for out in merged:
+        check_tensors(recipe, models, out)
+    for first in dict.fromkeys(next(iter(out.sources)) for out in merged):
+        _check_meeting(session, models[first], [out for out in merged if next(iter(out.sources)) == first])
+    _check_tokens(session, merged, readers_of(merged))
+
+
+def _check_classes(session: Session) -> None:
+    """Refuse models of different classes where mergekit does."""
+    recipe, models = session.recipe, session.models
+    try:
+        merge.get_architecture_info(recipe.config, session.options)
+    except RuntimeError as error:
+        kind = models[recipe.base].config.get("architectures")
+        unlike = [m for m in recipe.config.referenced_models() if models[m].config.get("architectures") != kind]
+        if not unlike:
+            raise
+        other = min(unlike, key=str)
+        problem = f"its class is {models[other].config.get('architectures')}, that of {recipe.base} is {kind}"
+        remedy = "merge models of one class, or run mergekit-yaml with --allow-crimes"
+        raise ArchitectureError(problem, where=str(other), remedy=remedy) from error
+
+
+def _check_meeting(session: Session, first: View, blocks: Sequence[OutputBlock]) -> None:
+    """Refuse models whose layers, shapes or vocabularies differ from those of the first one that they meet."""
+    recipe, names = session.recipe, {name for out in blocks for info in out.anchor.tensors for name in info.names}
+    for reference in readers_of(blocks):
+        if (model := session.models[reference]) is not first:
+            check_pair(first, model, NOTHING, layers=layers_of(reference, blocks), excluded=recipe.excluded)
+            check_shapes(first, model, lambda name: name not in names, recipe.new_tokens)
 
 
 @contextmanager
@@ -253,12 +301,13 @@ def _open_models(session: Session) -> View:
         for model in whole:
             check_depth(whole[0], model, "pair the layers under 'slices'")
     resized, carried = recipe.new_tokens or session.options.unsafe_truncate_embeddings, tuned_from(config)
+    resized = resized or (recipe.stock and not config.models)  # such as layers of a model with more tokens
     for reference in references:
         check_shapes(session.base, models[reference], recipe.excluded, resized or reference in carried)
     return session.base
 
 
-def _check_tokens(session: Session, blocks: Iterable[OutputBlock], donors: Mapping[ModelReference, Donor]) -> None:
+def _check_tokens(session: Session, blocks: Iterable[OutputBlock], averaged: Collection[ModelReference]) -> None:
     """Refuse models whose rows are averaged by token id without having the base's ids; changes go by tokens."""
     recipe = session.recipe
     rows = [
@@ -267,7 +316,7 @@ def _check_tokens(session: Session, blocks: Iterable[OutputBlock], donors: Mappi
         if any(i.vocabulary_axis is not None and not all(map(recipe.excluded, i.names)) for i in out.block.tensors)
     ]
     for model in dict.fromkeys(model for out in rows for model in out.sources) if not recipe.new_tokens else ():
-        if model in donors and donors[model].origin is None:
+        if model in averaged:
             check_token_ids(session.base, session.models[model])
 
 

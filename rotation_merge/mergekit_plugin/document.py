@@ -100,10 +100,14 @@ class Document:
         place = f"{error.where}: " if error.where else ""
         self.fault(path, f"{place}{error.what}", error.remedy or "")
 
-    def collect(self, findings: Iterable[Finding]) -> None:
-        """Note what rules find."""
-        for finding in findings:
-            self.fault(*finding)
+    def collect(self, findings: Iterable[Finding], ignored: bool = False) -> None:
+        """Note what rules find.
+
+        Args:
+            ignored: whether mergekit passes over it; then only what is misspelt is an error.
+        """
+        for path, problem, remedy in findings:
+            self.fault(path, problem, remedy, error=not ignored or "did you mean" in remedy)
 
     @property
     def first(self) -> Fault | None:

@@ -152,7 +152,8 @@ def same_block(model: View, block: Block) -> Block:
 
 def _block(recipe: Recipe, base: View, index: int | None, sources: Sources, reader: ConfigReader) -> OutputBlock:
     """A block of the output; the same of the anchor may stand elsewhere, too, and its spaces get names of their own."""
-    anchor = sources.get(recipe.base) or same_block(base, next(iter(sources.values())))
+    first = next(iter(sources.values()))  # of other methods any model's layers may stand alone
+    anchor = sources.get(recipe.base) or (first if recipe.stock else same_block(base, first))
     infos = (replace(info, names=base.architecture.names(info, index)) for info in anchor.tensors)
     block = replace(anchor, index=index, tensors=tuple(infos))
     names = {space.name: f"{space.name} as {index}" for space in anchor.spaces.values()}

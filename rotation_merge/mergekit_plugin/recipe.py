@@ -68,6 +68,11 @@ class Recipe:
         return base
 
     @cached_property
+    def stock(self) -> bool:
+        """Whether the method is mergekit's own, which aligns nothing."""
+        return not is_ours(dict(self.config), misspelt=False)
+
+    @cached_property
     def plain(self) -> bool:
         """Whether the delegate is not told that the anchor is the base (see `is_plain`)."""
         return is_plain(self.config, self.delegate)
@@ -105,8 +110,8 @@ class Recipe:
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     def value(self, name: str, reader: ConfigReader | None = None, model: ModelReference | None = None) -> Any:
-        """A parameter of the whole merge, or of one model; its default where it is not given."""
-        value = self.setting(name, reader or ConfigReader(config=self.config, t=0), model)
+        """A parameter of the whole merge, or of one model; its default where it is not given, or of another method."""
+        value = None if self.stock else self.setting(name, reader or ConfigReader(config=self.config, t=0), model)
         return BY_NAME[name].default if value is None else value
 
     def setting(self, name: str, reader: ConfigReader, model: ModelReference | None, block: str = "") -> Any:
@@ -144,7 +149,7 @@ class Recipe:
 
 
 def read(document: Document) -> Recipe | None:
-    """Read a document, collecting its faults there; None where it has any, or is not ours."""
+    """Read a document, collecting its faults there; None where it has any."""
     delegate = check(document)
     return None if document.first or delegate is None else Recipe(document, document.config, delegate)
 

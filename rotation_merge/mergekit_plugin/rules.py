@@ -7,7 +7,7 @@ here yields what else is wrong, with its path, the problem and the remedy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from types import SimpleNamespace
@@ -81,10 +81,15 @@ def settings(config: MergeConfiguration) -> Iterator[Setting]:
 
 
 class Group(NamedTuple):
-    """Models that are merged together, those of a slice, a module or the whole recipe: each part by its path."""
+    """Models that are merged together, those of a slice, a module or the whole recipe: each part by its path.
+
+    Attributes:
+        base: the base that a slice names for itself.
+    """
 
     path: Path
     entries: dict[Path, Any]
+    base: ModelReference | None
 
     def inputs(self, base: ModelReference | None) -> list[ModelReference]:
         """The delegate's inputs if `base` is its base: mergekit adds it to whole models."""
@@ -97,7 +102,8 @@ def groups(config: MergeConfiguration) -> Iterator[Group]:
     for path, part in walk(config):
         listed = "sources" if isinstance(part, OutputSliceDefinition) else "models"
         if type(part) in ALLOWED and (entries := getattr(part, listed, None)):
-            yield Group((*path, listed), {(*path, listed, n): entry for n, entry in enumerate(entries)})
+            numbered = {(*path, listed, number): entry for number, entry in enumerate(entries)}
+            yield Group((*path, listed), numbered, getattr(part, "base_model", None))
 
 
 def tokenizer_source(config: MergeConfiguration) -> ModelReference | None:
@@ -112,32 +118,37 @@ def tokenizer_source(config: MergeConfiguration) -> ModelReference | None:
 def check(document: Document) -> MergeMethod | None:
     """Collect every fault of one document that can be seen without a model.
 
-    What may only seem to be missing is looked for once no word is misspelt.
+    What may only seem to be missing is looked for once no word is misspelt. Of a recipe of another method, what
+    mergekit ignores is a note, unless it is misspelt.
 
     Returns:
-        The delegate of a recipe of ours, or the nearest to what is none; None for other recipes, or where none is near.
+        The method that averages, or the nearest to what is none; None where none is near.
     """
     if document.config is None:
         check_structure(document)
     config, known = document.config, delegates.names()
     if config is None:
         return None
-    if not is_ours(dict(config), misspelt=False):
-        if (name := config.merge_method) not in (METHOD, *known):
-            document.fault(("merge_method",), f"there is no merge method '{name}'", nearest(name, [METHOD, *known]))
-        return None
-    name = delegate_name(config)
-    like = [name] if name in known else get_close_matches(str(name), known, 1)  # its parameters are told, too
-    delegate = delegates.get(like[0]) if like else None
-    if name not in known:
-        problem = f"no merge method '{name}' to delegate to"
-        document.fault(("parameters", "delegate"), problem, nearest(str(name), known))
-    document.collect(_parameters(config, delegate))
-    for rule in (_entries, _moved_by_files, _slices, _conflicts):
+    delegate, ours = _delegate(document, config, known), is_ours(dict(config), misspelt=False)
+    document.collect(_parameters(config, delegate), ignored=not ours)
+    document.collect(_values(config, delegate))
+    for rule in (_entries, _one_model_twice, _slices, *((_moved_by_files, _conflicts) if ours else ())):
         document.collect(rule(config))
     if delegate is not None and not any("did you mean" in fault.remedy for fault in document.faults):
         document.collect(_contract(config, delegate))
+        document.collect(sums_of_weights(config, delegate))
     return delegate
+
+
+def _delegate(document: Document, config: MergeConfiguration, known: Collection[str]) -> MergeMethod | None:
+    """The method that averages, or the one that is meant by a misspelt name; a fault if there is none."""
+    name, ours = delegate_name(config), config.merge_method == METHOD
+    if name not in known:
+        problem = f"no merge method '{name}' to delegate to" if ours else f"there is no merge method '{name}'"
+        path: Path = ("parameters", "delegate") if ours else ("merge_method",)
+        document.fault(path, problem, nearest(str(name), known if ours else [METHOD, *known]))
+    like = [name] if name in known else get_close_matches(str(name), known, 1)
+    return delegates.get(like[0]) if like else None
 
 
 def check_structure(document: Document) -> None:
@@ -147,7 +158,7 @@ def check_structure(document: Document) -> None:
     try:
         document.config = validate(content, extra="forbid")
     except ValidationError as error:
-        document.collect(_structural(error, content))
+        document.collect(_structural(error, content), ignored=not is_ours(content))
         with suppress(ValidationError, RuntimeError, ValueError):
             document.config = validate(content)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -185,11 +196,18 @@ def explain(error: Mapping[str, Any]) -> tuple[str, str]:
     return f"{problem[:1].lower()}{problem[1:]}", remedy
 
 
+def _role(config: MergeConfiguration) -> str:
+    """What the method that averages is called in a recipe."""
+    return "delegate" if is_ours(dict(config), misspelt=False) else "merge_method"
+
+
 def delegate_name(config: MergeConfiguration) -> Any:
-    """What a recipe of ours names as its delegate."""
+    """The name of the method that averages; of a recipe of ours its `delegate`, also under a misspelt key."""
     if config.merge_method != METHOD:
         return config.merge_method
-    return (config.parameters or {}).get("delegate", keys.BY_NAME["delegate"].default)
+    parameters = config.parameters or {}
+    meant = ["delegate"] if "delegate" in parameters else get_close_matches("delegate", parameters, 1, cutoff=0.8)
+    return parameters[meant[0]] if meant else keys.BY_NAME["delegate"].default
 
 
 def _entries(config: MergeConfiguration) -> Iterator[Finding]:
@@ -212,21 +230,39 @@ def _entries(config: MergeConfiguration) -> Iterator[Finding]:
         yield path, f"{source}: no such directory", remedy
 
 
+def _one_model_twice(config: MergeConfiguration) -> Iterator[Finding]:
+    """Models that are merged with themselves, or with their base, under another path of one folder."""
+    for group in groups(config):
+        base = group.base or config.base_model
+        named = {_real_parts(base): f"base_model {base}"} if base is not None else {}
+        references = {base}
+        for path, entry in group.entries.items():
+            same = named.setdefault(_real_parts(entry.model), str(entry.model))
+            if entry.model not in references and same != str(entry.model):
+                yield (*path, "model"), f"{entry.model} is {same} by another path", "name each model once, by one path"
+            references.add(entry.model)
+
+
+def _real_parts(model: ModelReference) -> tuple[str, ...]:
+    """A model and its adapter, folders of this machine by their real paths."""
+    parts = (part for part in (model.model, model.lora) if part is not None)
+    return tuple(os.path.realpath(part.path) if os.path.exists(part.path) else str(part) for part in parts)
+
+
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
 def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterator[Finding]:
-    """Every parameter: whether it exists, may stand there, and has an effect; then its values."""
+    """Every parameter: whether it exists, may stand there, and has an effect."""
     specs = {} if delegate is None else {spec.name: spec for spec in delegate.spec.parameters}
-    used, method = {setting.name for setting in settings(config)}, "" if delegate is None else delegate.spec.name
+    used = {setting.name for setting in settings(config)}
+    method = "" if delegate is None else f"{_role(config)} {delegate.spec.name}"
     for setting in settings(config):
         name, option, spec = setting.name, keys.BY_NAME.get(setting.name), specs.get(setting.name)
-        allowed = ALLOWED[type(setting.part)]
-        if config.merge_method != METHOD:
-            allowed = tuple(known for known in allowed if known in keys.MERGING)
-        if option is None and spec is None:
+        allowed = _allowed(config, delegate, setting.part)
+        if (option is None or not allowed) and spec is None:
             if delegate is not None and name not in keys.LEGACY:
-                problem = f"there is no parameter '{name}' (delegate {method})"
+                problem = f"there is no parameter '{name}' ({method})"
                 yield setting.path, problem, nearest(name, [*specs, *allowed])
         elif option is not None and spec is None and name not in allowed:
             remedy = f"it stands {keys.PLACES[option.scope]}, in recipes with 'merge_method: {METHOD}'"
@@ -235,10 +271,16 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
             if name != "delegate":  # of which it has been said that it is no method
                 problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
                 yield setting.path, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
-        else:
-            if remedy := _readers(setting, delegate, used):
-                yield setting.path, f"parameter '{name}' has no effect with delegate {method} here", remedy
-            yield from _values(setting, spec)
+        elif remedy := _readers(setting, delegate, used):
+            yield setting.path, f"parameter '{name}' has no effect with {method} here", remedy
+
+
+def _allowed(config: MergeConfiguration, delegate: MergeMethod | None, part: Any) -> tuple[str, ...]:
+    """Parameters of ours that may stand under a part of a recipe; none in recipes of other methods."""
+    if config.merge_method == METHOD or delegate is None:
+        return ALLOWED[type(part)]
+    averages = delegate.spec.name in delegates.OWN
+    return tuple(known for known in ALLOWED[type(part)] if averages and known in keys.MERGING)
 
 
 def _readers(setting: Setting, delegate: MergeMethod | None, used: set[str]) -> str:
@@ -254,16 +296,22 @@ def _readers(setting: Setting, delegate: MergeMethod | None, used: set[str]) -> 
     return "move it under the recipe's 'parameters'" if misplaced else ""
 
 
-def _values(setting: Setting, spec: ParameterSpec | None) -> Iterator[Finding]:
+def _values(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterator[Finding]:
     """Values that a parameter cannot have: one of ours, or of the delegate."""
-    for place, value in setting.leaves():
-        try:
-            if setting.name in keys.BY_NAME and setting.name != "delegate":
-                keys.checked(setting.name, value)
-            if spec is not None:
-                check_value(spec, value)
-        except RecipeError as error:
-            yield place, error.what, error.remedy or ""
+    specs = {} if delegate is None else {spec.name: spec for spec in delegate.spec.parameters}
+    for setting in settings(config):
+        name, spec = setting.name, specs.get(setting.name)
+        ours = name in _allowed(config, delegate, setting.part) and name != "delegate"
+        if ours and keys.BY_NAME[name].scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
+            continue  # of which it has been said that it takes none
+        for place, value in setting.leaves():
+            try:
+                if ours:
+                    keys.checked(name, value)
+                if spec is not None:
+                    check_value(spec, value)
+            except RecipeError as error:
+                yield place, error.what, error.remedy or ""
 
 
 def _moved_by_files(config: MergeConfiguration) -> Iterator[Finding]:
@@ -305,11 +353,14 @@ def _conflicts(config: MergeConfiguration) -> Iterator[Finding]:
 
 
 def _slices(config: MergeConfiguration) -> Iterator[Finding]:
-    """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor."""
+    """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor.
+
+    In recipes of other methods a slice may have a base of its own.
+    """
     for path, part in walk(config):
         if not isinstance(part, OutputSliceDefinition):
             continue
-        if part.base_model not in (None, config.base_model):
+        if config.merge_method == METHOD and part.base_model not in (None, config.base_model):
             problem = f"base_model is {part.base_model}, that of the recipe is {config.base_model}"
             yield path, problem, "all slices share one anchor; remove the slice's own base_model"
         ranges = [source.layer_range for source in part.sources]
@@ -327,9 +378,11 @@ def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:
     """Whether the delegate receives the anchor as an ordinary model, not as its base.
 
     True where the delegate's contract admits these models only without a base: passthrough then gets the donor alone,
-    nuslerp the anchor and a donor as two ordinary models.
+    nuslerp the anchor and a donor as two ordinary models. Recipes of other methods are taken as they stand.
     """
     contract, base = delegate.spec.contract, config.base_model
+    if not is_ours(dict(config), misspelt=False):
+        return False
     if contract.max_inputs == 1 or base is None or contract.base == BasePolicy.FORBIDDEN:
         return True
     try:
@@ -342,28 +395,27 @@ def is_plain(config: MergeConfiguration, delegate: MergeMethod) -> bool:
 
 def _contract(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
     """A missing base, violations of the delegate's contract, and missing parameters."""
-    spec, base = delegate.spec, config.base_model
-    if base is None and (config.merge_method == METHOD or spec.contract.base == BasePolicy.REQUIRED):
+    spec, needed = delegate.spec, config.merge_method == METHOD or delegate.spec.contract.base == BasePolicy.REQUIRED
+    if needed and config.base_model is None and not all(group.base for group in groups(config)):
         yield (), "base_model is missing", "name the model that the others are aligned to, or were fine-tuned from"
         return
-    base = None if is_plain(config, delegate) else base
+    plain, role = is_plain(config, delegate), _role(config)
     for group in groups(config):
+        base = None if plain else group.base or config.base_model
         inputs = group.inputs(base)
         try:
             delegate.validate_inputs(inputs, base)
         except (ValueError, RuntimeError) as error:
-            remedy = f"it is given {len(inputs)} with base_model; add or remove models, or choose another delegate"
-            yield group.path, f"delegate {spec.name}: {error}", remedy
+            remedy = f"it is given {len(inputs)} with base_model; add or remove models, or choose another {role}"
+            yield group.path, f"{role} {spec.name}: {error}", remedy
         above = {setting.name for setting in settings(config) if setting.covers(group.path[:-1])}
         for needed in (known for known in spec.parameters if known.required and known.name not in above):
-            yield from _missing(delegate, needed, group, base)
+            yield from _missing(f"{role} {spec.name}", needed, group, base)
 
 
-def _missing(
-    delegate: MergeMethod, spec: ParameterSpec, group: Group, base: ModelReference | None
-) -> Iterator[Finding]:
-    """The models for which a parameter of the delegate is missing."""
-    problem = f"delegate {delegate.spec.name} needs the parameter '{spec.name}'"
+def _missing(method: str, spec: ParameterSpec, group: Group, base: ModelReference | None) -> Iterator[Finding]:
+    """The models for which a parameter of the method is missing."""
+    problem = f"{method} needs the parameter '{spec.name}'"
     if spec.scope == ParameterScope.SHARED:
         yield ("parameters",), problem, f"add '{spec.name}' to the parameters"
         return
@@ -375,6 +427,29 @@ def _missing(
             whose = f"{model}, the base" if model == base else f"{model}"
             remedy = f"add 'parameters: {{{spec.name}: ...}}' to it under 'models'"
             yield place or ("base_model",), f"{problem} for {whose}", remedy
+
+
+SHARES = {"linear": "normalize", "multislerp": "normalize_weights"} | dict.fromkeys(("regmean", "fisher", "refit"), "")
+"""Averages that divide by the sum of the weights, and the parameter that, set to false, says that one does not."""
+
+
+def sums_of_weights(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
+    """Weights that add up to 0 where a mean divides by their sum, or not to 1 where `linear` does not divide by it."""
+    name, parameters = delegate.spec.name, config.parameters or {}
+    divides = parameters.get(SHARES.get(name, ""), True) is not False
+    for group in groups(config) if name in SHARES else ():
+        base = group.base or config.base_model
+        weights = {entry.model: (entry.parameters or {}).get("weight") for entry in group.entries.values()}
+        weights = {model: parameters.get("weight") if weight is None else weight for model, weight in weights.items()}
+        values = [weight for model, weight in weights.items() if name != "multislerp" or model != base]
+        if not all(type(value) in (int, float) for value in values):
+            continue  # lists and filters
+        total, largest = sum(values), max(map(abs, values), default=0.0)
+        if divides and abs(total) <= 1e-6 * largest:
+            yield group.path, f"the weights add up to {total:.3g}, and {name} divides by it", "make them add up to 1"
+        elif not divides and name == "linear" and abs(total - 1) > 0.05:
+            remedy = "make them add up to 1, or leave out 'normalize: false'"
+            yield group.path, f"the weights add up to {total:.3g}", remedy
 
 
 # --- names in models -------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class Session:
 
     def __init__(self, recipe: Recipe, options: MergeOptions, watched: bool = True) -> None:
         self.recipe, self.options, self.run = recipe, options, Run(watched=watched)
-        self.models = Models(options, recipe.value("unsupported"), recipe.value("untie"))
+        unsupported = "merge" if recipe.stock else recipe.value("unsupported")
+        self.models = Models(options, unsupported, recipe.value("untie"))
         self.apart: dict[str, Tensor] = {}
         self.source = cache(self._source)
 

@@ -271,7 +271,12 @@ FITTING = [
             (DONOR, FLOATS, "residual: permutation"),
         )
     ),
-    Row("weights that add up to nothing", NO_NUMBER, edit(DONORS, "{weight: -0.5}\np"), ("merge",)),
+    Row(
+        "weights that add up to nothing in one layer",
+        NO_NUMBER,
+        edit(DONORS, "{weight: [{filter: layers.1, value: -0.5}, {value: 0.5}]}\np"),
+        ("merge",),
+    ),
     Row(
         "a type that cannot hold the values",
         (FLOATS, *NO_NUMBER),

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from spoiling import Row, at_top, call, folder_for, in_recipe, misspelt, models, of_anchor, of_donor, option, put
+from typing import Any
+
+import torch
+from spoiling import (
+    Row,
+    Step,
+    another,
+    at_top,
+    both,
+    call,
+    folder_for,
+    in_recipe,
+    misspelt,
+    models,
+    of_anchor,
+    of_donor,
+    option,
+    put,
+    tensors,
+)
+
+UP = "model.layers.0.mlp.up_proj.weight"
 
 KEYS = [
     at_top("tokeniser: base", "tokeniser", "did you mean 'tokenizer'"),
@@ -23,9 +44,9 @@ KEYS = [
 SETTINGS = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor, parameters: {weight: 1}}]\nparameters:"
 HALF = "models: [{model: anchor, parameters: {weight: 1}}, {model: donor}]"
 PAIR = "models: [{model: anchor}, {model: donor}]\nparameters:"
-THREE = "models: [{model: anchor}, {model: donor}, {model: ./donor}]\nparameters:"
+THREE = "models: [{model: anchor}, {model: donor}, {model: third}]\nparameters:"
 TUNED = "models: [{model: donor, parameters: {weight: 1, finetuned_from: ./donor}}]\nparameters:"
-UNLIKE = SETTINGS.replace("}}]", "}}, {model: ./donor, parameters: {weight: 1, ffn: none}}]")
+UNLIKE = SETTINGS.replace("}}]", "}}, {model: third, parameters: {weight: 1, ffn: none}}]")
 SHARE = "from 0 to 1"
 CHECKED = ("check",)
 INSIDE = "is not a name inside the merged model's folder"
@@ -152,6 +173,73 @@ STRUCTURE = [
     in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "input should be"),
 ]
 
+SCALED = f"{SETTINGS} {{delegate: linear, normalize: false}}"
+TWICE = "is donor by another path", "name each model once"
+CAUSES = [
+    models(
+        SETTINGS.replace("weight: 1}}]", "weight: -1}}]") + " {delegate: linear}", "the weights add up to 0, and linear"
+    ),
+    models(SCALED, "the weights add up to 2; make them add up to 1, or leave out 'normalize: false'"),
+    *(
+        models(f"{SETTINGS.replace('}}]', f'}}}}, {{model: {path}, parameters: {{weight: 1}}}}]')} {{}}", *TWICE)
+        for path in ("./donor", "donor/", "anchor/../donor")
+    ),
+    models("models: [{model: ./anchor}]\nparameters: {weight: 1}", "is base_model anchor by another path"),
+    models(f"{PAIR} {{delgate: slerp, t: 0.5}}", "'delgate' (delegate slerp)", "did you mean 'delegate'?"),
+]
+
+STOCK = {
+    "linear": "models: [{model: anchor, parameters: {weight: 0.5}}, {model: donor, parameters: {weight: 0.5}}]",
+    "ties": "models: [{model: donor, parameters: {weight: 1, density: [1, 0.3]}}]\nbase_model: anchor\n"
+    "parameters: {normalize: true, int8_mask: true}",
+    "slerp": "slices: [{sources: [{model: anchor, layer_range: [0, 2]}, {model: donor, layer_range: [0, 2]}]}]\n"
+    "base_model: anchor\nparameters: {t: [{filter: mlp, value: [0, 1]}, {value: 0.5}]}",
+    "passthrough": "slices: [{sources: [{model: anchor, layer_range: [0, 2]}]}, {sources: [{model: deep, "
+    "layer_range: [2, 4], parameters: {scale: 0.5}}]}]\nout_path: merged",
+}
+"""Recipes of mergekit's own methods that run; `deep` has four layers."""
+
+
+def stock(method: str, old: str, new: str, *words: str, spoil: Step = lambda: None) -> Row:
+    """A text of such a recipe replaced by another; only `check` looks at it."""
+    text = f"merge_method: {method}\n{STOCK[method]}\n"
+    assert old in text
+    return Row(
+        f"{method}: {words[0]}", words, both(put("recipe.yml", text.replace(old, new, 1)), spoil), recipe=CHECKED
+    )
+
+
+def as_it_is(*words: str, **changes: Any) -> Row:
+    """The recipe of `linear`, of a donor that does not fit."""
+    kind = changes.pop("kind", "LlamaForCausalLM")
+    return stock("linear", "", "", *words, spoil=another(kind, **changes))
+
+
+OF_MERGEKIT = [
+    as_it_is("donor: 'residual' has size 64, against 32", hidden_size=64),
+    as_it_is("donor: has 4 layers, anchor has 2", num_hidden_layers=4),
+    as_it_is(
+        "donor: its class is ['MistralForCausalLM'], that of anchor",
+        "--allow-crimes",
+        kind="MistralForCausalLM",
+        num_key_value_heads=2,
+    ),
+    as_it_is("tensor 'model.embed_tokens.weight' is [48, 32]", "tokenizer: {source: base}", vocab_size=48),
+    stock("linear", "", "", "weights are quantised", spoil=tensors(lambda t: t.update({UP: t[UP].to(torch.int8)}))),
+    stock("linear", "donor", "./doner", "./doner: no such directory; did you mean './donor'?"),
+    stock("linear", "merge_method: linear", "merge_method: lienar", "did you mean 'linear'?"),
+    stock("linear", "models:", "tokeniser_source: base\nmodels:", "did you mean 'tokenizer_source'?"),
+    stock("linear", "weight: 0.5", "weight: half", "'weight' is 'half'"),
+    stock("linear", "weight: 0.5", "weight: -0.5", "the weights add up to 0"),
+    stock("linear", "{weight: 0.5}", "{}", "merge_method linear needs the parameter 'weight' for anchor"),
+    stock("ties", "density", "denisty", "'denisty' (merge_method ties)", "did you mean 'density'?"),
+    stock("ties", "base_model: anchor", "", "base_model is missing"),
+    stock("slerp", "t: [", "s: [", "merge_method slerp needs the parameter 't'"),
+    stock("slerp", "model: donor, layer_range: [0, 2]", "model: donor, layer_range: [0, 1]", "have 2, 1 layers"),
+    stock("passthrough", "deep", "donor", "layers 2 to 3 are asked for, the model has 2"),
+    stock("passthrough", "deep", "vit", "vit: architecture is vit, that of anchor is llama"),
+]
+
 CHECK, INSPECT = "check recipe.yml", "inspect recipe.yml"
 NO_RECIPES = [
     call("check nowhere.yml", "nowhere.yml", "no such file"),
@@ -201,4 +289,4 @@ MISSPELT = [
     at_top("tokenizer: {source: ./doner}", "./doner: no such directory"),
 ]
 
-RECIPES = [*KEYS, *PARAMETERS, *STRUCTURE, *NO_RECIPES, *MISSPELT]
+RECIPES = [*KEYS, *PARAMETERS, *STRUCTURE, *CAUSES, *OF_MERGEKIT, *NO_RECIPES, *MISSPELT]

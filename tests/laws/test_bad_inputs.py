@@ -16,6 +16,7 @@ import yaml
 from bad_checkpoints import EVERY_READER, NO_READERS, READERS
 from bad_ggufs import STORED
 from bad_inputs import BESIDE, GOOD, NOWHERE, ROWS
+from bad_recipes import STOCK
 from hub_support import Hub
 from huggingface_hub import constants
 from interrupted_support import forked
@@ -38,10 +39,11 @@ FILES |= {"other/rotation_merge.json": b'{"version": 99}'}
 
 @pytest.fixture(scope="module")
 def good_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two Llamas, a ViT, an alignment file of the Llamas, samples, a GGUF."""
+    """Three Llamas, one of four layers, a ViT, an alignment file of the first two, samples, a GGUF."""
     folder = tmp_path_factory.mktemp("good")
-    for seed, name in enumerate(("anchor", "donor")):
+    for seed, name in enumerate(("anchor", "donor", "third")):
         model("LlamaForCausalLM", folder / name, seed)
+    model("LlamaForCausalLM", folder / "deep", num_hidden_layers=4)
     model("ViTForImageClassification", folder / "vit", image_size=16, patch_size=8)
     aligned = rm.align(str(folder / "anchor"), str(folder / "donor"), residual="rotation", heads="permutation")
     aligned.save(folder / "map")
@@ -177,6 +179,16 @@ def test_what_is_near_is_good(name: str, bench: Hub) -> None:
     assert run("rotation-merge", "check", "recipe.yml")[0] == 0
     code, out, err = run("mergekit-yaml", "recipe.yml", "out", "--quiet")
     assert (code, Path("out", "model.safetensors").exists()) == (0, True), (out, err)
+
+
+@pytest.mark.parametrize("method", STOCK)
+def test_recipes_of_other_methods_that_run_are_ready(method: str, bench: Hub) -> None:
+    """What mergekit ignores, such as `out_path`, is a note."""
+    Path("recipe.yml").write_text(f"merge_method: {method}\n{STOCK[method]}\n")
+    code, out, _ = run("rotation-merge", "check", "recipe.yml")
+    assert (code, "out_path" in out) == (0, "out_path" in STOCK[method]), out
+    flags = ("--quiet", "--no-copy-tokenizer", "--no-write-model-card")
+    assert run("mergekit-yaml", "recipe.yml", "out", *flags)[0] == 0
 
 
 def test_a_line_is_all_that_a_user_sees(bench: Hub) -> None:

@@ -15,6 +15,9 @@ from rotation_merge.architecture.registry import find
 from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.diagnose.doctor.span import of_layers
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.mergekit_plugin import delegates
+from rotation_merge.mergekit_plugin.document import Document
+from rotation_merge.mergekit_plugin.rules import check_structure, sums_of_weights
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.proof import LARGEST, random_batch
@@ -34,13 +37,11 @@ def of_weights(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
         yield from _values(case, name, model, progress)
     if case.merged_model is not None:
         yield from _ignored_head(case.merged_model)
-    entries = [(model.get("parameters") or {}).get("weight") for model in case.recipe.get("models") or []]
-    total = sum(float(weight) for weight in entries if isinstance(weight, int | float))
-    plain = entries and all(isinstance(weight, int | float) for weight in entries)
-    as_given = case.parameters.get("normalize", True) is False and case.method != "task_arithmetic"
-    if plain and as_given and abs(total - 1) > 0.05:
-        remedy = "make them add up to 1, or leave out 'normalize: false'"
-        yield Cause("scale", 0.75, f"the weights add up to {total:.3g}", case.name, remedy)
+    document = Document(dict(case.recipe))
+    if case.recipe and case.delegate in delegates.names():
+        check_structure(document)
+        for _, problem, remedy in sums_of_weights(document.config, delegates.get(case.delegate)):
+            yield Cause("scale", 0.75, problem, case.name, remedy)
 
 
 def _values(case: Case, name: str, model: View, progress: Progress | None) -> Iterator[Cause]:
