@@ -216,7 +216,8 @@ def _compile(document: Document, session: Session) -> None:
     """Compile the recipe, as the merge does, without reading weights; warn of donors whose merge is questionable."""
     from rotation_merge.mergekit_plugin.compile import check_stock, compiled
 
-    named, donors = references(document.value), dict[ModelReference, Donor]()
+    named = references(document.value)
+    donors: Mapping[ModelReference, Donor] = {}
     try:
         if session.recipe.stock:
             check_stock(session)

@@ -442,9 +442,10 @@ def sums_of_weights(config: MergeConfiguration, delegate: MergeMethod) -> Iterat
         weights = {entry.model: (entry.parameters or {}).get("weight") for entry in group.entries.values()}
         weights = {model: parameters.get("weight") if weight is None else weight for model, weight in weights.items()}
         values = [weight for model, weight in weights.items() if name != "multislerp" or model != base]
-        if not all(type(value) in (int, float) for value in values):
+        numbers = [weight for weight in values if isinstance(weight, int | float)]
+        if len(numbers) != len(values):
             continue  # lists and filters
-        total, largest = sum(values), max(map(abs, values), default=0.0)
+        total, largest = sum(numbers), max(map(abs, numbers), default=0.0)
         if divides and abs(total) <= 1e-6 * largest:
             yield group.path, f"the weights add up to {total:.3g}, and {name} divides by it", "make them add up to 1"
         elif not divides and name == "linear" and abs(total - 1) > 0.05:
