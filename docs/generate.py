@@ -20,7 +20,7 @@ from rotation_merge.architecture.registry import shipped
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.architecture.table import sample
 from rotation_merge.cli.app import COMMANDS, app
-from rotation_merge.cli.inspect import delegates, options
+from rotation_merge.cli.inspected import delegates, options
 from rotation_merge.mergekit_plugin.keys import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
 from rotation_merge.symmetry import Space
 from rotation_merge.symmetry.admitted import admitted

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rotation_merge.api import align, average, barrier, evaluate, measure, merge, polish, refit, transfer
-    from rotation_merge.averaging.config import AdapterMergeConfig, RefitConfig
+    from rotation_merge.averaging.config import AdapterMergeConfig, PolishConfig, RefitConfig
     from rotation_merge.averaging.lora import merge_adapters
-    from rotation_merge.averaging.polish import PolishConfig
     from rotation_merge.carrying.config import TransferConfig
     from rotation_merge.carrying.delta import Delta
     from rotation_merge.cli.check import check
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from rotation_merge.matching.fit import fit
     from rotation_merge.matching.options import AlignConfig, FitConfig
     from rotation_merge.model.view import View
-    from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
-    from rotation_merge.run.measure import MeasureConfig
+    from rotation_merge.run.config import BarrierConfig, EvaluateConfig, MeasureConfig
     from rotation_merge.run.statistics import Statistics
     from rotation_merge.search.config import MergeConfig
 

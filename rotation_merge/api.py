@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from rotation_merge.averaging.config import AdapterMergeConfig as AdapterMergeConfig
-from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.config import PolishConfig, RefitConfig
 from rotation_merge.averaging.lora import merge_adapters as merge_adapters
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.parameters import numbers_for
-from rotation_merge.averaging.polish import PolishConfig, PolishReport, polished
+from rotation_merge.averaging.polish import PolishReport, polished
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta as Delta
@@ -48,11 +48,12 @@ from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.model.writing import parse_size, staged
 from rotation_merge.record import MergeReport
 from rotation_merge.run.batches import Batch, check_labels
+from rotation_merge.run.config import BarrierConfig, EvaluateConfig, MeasureConfig
 from rotation_merge.run.data import Samples, for_each, listed, read_samples
-from rotation_merge.run.evaluate import BarrierConfig, Curve, EvaluateConfig, keep_figures, path, score
+from rotation_merge.run.evaluate import Curve, keep_figures, path, score
 from rotation_merge.run.functions import in_memory, load
 from rotation_merge.run.ledger import kept_beside
-from rotation_merge.run.measure import MeasureConfig, measured, model_for
+from rotation_merge.run.measure import measured, model_for
 from rotation_merge.run.sample_kinds import SAMPLES, SELF, SOURCES
 from rotation_merge.run.statistics import FORMAT, Statistics, has_format
 from rotation_merge.search.config import MergeConfig as MergeConfig

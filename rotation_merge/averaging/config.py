@@ -1,13 +1,13 @@
-"""Configs of refits and adapter merges, the source of their recipe keys, options and documentation."""
+"""Configs of refits, of adapter merges and of polishing, the source of their recipe keys, options and documentation."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from pydantic.dataclasses import dataclass
 
-from rotation_merge.config import EACH, RECIPE, Config, Count, NotNegative, option
+from rotation_merge.config import EACH, RECIPE, Config, Count, Length, NotNegative, Rate, option
 
 AUTO = "auto"
 """A rank that is chosen by the share of the squared norm that it keeps."""
@@ -50,3 +50,16 @@ class AdapterMergeConfig(Config):
     )
     energy: Annotated[float, Gt(0), Le(1)] = option(0.99, f"share of each map's squared norm that rank `{AUTO}` keeps")
     seed: int = option(0, "seed of the entries that DARE drops")
+
+
+@dataclass(frozen=True)
+class PolishConfig(Config):
+    """Options of polishing."""
+
+    samples: Length = option(64, "number of samples of each teacher")
+    steps: Count = option(50, "optimiser steps")
+    lora: Annotated[int, Ge(0)] = option(0, "train a LoRA of this rank; `0`: all weights")
+    merge_lora: bool = option(False, "write the model with the LoRA merged in, instead of an adapter")
+    learning_rate: Rate | None = option(None, "learning rate. Not given: chosen on held-out samples")
+    length: Length = option(128, "tokens in a text")
+    seed: int = option(0, "seed of all random numbers")

@@ -16,17 +16,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-from annotated_types import Ge
-from pydantic.dataclasses import dataclass as config_dataclass
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from rotation_merge.architecture.sentence import KEY
-from rotation_merge.config import Config, Count, Length, Rate, option
+from rotation_merge.averaging.config import PolishConfig
 from rotation_merge.errors import CheckpointError, DataError, RecipeError, RotationMergeError
 from rotation_merge.files import Store, TemporaryFolder
 from rotation_merge.linalg.seeding import seeded
@@ -86,19 +84,6 @@ TOGETHER = 16
 MIXER, PAST = ("A_log", "D"), ("out_proj", "conv1d")
 """Parameters of a state-space mixer, and its maps whose weights kernels read past a LoRA; peft refuses them in some
 models."""
-
-
-@config_dataclass(frozen=True)
-class PolishConfig(Config):
-    """Options of polishing."""
-
-    samples: Length = option(64, "number of samples of each teacher")
-    steps: Count = option(50, "optimiser steps")
-    lora: Annotated[int, Ge(0)] = option(0, "train a LoRA of this rank; `0`: all weights")
-    merge_lora: bool = option(False, "write the model with the LoRA merged in, instead of an adapter")
-    learning_rate: Rate | None = option(None, "learning rate. Not given: chosen on held-out samples")
-    length: Length = option(128, "tokens in a text")
-    seed: int = option(0, "seed of all random numbers")
 
 
 @dataclass

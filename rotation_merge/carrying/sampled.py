@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.config import PolishConfig
 from rotation_merge.averaging.methods import MergedModels
-from rotation_merge.averaging.polish import OF_FACTORS, OF_WEIGHTS, Polish, PolishConfig
+from rotation_merge.averaging.polish import OF_FACTORS, OF_WEIGHTS, Polish
 from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import MERGED, NONE, PLAIN

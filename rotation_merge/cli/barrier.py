@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
@@ -21,20 +21,26 @@ from rotation_merge.cli.paths import (
     is_document,
 )
 from rotation_merge.cli.show import Answer, Table, sentence
-from rotation_merge.diagnose.donors import PairRecipe, donors_of
-from rotation_merge.diagnose.paths import ALIGNED, COMPARE, Paths, curves_of
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
-from rotation_merge.mergekit_plugin.recipe import numbered
-from rotation_merge.model.open import parse_reference
-from rotation_merge.report.plots import check_plot, save_barrier
-from rotation_merge.run.evaluate import FILE, Barrier, BarrierConfig, is_barrier
-from rotation_merge.run.ledger import kept_beside
+from rotation_merge.run.config import FILE, BarrierConfig
 from rotation_merge.run.sample_kinds import KINDS
 
+if TYPE_CHECKING:
+    from rotation_merge.diagnose.donors import PairRecipe
+    from rotation_merge.run.evaluate import Barrier
+
+
+def _is_barrier(path: str) -> bool:
+    """Whether a file holds a barrier."""
+    from rotation_merge.run.evaluate import is_barrier
+
+    return is_barrier(path)
+
+
 NEW_PLOT = Writes("file", "file", work=(MATCHING_UNFINISHED,))
-SAVED = Writes("file", "dir", within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
+SAVED = Writes("file", "dir", within=FILE, work=(MATCHING_UNFINISHED,), wrote=_is_barrier, beside=True)
 
 
 @cli_command(
@@ -73,6 +79,11 @@ def command(
     --plot an interrupted run continues. Give --data once for each task. Matching on activations uses text that the
     models write, or, if they write none, the first --data.
     """
+    from rotation_merge.diagnose.paths import ALIGNED, COMPARE, Paths, curves_of
+    from rotation_merge.mergekit_plugin.recipe import numbered
+    from rotation_merge.report.plots import check_plot, save_barrier
+    from rotation_merge.run.ledger import kept_beside
+
     if plot is not None:
         check_plot(plot)
     curves = curves_of(compare)
@@ -98,6 +109,9 @@ def _donors(
     models: tuple[str, ...], options: AlignConfig, match: MatchConfig, alignment: str | None, each_head: bool
 ) -> list[PairRecipe]:
     """The donors whose paths are measured: of a recipe, or one of two models."""
+    from rotation_merge.diagnose.donors import PairRecipe, donors_of
+    from rotation_merge.model.open import parse_reference
+
     if len(models) == 1 and is_document(models[0]):
         if alignment or match.match_on != WEIGHTS or each_head:
             remedy = "leave out --alignment, --match-on and --heads-of"

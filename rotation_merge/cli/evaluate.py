@@ -8,7 +8,7 @@ import rotation_merge as rm
 from rotation_merge.cli.command import Device, cli_command
 from rotation_merge.cli.paths import MODEL, SAMPLES
 from rotation_merge.cli.show import Answer, Table
-from rotation_merge.run.evaluate import EvaluateConfig
+from rotation_merge.run.config import EvaluateConfig
 from rotation_merge.run.sample_kinds import KINDS
 
 

@@ -10,8 +10,7 @@ import rotation_merge as rm
 from rotation_merge.cli.command import Device, Model, cli_command
 from rotation_merge.cli.paths import SAMPLES, STATISTICS, checked_outputs
 from rotation_merge.cli.show import Answer
-from rotation_merge.model.open import parse_reference
-from rotation_merge.run.measure import MeasureConfig, default_statistics_path
+from rotation_merge.run.config import MeasureConfig
 from rotation_merge.run.sample_kinds import KINDS
 
 
@@ -41,6 +40,9 @@ def command(
     whole model in memory, at once. A model that does not fit writes its text by layer, too, and reads its files for
     every token of '--data self'.
     """
+    from rotation_merge.model.open import parse_reference
+    from rotation_merge.run.measure import default_statistics_path
+
     place = out or str(default_statistics_path(parse_reference(model)))
     if out is None:
         click.get_current_context().with_resource(checked_outputs(STATISTICS.outputs(place)))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import click
 
 import rotation_merge as rm
-from rotation_merge.averaging.polish import PolishConfig
+from rotation_merge.averaging.config import PolishConfig
 from rotation_merge.cli.command import Command, Device, Model, cli_command
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLES
 from rotation_merge.cli.show import Answer, sentence

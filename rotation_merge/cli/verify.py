@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import torch
-
 from rotation_merge.cli.command import Model, cli_command
 from rotation_merge.cli.paths import SAMPLES
 from rotation_merge.cli.show import Answer
 from rotation_merge.config import Count
 from rotation_merge.errors import CheckpointError
-from rotation_merge.run.data import read_samples
-from rotation_merge.run.functions import read_config
-from rotation_merge.run.proof import allowed_difference, blank_model, largest_difference, outputs_of, random_batch
 from rotation_merge.run.sample_kinds import SELF
 
 
@@ -37,6 +32,12 @@ def verify(
     MODEL_A's output. The limit is a multiple of the effect of rounding MODEL_A's own weights, to the coarser of the two
     storage types, or to float32. Models run one layer at a time. Exit code 0: the same; 1: not.
     """
+    import torch
+
+    from rotation_merge.run.data import read_samples
+    from rotation_merge.run.functions import read_config
+    from rotation_merge.run.proof import allowed_difference, blank_model, largest_difference, outputs_of, random_batch
+
     compute = torch.float64 if float64 else torch.float32
     model_a, model_b = map(str, (model_a, model_b))
     kind_b, kind_a = (read_config(model).get("architectures") for model in (model_b, model_a))

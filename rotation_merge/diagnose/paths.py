@@ -17,8 +17,9 @@ from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.heads import head_names
 from rotation_merge.model.open import open_model
 from rotation_merge.report.plots import MOST_CURVES
+from rotation_merge.run.config import BarrierConfig
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import Barrier, BarrierConfig, Curve, path
+from rotation_merge.run.evaluate import Barrier, Curve, path
 from rotation_merge.run.functions import architecture_of, in_memory, load
 from rotation_merge.run.ledger import NOWHERE, Ledger
 from rotation_merge.run.sample_kinds import SELF

@@ -27,8 +27,9 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE
 from rotation_merge.matching.matrix_pairs import Pairs, SpaceMatch, row_squares
 from rotation_merge.symmetry import ROLES, Linear, Monomial, Stats, Transform, orders_of
-from rotation_merge.symmetry.admitted import GroupOptions, SpaceGroup, admitted
+from rotation_merge.symmetry.admitted import SpaceGroup, admitted
 from rotation_merge.symmetry.group import Group, Monomials
+from rotation_merge.symmetry.options import GroupOptions
 
 TURNS = 6
 """Maps and the order of query heads take turns at most so often."""

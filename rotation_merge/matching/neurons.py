@@ -26,8 +26,9 @@ from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import best_scale
 from rotation_merge.matching.matrix_pairs import Pairs, PartView, SpaceMatch, Squares, row_squares
 from rotation_merge.symmetry import Monomial, Transform, orders_of
-from rotation_merge.symmetry.admitted import GroupOptions, admitted
+from rotation_merge.symmetry.admitted import admitted
 from rotation_merge.symmetry.group import Monomials
+from rotation_merge.symmetry.options import GroupOptions
 
 ROLES = ("in", "gate", "out")
 ENTRIES = 1 << 19

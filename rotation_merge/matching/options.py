@@ -24,7 +24,7 @@ from rotation_merge.config import (
     option,
 )
 from rotation_merge.errors import RecipeError
-from rotation_merge.symmetry.admitted import GroupOptions
+from rotation_merge.symmetry.options import GroupOptions
 
 if TYPE_CHECKING:
     from rotation_merge.architecture.model import Architecture, Block

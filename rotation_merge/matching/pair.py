@@ -32,7 +32,7 @@ from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import TOGETHER, matched_on, on_shared_rows, other_ids, shared_rows
 from rotation_merge.symmetry import Transform
-from rotation_merge.symmetry.admitted import by_stream
+from rotation_merge.symmetry.options import by_stream
 
 LITTLE = "a change carried from a base of another width or depth brings only -3 to 16% of its gain"
 UNLIKE = f"only models of equal sizes and symmetries can be averaged; {LITTLE}, so train on the new base instead"

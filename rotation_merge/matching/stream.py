@@ -30,7 +30,8 @@ from rotation_merge.matching.matrix_pairs import axis_views
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import at_least_float32, transform_tensor
 from rotation_merge.symmetry import Monomial, Stats, Transform
-from rotation_merge.symmetry.admitted import SpaceGroup, admitted, by_stream
+from rotation_merge.symmetry.admitted import SpaceGroup, admitted
+from rotation_merge.symmetry.options import by_stream
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""

@@ -9,14 +9,11 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge, Le
-from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor
 
-from rotation_merge.config import option
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
@@ -25,21 +22,8 @@ from rotation_merge.record import read_as, versions
 from rotation_merge.run.batches import Batch, check_labels, inputs_for
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.ledger import NOWHERE, Ledger
-from rotation_merge.run.sample_kinds import ReadingConfig
 
 LOG = logging.getLogger(__name__)
-
-
-@config_dataclass(frozen=True)
-class EvaluateConfig(ReadingConfig):
-    """Options of evaluation."""
-
-
-@config_dataclass(frozen=True)
-class BarrierConfig(ReadingConfig):
-    """Options of evaluating models on a path."""
-
-    points: Annotated[int, Ge(3), Le(101)] = option(11, "models on the path")
 
 
 MOST_LOGITS = 1 << 26
@@ -51,8 +35,6 @@ NUMBERS = ("regression", "labels", "similarity")
 PATH = "path, "
 """Prefix of progress labels for a path."""
 
-FILE = "barrier.json"
-"""Name under which a barrier lies beside a merged model."""
 
 LEAST_GAIN = 1e-4
 """Least gain over the line between the parents that is reported as better."""

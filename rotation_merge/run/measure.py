@@ -18,17 +18,14 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import MinLen
 from mergekit.common import ModelReference
-from pydantic.dataclasses import dataclass as config_dataclass
 from torch import Tensor, nn
 
 from rotation_merge.architecture import resolve
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.config import Config, Count, Length, option
 from rotation_merge.errors import DataError, StatisticsError
 from rotation_merge.files import CONTINUES, Store
 from rotation_merge.model.card import origins
@@ -37,12 +34,13 @@ from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.view import View, stored_dtype
 from rotation_merge.record import versions
 from rotation_merge.run.batches import Batch, by_rows, inputs_for, unpadded, with_small_first_batch
+from rotation_merge.run.config import MeasureConfig
 from rotation_merge.run.data import Data, described
 from rotation_merge.run.functions import architecture_of, check_answers, empty_model, in_memory, streamed_model
 from rotation_merge.run.maps import maps_of, same_map
 from rotation_merge.run.recorder import WatchedBlocks
 from rotation_merge.run.runner import Runner, StateStore
-from rotation_merge.run.sample_kinds import SAMPLES, SELF
+from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.run.statistics import NAME, Statistics, first_readers
 from rotation_merge.workers import Progress, free_memory
 
@@ -54,23 +52,6 @@ MOST_LABELS = 100
 
 FITS = 0.75
 """Of the memory that is free: what a model that is held whole may take."""
-
-
-@config_dataclass(frozen=True)
-class MeasureConfig(Config):
-    """Options of measuring a model."""
-
-    kinds: Annotated[tuple[Literal["gram", "fisher"], ...], MinLen(1)] = option(("gram",), "what to measure")
-    labels: Literal["sampled", "data"] = option(
-        "sampled",
-        "labels of the gradients: sampled from the model (exact for classifiers), or those of the data",
-    )
-    seed: int = option(0, "seed of the samples that the model writes and of sampled labels")
-    samples: Count | None = option(
-        None, f"largest number of samples. Not given: all of a file, {SAMPLES} of `self` and `synthetic`"
-    )
-    batch_size: Count = option(16, "examples in a batch")
-    length: Length = option(128, "tokens in a window of text")
 
 
 def default_statistics_path(reference: ModelReference) -> Path:

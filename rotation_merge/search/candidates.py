@@ -13,8 +13,9 @@ import yaml
 from rotation_merge.matching.fit import fit
 from rotation_merge.matching.options import FitConfig
 from rotation_merge.model.open import open_model
+from rotation_merge.run.config import MeasureConfig
 from rotation_merge.run.data import read_samples
-from rotation_merge.run.measure import MeasureConfig, measured, model_for
+from rotation_merge.run.measure import measured, model_for
 from rotation_merge.run.sample_kinds import SELF, SOURCES
 from rotation_merge.search.parents import FAR, SHARED, Parents
 from rotation_merge.workers import listener

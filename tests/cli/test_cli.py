@@ -36,8 +36,7 @@ def test_every_command_has_help_with_an_example() -> None:
 @pytest.mark.parametrize(
     ("code", "variables", "words"),
     [
-        (f"from rotation_merge.cli import app, check, demo, doctor, lora, merge, push; {LOADED}", {}, "set()\n"),
-        (f"from rotation_merge.cli import align, carry; {LOADED}", {}, "{'torch'}\n"),
+        (f"from rotation_merge.cli import app, {', '.join(COMMANDS)}; {LOADED}", {}, "set()\n"),
         (MAIN, {"_ROTATION_MERGE_COMPLETE": "bash_source"}, "complete"),
         (MAIN, TYPED, "plain,spectral\n"),
     ],
