@@ -41,7 +41,7 @@ HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not che
 
 
 def check_text(text: str, refused: Refused) -> list[Fault]:
-    """Every fault of a recipe for mergekit-yaml or mergekit-multi: misspelt words first, then others by lines.
+    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
 
     Raises:
         RecipeError: the text is not YAML.
@@ -51,8 +51,7 @@ def check_text(text: str, refused: Refused) -> list[Fault]:
         _check_sources(document, read(document), names, refused)
         if isinstance(name := document.value.get("name"), str):
             names.add(name)
-    faults = (fault for document in parsed for fault in document.faults)
-    return sorted(faults, key=lambda f: (f.document, "did you mean" not in f.remedy, f.line, f.column))
+    return sorted((fault for d in parsed for fault in d.faults), key=lambda f: (f.document, f.line, f.column))
 
 
 def _check_sources(document: Document, recipe: Recipe | None, earlier: set[str], refused: Refused) -> None:
