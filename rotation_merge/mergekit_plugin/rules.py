@@ -158,9 +158,9 @@ def check_structure(document: Document) -> None:
     try:
         document.config = validate(content, extra="forbid")
     except ValidationError as error:
-        document.collect(_structural(error, content), ignored=not is_ours(content))
         with suppress(ValidationError, RuntimeError, ValueError):
             document.config = validate(content)
+        document.collect(_structural(error, content), ignored=document.config is not None and not is_ours(content))
     except (RuntimeError, TypeError, ValueError) as error:
         document.fault((), str(error), "see mergekit's documentation")
 
