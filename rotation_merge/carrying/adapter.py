@@ -277,7 +277,8 @@ class _MovingAdapter:
 
     def _whole(self, part: AdapterPart) -> Tensor:
         """A carried whole tensor; one that the adapter adds, at scale 1."""
-        info, delta = part.info, self.delta if not part.added else replace(self.delta, scale=1.0)
+        info, low = part.info, {name: low for name, low in self.delta.low.items() if name != part.info.name}
+        delta = replace(self.delta, low=low, scale=1.0 if part.added else self.delta.scale)
         change, stored = dense(delta.change(self.blocks[info.name], info), info), read_tensor(info, delta.base.tensors)
         if self._bias(info) is not None:
             raise self._refused(info.name, "the shift of a norm adds a constant", SMALLER)

@@ -33,10 +33,11 @@ from rotation_merge.mergekit_plugin.recipe import (
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
+from rotation_merge.model.adapters import NON_LORA
 from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
-from rotation_merge.model.folder import close_files, folder_of
+from rotation_merge.model.folder import close_files, folder_of, place_of
 from rotation_merge.model.heads import write_heads
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
@@ -261,10 +262,16 @@ def complete(session: Session, folder: str) -> list[Defect]:
     return defects
 
 
+NOT_MERGED = "without {}: this method merges by peft, which leaves it out (rotation_merge with 'delegate' does not)"
+
+
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
     """Look at the output of another method of mergekit's; nothing is changed."""
     parents, _ = _parents(config, options)
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, parents)]
+    loras = dict.fromkeys(place_of(model.lora, options.transformers_cache) for model in models if model.lora)
+    files = (os.path.join(place, NON_LORA) for place in loras if place)
+    lines += [f"rotation_merge: {folder}: {NOT_MERGED.format(file)}" for file in files if os.path.exists(file)]
     say(lines or [f"rotation_merge: {folder} is complete"])
 
 

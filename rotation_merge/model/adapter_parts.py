@@ -18,7 +18,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.architecture.registry import PossibleTensor, every_name
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.adapters import B_LAYOUT, GROUPED, Adapter, Change
+from rotation_merge.model.adapters import B_LAYOUT, GROUPED, NON_LORA, Adapter, Change
 from rotation_merge.model.forms import ComposedTensor, other_form
 from rotation_merge.model.low_rank import LowRank, stacks, transposed
 from rotation_merge.model.tensors import Tensors
@@ -108,6 +108,10 @@ class _Placing:
 
     def part(self, name: str, change: Change) -> AdapterPart | None:
         """Where one change falls; None if it changes nothing."""
+        if self.adds and change.value in self.adapter.non_lora and self._is_of_base(change):
+            change = replace(change, value="")
+            if not change.a and not change.shift:
+                return None
         info = self.infos.get(name, TensorInfo(name, (name,), ()))
         if name in self.base and (info.stacked or not stacks(info)):
             expert = info.names.index(name) if info.stacked else None
@@ -117,11 +121,19 @@ class _Placing:
         parameter = self.parameters.get(name)
         part = None if parameter is None else self._of_parameter(change, parameter)
         if part is None or (part.added and not self.adds):
-            raise self._refused(f"changes '{change.name}', which the model does not store")
+            raise self._refused(change, f"changes '{change.name}', which the model does not store")
         return part
 
-    def _refused(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"the adapter {problem}", where=self.label, remedy="was it trained on another model?")
+    def _refused(self, change: Change, problem: str) -> CheckpointError:
+        file, remedy = "the adapter", "was it trained on another model?"
+        if change.value in self.adapter.non_lora:
+            file, remedy = f"{NON_LORA} beside the adapter", "rename its tensors as the base's are, or move it away"
+        return CheckpointError(f"{file} {problem}", where=self.label, remedy=remedy)
+
+    def _is_of_base(self, change: Change) -> bool:
+        """Whether a tensor that the adapter stores whole is the base's, which some trainers write as well."""
+        value = self.adapter.tensors[change.value]
+        return change.name in self.base and torch.equal(self.base[change.name].to(value.dtype), value)
 
     def _adds_nothing(self, change: Change) -> bool:
         """Whether it is a bias of zeros: peft's `lora_bias` gives one to every module, also where there is no bias."""
@@ -235,7 +247,7 @@ class _Placing:
             low = self._low_rank_shape(change)[:: -1 if part.flipped else 1]
             shapes.append((part.experts, *low) if part.experts else low)
         if odd := next((known for known in shapes if known != shape), None):
-            raise self._refused(f"has {list(odd)} for '{change.name}', the model has {list(shape)}")
+            raise self._refused(change, f"has {list(odd)} for '{change.name}', the model has {list(shape)}")
 
 
 def _is_another_vector(info: TensorInfo, form: ComposedTensor) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from mergekit.common import ModelPath
@@ -34,7 +35,9 @@ from rotation_merge.model.writing import staged, write_files
 from rotation_merge.record import MergeReport
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
+NON_LORA = "non_lora_state_dict.bin"
+"""Whole weights that trainers in LLaVA's manner write beside an adapter, by names of peft's model in training."""
+ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS, NON_LORA]
 SUFFIX = ".safetensors"
 PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer."
@@ -74,6 +77,14 @@ def is_adapter(work: object) -> bool:
     if has_config and Contents(folder).opened:
         tensor_files(folder)
     return has_config
+
+
+def _name_in_training(key: str) -> str:
+    """The parameter of the base that a parameter of peft's model in training is; empty: factors, or an unused copy."""
+    if ".original_module." in key or "lora_" in key:
+        return ""
+    name = re.sub(r"^(module\.)?(base_model\.(model\.)?)?", "", key)
+    return re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,7 @@ class Adapter:
         tensors: those of a stored adapter are read each time that they are asked for.
         form: `peft`, a folder; `kohya` or `diffusers`, a single file without a config.
         path: where it is stored; empty: in memory.
+        non_lora: names of those tensors that stand in a file of whole weights beside it (`NON_LORA`).
         beside: other files by name.
         notes: of the transfer that made it.
         report: of that transfer.
@@ -127,6 +139,7 @@ class Adapter:
     tensors: Mapping[str, Tensor]
     form: str = PEFT
     path: str = ""
+    non_lora: frozenset[str] = frozenset()
     beside: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     report: MergeReport | None = None
@@ -155,6 +168,8 @@ class Adapter:
         tensors = adapter._stored(file)
         kohya = any(".lora_down." in key for key in tensors)
         adapter = replace(adapter, tensors=tensors, form=PEFT if not single else KOHYA if kohya else DIFFUSERS)
+        if not single and os.path.isfile(further := os.path.join(path, NON_LORA)):
+            adapter = adapter._with_whole_weights(further)
         _ = adapter.changes  # which refuses tensors of other kinds
         return adapter
 
@@ -171,7 +186,7 @@ class Adapter:
     def changes(self) -> Mapping[str, Change]:
         """By the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it."""
         parts: dict[str, dict[str, Any]] = {}
-        for key in sorted(self.shapes):
+        for key in sorted(self.shapes, key=lambda key: (key not in self.non_lora, key)):
             stem = key.removeprefix(PREFIX) if self.form == PEFT else key
             if match := FACTOR.fullmatch(stem):
                 module, embedding, part, leaf = match.group("module", "embedding", "part", "leaf")
@@ -220,10 +235,17 @@ class Adapter:
         if begun.lower().startswith(SHIFTS_BASE):
             raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 
-    def _stored(self, file: str) -> Tensors:
+    def _with_whole_weights(self, file: str) -> Adapter:
+        """The adapter with the whole weights of a file beside it, under the names that peft stores them by."""
+        names = {f"{PREFIX}{name}": key for key in header(file).shapes if (name := _name_in_training(key))}
+        whole = self._stored(file, lazy_unpickle=is_zipfile(file)).renamed(names).only(names)
+        tensors = whole.replaced(self.tensors)
+        return replace(self, tensors=tensors, non_lora=frozenset(names.keys() - self.shapes.keys()))
+
+    def _stored(self, file: str, lazy_unpickle: bool = False) -> Tensors:
         """The tensors of its file, read when they are asked for; NaN and infinity are refused."""
         (folder, name), head = os.path.split(file), header(file)
-        reader = ShardReader(folder, {key: (name, key) for key in head.shapes}, lazy_unpickle=False)
+        reader = ShardReader(folder, {key: (name, key) for key in head.shapes}, lazy_unpickle)
 
         def checked(key: str, tensor: Tensor) -> Tensor:
             if not all_finite([tensor]):
@@ -326,7 +348,8 @@ def plain_adapter(path: str) -> Adapter:
     remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
     adapter = Adapter.open(fetched(ModelPath(path=path), patterns=ADAPTER_FILES) if remote else path)
     beyond = {"target_parameters": "of stacked experts", "use_dora": "a DoRA"}
-    problems = [f"it is {words} ('{entry}')" for entry, words in beyond.items() if adapter.config.get(entry)]
+    problems = [f"{NON_LORA} beside it holds whole weights"] if adapter.non_lora else []
+    problems += [f"it is {words} ('{entry}')" for entry, words in beyond.items() if adapter.config.get(entry)]
     for change in adapter.changes.values():
         if change.magnitude or change.shift or not change.a or (change.value and BASE_LAYER not in change.value):
             problems.append(f"changes '{change.name}' otherwise than by two factors")

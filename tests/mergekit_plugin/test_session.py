@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import rotation_merge as rm
 from rotation_merge.architecture import build, registry
 from rotation_merge.mergekit_plugin.recipe import Recipe
-from rotation_merge.mergekit_plugin.run import merge_recipe
+from rotation_merge.mergekit_plugin.run import merge_recipe, say_defects
 from rotation_merge.model import contents
 from rotation_merge.report.integrity import check_folder
 from rotation_merge.report.integrity.mending import mend
@@ -358,3 +358,15 @@ def test_other_methods_are_checked_where_the_environment_asks(
     with caplog.at_level(logging.INFO):
         merge_recipe(yaml.safe_dump({"merge_method": "linear", "models": models}), str(tmp_path / "out"))
     assert ("special id beyond the vocabulary" in caplog.text) == asked
+
+
+def test_whole_weights_that_peft_leaves_out_are_named(
+    parents: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "non_lora_state_dict.bin").write_bytes(b"")
+    models = [{"model": f"{parents[0]}+{tmp_path / 'lora'}", "parameters": {"weight": 1}}]
+    config = MergeConfiguration.model_validate({"merge_method": "linear", "models": models})
+    with caplog.at_level(logging.INFO):
+        say_defects(config, str(parents[0]), MergeOptions())
+    assert f"without {tmp_path / 'lora' / 'non_lora_state_dict.bin'}: this method merges by peft" in caplog.text

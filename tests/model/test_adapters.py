@@ -196,6 +196,47 @@ def test_experts_grouped_in_b_as_its_trainer_packed_them(tmp_path: Path) -> None
         tensors(base, lora)
 
 
+def write_whole_weights(adapter: Path, model: Any, trained: tuple[str, ...], legacy: bool, prefix: str = "") -> None:
+    """What trainers in LLaVA's manner write beside an adapter: random values of parameters, all others as they are."""
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight").endswith(trained):
+            parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
+    named = {prefix + name: x.detach() for name, x in model.named_parameters() if "lora_" not in name}
+    torch.save(named, adapter / "non_lora_state_dict.bin", _use_new_zipfile_serialization=not legacy)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_whole_weights_beside_the_factors(legacy: bool, tmp_path: Path) -> None:
+    """They are applied; carried with them; named where adapters are merged alone, and where the base lacks them."""
+    base, lora, file = (
+        make("llama", tmp_path / "base"),
+        tmp_path / "lora",
+        tmp_path / "lora" / "non_lora_state_dict.bin",
+    )
+    model = train(lora, transformers.AutoModelForCausalLM.from_pretrained(base), modules_to_save=["lm_head"])
+    write_whole_weights(lora, model, ("norm", "v_proj", "q_proj.base_layer"), legacy, "module." if legacy else "")
+    model.merge_and_unload().save_pretrained(tmp_path / "whole")
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    assert_near(tensors(base, lora), expected)
+    carried = rm.transfer(lora, base, twin(base, tmp_path / "new"), heads="permutation", residual="none")
+    assert sum("o_proj" in name for name in carried.tensors) == 0  # it is the base's
+    carried.save_pretrained(tmp_path / "carried")
+    inputs, new = torch.arange(12)[None], f"{tmp_path / 'new'}+{tmp_path / 'carried'}"
+    logits = [rm.average([name]).to_module()(inputs).logits for name in (f"{base}+{lora}", new)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    with pytest.raises(rm.RotationMergeError, match=r"non_lora_state_dict\.bin beside it holds whole weights"):
+        rm.merge_adapters([lora, lora])
+    torch.save({"base_model.model.model.mm_projector.0.weight": torch.ones(3, 3)}, file)
+    words = (
+        r"non_lora_state_dict\.bin beside the adapter changes 'model\.mm_projector\.0\.weight', which the model does"
+    )
+    with pytest.raises(rm.RotationMergeError, match=words):
+        tensors(base, lora)
+    file.write_bytes(b"text")
+    with pytest.raises(rm.RotationMergeError, match=r"non_lora_state_dict\.bin: cannot be read"):
+        tensors(base, lora)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """An anchor, a twin of it in other coordinates, and an adapter for the twin."""
