@@ -269,8 +269,9 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
     """Look at the output of another method of mergekit's; nothing is changed."""
     parents, _ = _parents(config, options)
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, parents)]
-    loras = dict.fromkeys(place_of(model.lora, options.transformers_cache) for model in models if model.lora)
-    files = (os.path.join(place, NON_LORA) for place in loras if place)
+    loras = filter(None, (model.lora for model in sorted(config.referenced_models(), key=str)))
+    places = filter(None, (place_of(lora, options.transformers_cache) for lora in loras))
+    files = dict.fromkeys(os.path.join(place, NON_LORA) for place in places)
     lines += [f"rotation_merge: {folder}: {NOT_MERGED.format(file)}" for file in files if os.path.exists(file)]
     say(lines or [f"rotation_merge: {folder} is complete"])
 
