@@ -34,7 +34,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3057),
     ("carrying",): (1500, 2043),
     ("report",): (1400, 1772),
-    ("mergekit_plugin",): (2500, 3707),
+    ("mergekit_plugin",): (2500, 3708),
     ("diagnose",): (2100, 2073),
     ("search", "share"): (1400, 1756),
     ("api", "cli", "__init__"): (1400, 2671),
