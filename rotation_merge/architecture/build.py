@@ -184,7 +184,8 @@ def _linear(scope: Scope, path: str, spec: TensorSpec, conv1d: bool) -> list[Ten
     if len(spec.axes) <= place:
         raise scope.error(f"map '{path}' has too few axes", "name its outputs and its inputs")
     rows = spec.axes[place]
-    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, common=spec.common_bias)
+    axes = [spec.axes[0], rows] if stacked else [rows]
+    bias = TensorSpec(axes=axes, optional=True, tied=spec.tied_bias, common=spec.common_bias)
     return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
 
 

@@ -231,6 +231,11 @@ class Architecture:
         for block in self.blocks:
             yield from block.tensors
 
+    def heads(self) -> Iterator[TensorInfo]:
+        """Heads that may share the tensor of an embedding."""
+        after = (info for block in self.blocks if block.place == "after" for info in block.tensors)
+        return (info for info in after if info.tied and len(info.axes) == 2)
+
     def layers(self, module: str) -> list[Block]:
         return [b for b in self.blocks if b.module == module and b.index is not None]
 

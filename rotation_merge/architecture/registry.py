@@ -289,10 +289,17 @@ def _dropped(
     return {name for name in names if name.startswith(begins)} if begins else set()
 
 
+def says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that the head is the embedding's tensor."""
+    text = config.get("text_config")
+    nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+    return bool(config.get("tie_word_embeddings", nested))
+
+
 def tied_head(
     config: Mapping[str, Any], names: Collection[str], model: str, known: Architecture | None = None
 ) -> tuple[str, str] | None:
-    """The head that shares an embedding's tensor after loading, and its stream; None without one.
+    """The head that shares an embedding's tensor after loading, and its stream (if it reads one); None without one.
 
     The config decides where it says so, whatever is stored beside it; else a head that is not stored is tied.
 
@@ -301,15 +308,13 @@ def tied_head(
     """
     if find(config) is None:
         return None
-    text = config.get("text_config")
-    nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
-    says = bool(config.get("tie_word_embeddings", nested))
+    says = says_tied(config)
     if not says and known is not None and any(info.tied and info.name in names for info in known.tensors()):
         return None
-    for info in resolve(config, names, model, keep_unknown=True, untie=True).tensors():
-        reads = [part.space.name for axis in info.axes for part in axis.parts if part.role == "read"]
-        if info.tied and reads and (says or info.name not in names):
-            return info.name, reads[0]
+    for info in resolve(config, names, model, keep_unknown=True, untie=True).heads():
+        if says or info.name not in names:
+            reads = [part.space.name for axis in info.axes for part in axis.parts if part.role == "read"]
+            return info.name, next(iter(reads), "")
     return None
 
 

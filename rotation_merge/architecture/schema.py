@@ -79,6 +79,7 @@ class TensorSpec(StrictModel):
         when: whether a model of this config has it (null: always).
         unless: a tensor that holds the same weights in another form; where the checkpoint has that, this is left out.
         tied: tensors whose weights it shares when it is not stored itself.
+        tied_bias: of a linear map, the same of its bias.
         offset: 1 where it holds gains that are 1 + weight.
         common: a space of translations: its rows meet only in a softmax, so that one vector may be added to all.
         common_bias: of a linear map, the space (of size 1) of the number that may be added to all of its bias.
@@ -89,6 +90,7 @@ class TensorSpec(StrictModel):
     when: Expression = None
     unless: str | None = None
     tied: list[str] = Field(default_factory=list)
+    tied_bias: list[str] = Field(default_factory=list)
     offset: float = 0.0
     common: str | None = None
     common_bias: str | None = None

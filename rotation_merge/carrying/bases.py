@@ -11,6 +11,7 @@ import torch
 import yaml
 from mergekit.common import dtype_from_name
 
+from rotation_merge.architecture.registry import says_tied
 from rotation_merge.carrying.adapter import NewAdapter, adapter_places, new_adapter
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
@@ -175,15 +176,19 @@ class Bases(Pair):
         run.note(f"{words}: nothing was matched, the change is added as it is.")
         return NOTHING
 
-    def check_head(self) -> None:
-        """Refuse to change a model's head that is tied in the new base and apart in the old one.
+    def check_head(self, tuned: View | None) -> None:
+        """Refuse to change a model's head that is tied in the new base and apart in the old one or the fine-tune.
 
         Raises:
             RecipeError: names it.
         """
-        if self.anchor.tied_head is not None and self.donor.tied_head is None:
-            name, (new, old) = self.anchor.tied_head, self.names
-            problem = f"'{name}' is tied to the embedding, which {old} has apart: its change has no place"
+        if (name := self.anchor.tied_head) is None:
+            return
+        (new, holder), apart = self.names, self.donor.tied_head is None
+        if tuned is not None and not apart:
+            holder, apart = tuned.name, not says_tied(tuned.config)
+        if apart:
+            problem = f"'{name}' is tied to the embedding, which {holder} has apart: its change has no place"
             remedy = "add 'untie' (the output then stores a separate head), or carry it as an adapter"
             raise RecipeError(problem, where=new, remedy=remedy)
 

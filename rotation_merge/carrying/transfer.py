@@ -38,7 +38,7 @@ def carried(transfer: Transfer, place: str | None = None, progress: Progress | N
     """
     config, adapter, bases = transfer.config, transfer.adapter, transfer.bases
     if not transfer.rank and not config.untie:
-        bases.check_head()
+        bases.check_head(transfer.tuned)
     delta, notes, method, share = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights", 1.0
     if config.needs_samples:
         chosen, lift, notes = sampled_change(transfer, place, progress)

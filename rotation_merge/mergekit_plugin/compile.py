@@ -197,7 +197,8 @@ def compiled(session: Session) -> tuple[CompiledRecipe, RecipeViews]:
     """
     views, recipe, number = output_views(session), session.recipe, next(runs)
     name, inner, parameters = f"rotation_merge:{number}", recipe.delegate, tensor_parameters(recipe, views.blocks)
-    placed = {m: StandIn.of(m, session.models[m].folder, number, recipe.value("untie")) for m in views.stored}
+    models = session.models
+    placed = {m: StandIn.of(m, models[m].folder, number, models[m].untie) for m in views.stored}
     served = {model: views.served(model) for model in views.stored}
     stock = stock_recipe(views, name, placed)
     if recipe.on_whole_models:

@@ -48,8 +48,9 @@ class StandIn(ModelReference, frozen=True):  # type: ignore[call-arg]
     def config(self, trust_remote_code: bool = False) -> PretrainedConfig:
         """The model's config, which that of the merge is made from."""
         config = super().config(trust_remote_code)
-        if self.untie:
-            config.tie_word_embeddings = False
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)) if self.untie else ():
+            if part is config or hasattr(part, "tie_word_embeddings"):
+                part.tie_word_embeddings = False
         return config
 
     def __str__(self) -> str:

@@ -189,4 +189,6 @@ def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:
             holder = next(model for model in sources if model not in lacking)
             problem = f"tensor '{info.name}' is missing, {holder} has it"
             remedy = "merge models with the same heads, or name the tensor under 'exclude' to copy it from base_model"
+            if any(name in models[lacking[0]] for name in info.tied):
+                remedy = "set 'untie: true' (the output then stores its head), or leave it out under 'exclude'"
             raise CheckpointError(problem, where=str(lacking[0]), remedy=remedy)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.architecture.registry import families, find, stores_codes, unaligned
+from rotation_merge.architecture.registry import families, find, says_tied, stores_codes, unaligned
 from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, RotationMergeError, short
 from rotation_merge.model.adapter_parts import adapted
@@ -37,6 +37,7 @@ from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.sentence import read_modules
 from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
 from rotation_merge.model.view import Files, View
+from rotation_merge.model.writing import untied
 from rotation_merge.record import REPORT_FILE
 
 LOG = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def open_model(
         ArchitectureError: no architecture file describes it.
     """
     if isinstance(model, View):
+        untie = untie or model.head_differs
         if model.untie == untie:
             return model
         architecture = resolve(dict(model.config), list(model), model.name, untie=untie)
@@ -105,7 +107,36 @@ def _in_memory(
     check_classes(config, name)
     check_codes(config, kinds, tensors.shapes, name)
     architecture = _architecture(name, config, tensors.shapes, untie, "error")
-    return View(name, config, architecture, tensors, module=module, untie=untie)
+    return _with_own_head(View(name, config, architecture, tensors, module=module, untie=untie), "error")
+
+
+def _with_own_head(view: View, unsupported: str) -> View:
+    """A model whose config says what its weights say: a stored head that differs from the embedding is not tied to it.
+
+    transformers decides in the same way when it loads such a model.
+
+    Raises:
+        CheckpointError: the head would compute something else if the config did not tie it.
+    """
+    head = _differing_head(view) if says_tied(view.config) else None
+    if head is None:
+        return view
+    config = untied(view.config)
+    architecture = _architecture(view.name, config, view.shapes, True, unsupported)
+    if architecture.named()[head.name].common != head.common:
+        problem = f"'{head.name}' differs from '{head.tied[0]}', which the config ties it to, and reads scaled outputs"
+        remedy = "remove it, or divide it by the scale and set 'tie_word_embeddings': false"
+        raise CheckpointError(problem, where=view.name, remedy=remedy)
+    return replace(view, config=config, architecture=architecture, untie=True, head_differs=True)
+
+
+def _differing_head(view: View) -> TensorInfo | None:
+    """A stored head whose values are not those of the embedding that is stored beside it; reads both."""
+    for info in view.architecture.heads():
+        embedding = next((name for name in info.tied if name in view), None)
+        if info.name in view and embedding is not None and not torch.equal(view[info.name], view[embedding]):
+            return replace(info, tied=(embedding,))
+    return None
 
 
 def _values(config: Any, name: str) -> dict[str, Any]:
@@ -153,7 +184,8 @@ def _open_files(
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
     remarks = tuple(f"`{name}` {codes_read}." for codes_read in filter(None, [quantised(folder)]))
     files = Files(reference.model_copy(update={"lora": None}), folder, tensors.dtypes, options, tensors)
-    base = View(str(files.reference), config, architecture, tensors, files, untie=untie, remarks=remarks)
+    stored = View(str(files.reference), config, architecture, tensors, files, untie=untie, remarks=remarks)
+    base = _with_own_head(stored, unsupported)
     if adapter is None:
         return base
     if not adapter.base:

@@ -77,6 +77,7 @@ class View(Tensors):
         files: where the model is stored; None: in memory.
         module: where the model is one.
         untie: whether a head that shares the embedding's tensor is given one of its own.
+        head_differs: whether the head stays untied, because the stored one is not the embedding that its config ties.
         changed: entries of the config that are not those of its files.
         beside: small files (a tokenizer) by name, of a model in memory, or instead of those beside its files.
         remarks: on the model itself, for the report of what is done with it.
@@ -101,6 +102,7 @@ class View(Tensors):
     files: Files | None = None
     module: nn.Module | None = None
     untie: bool = False
+    head_differs: bool = False
     changed: Mapping[str, Any] = field(default_factory=dict)
     beside: Mapping[str, bytes] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
@@ -282,7 +284,7 @@ class View(Tensors):
         Raises:
             CheckpointError: transformers has no class for it, or a weight is missing.
         """
-        if self.module is not None and not self.untie and not self.changed:
+        if self.module is not None and self.untie == self.head_differs and not self.changed:
             return self._filled_copy(self.module)
         kind, state = self.model_class, self.state_dict()
         dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}

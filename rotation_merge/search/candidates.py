@@ -88,7 +88,15 @@ def candidates_of(parents: Parents) -> list[Candidate]:
     ]
     plain_average, changes = Candidate("plain", models[0], models, PLAIN), list(_of_changes(parents, plain))
     chosen = [plain_average, *changes, *(candidate for possible, candidate in averages if possible)]
+    if _heads_differ(parents):
+        chosen = [replace(candidate, parameters={**candidate.parameters, "untie": True}) for candidate in chosen]
     return sorted(chosen, key=lambda candidate: candidate.name == LAST)
+
+
+def _heads_differ(parents: Parents) -> bool:
+    """Whether some of the models have a head of their own where others tie theirs to the embedding."""
+    names = [*parents.config.models, *([] if parents.base is None else [parents.base.name])]
+    return len({open_model(name, any_base=True).tied_head is None for name in names}) > 1
 
 
 def _of_changes(parents: Parents, options: Mapping[str, Any]) -> Iterator[Candidate]:

@@ -106,7 +106,7 @@ CAUSES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "tokens that a recipe matches": ("worded, reworded", {"tokenizer": {"source": "base"}}, {}),
     "another RoPE base": ("anchor, rope", {}, {"RoPE base": "1000000.0", "end of text": "7"}),
     "one tied head": ("tied, anchor", {}, {"tied head": "untie", "config": ""}),
-    "a head that is ignored": ("ignored", {}, {"tied head": "lm_head.weight", "tied head stored": ""}),
+    "a head that is ignored": ("ignored", {}, {"tied head": "set 'tie_word_embeddings': false"}),
     "NaN": ("nan", {}, {"NaN": DOWN}),
     "numbers beyond float16": ("anchor, huge", {"dtype": "float16"}, {"dtype overflow": "65504"}),
     "numbers within bfloat16": ("anchor, huge", {"dtype": "bfloat16"}, {}),

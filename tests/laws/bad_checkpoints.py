@@ -294,6 +294,12 @@ FITTING = [
         ("merge",),
     ),
     Row(
+        "head that differs from the embedding to which its config ties it",
+        ("'lm_head.weight' is missing, donor has it", "set 'untie: true'"),
+        both(another(LLAMA, "anchor", tie_word_embeddings=True), config(tie_word_embeddings=True)),
+        BOTH,
+    ),
+    Row(
         "rotation of a tied stream",
         ("needs an untied head", "set 'untie: true'"),
         both(

@@ -19,6 +19,7 @@ from spoiling import (
     both,
     bytes_of,
     call,
+    config,
     edit,
     model,
     models,
@@ -159,6 +160,7 @@ ADDED = both(LORA, tokenizer("anchor", "AB"), tokenizer("donor", "AB", "new"))
 NEW_TOKEN = "has 1 token", "(`new`)"
 WIDER = another(LLAMA, intermediate_size=64)
 NO_PLACE = "its change has no place; add 'untie'"
+OWN_HEAD = both(another(LLAMA, "anchor", tie_word_embeddings=True), config(tie_word_embeddings=True))
 TIED = partial(model, LLAMA, "tied", 2, tie_word_embeddings=True)
 VITS = partial(shutil.copytree, "vit", "vit2")
 CARRY = [
@@ -178,6 +180,11 @@ CARRY = [
         call(f"carry donor --from anchor --to tied out --residual none --force{options}", NO_PLACE, spoil=TIED)
         for options in ("", " --scale auto", " --carry refit")
     ),
+    *(
+        call(f"carry donor --from anchor --to anchor out --residual none{options}", NO_PLACE, spoil=OWN_HEAD)
+        for options in ("", " --carry refit")
+    ),
+    python("a head apart", lambda: rm.transfer("donor", "anchor", "anchor", residual="none"), NO_PLACE, spoil=OWN_HEAD),
     *(
         call(f"carry donor --from anchor --to anchor out{options}", "not a fine-tune", spoil=OTHER_IDS)
         for options in ("", " --lora 2")

@@ -20,6 +20,7 @@ from mergekit.io import loader
 from mergekit.scripts.run_yaml import main as run_yaml
 from plugin_support import (
     error_of_merge,
+    lora,
     make,
     merged,
     mergekit_yaml,
@@ -32,9 +33,12 @@ from plugin_support import (
     write_recipe,
     write_state,
 )
-from transformers import AlbertConfig, AlbertModel, PreTrainedTokenizerFast
+from torch.testing import assert_close
+from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import rotation_merge as rm
 from rotation_merge.model.folder import ShardReader
+from rotation_merge.report.integrity.mending import mend
 
 Pair = tuple[Path, Path]
 Tensors = dict[str, torch.Tensor]
@@ -156,6 +160,33 @@ def test_a_tied_head_stored_once_more(tmp_path: Path) -> None:
     result = merged(recipe_for("linear", anchor, again), tmp_path / "out")
     result.pop("lm_head.weight", None)
     assert_same(result, state(anchor))
+
+
+def test_a_head_that_differs_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+    """Whatever the config says: as transformers loads it, of a donor and of an anchor, on every path."""
+    base, body = (make("qwen2", tmp_path / name, seed=seed) for seed, name in enumerate(("base", "body")))
+    donor = write_state({**state(body), "lm_head.weight": torch.randn(40, 32)}, body, tmp_path / "donor")
+    adapted = lora(tmp_path / "adapter", donor, target_modules=["q_proj", "lm_head"])
+    plain = dict.fromkeys(("attention", "heads", "ffn"), "none")
+    weighted = recipe_for("linear", base, donor, untie=True, residual="rotation")
+    for model, weight in zip(weighted["models"], (0.0, 1.0), strict=True):
+        model["parameters"]["weight"] = weight
+    merged(weighted, tmp_path / "as donor")
+    merged(recipe_for("linear", donor, **plain), tmp_path / "as anchor")
+    merged(recipe_for("linear", f"{donor}+{tmp_path / 'adapter'}", **plain), tmp_path / "adapted")
+    mends = mend(str(shutil.copytree(donor, tmp_path / "mended")), [])
+    rm.align(str(base), str(donor)).apply(str(donor)).save_pretrained(tmp_path / "aligned")
+    rm.transfer(str(donor), str(base), str(base), untie=True).save_pretrained(tmp_path / "carried")
+    rm.transfer(str(base), str(base), str(donor)).save_pretrained(tmp_path / "new base")
+    rm.average([AutoModelForCausalLM.from_pretrained(donor)]).save_pretrained(tmp_path / "module")
+    ids = torch.arange(20)[None]
+    expected = AutoModelForCausalLM.from_pretrained(donor)(ids).logits
+    assert mends == ["config.json: tied head"]
+    for name in ("as donor", "as anchor", "mended", "aligned", "carried", "new base", "module"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] is False, name
+        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits, expected, rtol=0, atol=1e-4)
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "adapted")(ids).logits
+    assert_close(result, adapted(ids).logits, rtol=0, atol=1e-4)
 
 
 def test_a_checkpoint_that_changes_while_it_is_read(

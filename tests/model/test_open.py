@@ -10,11 +10,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_models import ALL, Case, difference, load, outputs, planted
 
+import rotation_merge as rm
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.open import open_model
 from rotation_merge.report.integrity import check_folder
 
+CASES = {f"{case.family}/{case.name}": case for case in ALL}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 50}
 T5 = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 50}
@@ -39,6 +42,36 @@ def test_a_state_dict_shows_its_class(family: str, kind: str, tied: bool) -> Non
     view = open_model((model.state_dict(), config))
     assert view.config["architectures"] == [f"{family}{kind}"]
     assert set(view) == set(model.state_dict())
+
+
+def with_another_head(case: Case) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The name of a head that transformers ties, tensors with one that differs, and the config, which ties it still."""
+    model = planted(case)
+    pairs = {**model.module.all_tied_weights_keys}
+    head = next(name for name in pairs if name.endswith(("lm_head.weight", "decoder.weight")))
+    return head, {**model.state, head: torch.randn_like(model.state[pairs[head]])}, model.config
+
+
+@pytest.mark.parametrize("name", ["bart/generation", "bert/masked words", "gemma4_vlm/dense", "opt/projected"])
+def test_a_head_that_differs_is_untied_in_every_family(name: str, tmp_path: Path) -> None:
+    """Other tensors that the same entry of the config ties, such as a bias, are then stored, too."""
+    case = CASES[name]
+    head, tensors, config = with_another_head(case)
+    view = open_model((tensors, config))
+    rm.average([(tensors, config)]).save_pretrained(tmp_path / "written")
+    again = json.loads((tmp_path / "written" / "config.json").read_text())
+    ties = [part["tie_word_embeddings"] for part in (again, again.get("text_config")) if part]
+    assert (view.tied_head, head in view, set(ties)) == (None, True, {False})
+    assert planted(case).differs(tensors) > 1e-3
+    expected = outputs(planted(case).holding(tensors), planted(case).given)
+    assert difference(outputs(load(case, tmp_path / "written"), planted(case).given), expected) <= 1e-9
+    assert open_model((planted(case).state, config)).tied_head == head
+
+
+def test_a_head_that_differs_and_reads_scaled_outputs_is_refused() -> None:
+    _, tensors, config = with_another_head(CASES["t5/plain"])
+    with pytest.raises(CheckpointError, match=r"differs from 'shared.weight'.*scaled outputs; remove it, or divide it"):
+        open_model((tensors, config))
 
 
 def test_tensors_of_no_class_are_said() -> None:

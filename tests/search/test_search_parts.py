@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from cli_support import CHECKPOINTS
+from plugin_support import make, state, write_state
 from safetensors.torch import load_file
 
 from rotation_merge.errors import DataError
@@ -138,6 +139,16 @@ def test_cheap_candidates_come_first_and_none_is_the_plain_one_again(
         assert ("lambda" in recipe["parameters"]) == changes
         if relation == SHARED:
             assert {recipe["parameters"][name] for name in ("attention", "heads", "ffn")} == {"none"}
+
+
+def test_a_head_apart_and_a_tied_one_meet_untied(tmp_path: Path) -> None:
+    tied = [make("qwen2", tmp_path / f"{seed}", seed) for seed in range(2)]
+    apart = write_state({**state(tied[1]), "lm_head.weight": torch.randn(40, 32)}, tied[1], tmp_path / "apart")
+    for model, untied in ((tied[1], False), (apart, True)):
+        case = parents(SHARED)
+        case.config = replace(case.config, models=(str(tied[0]), str(model)))
+        case.data = dict.fromkeys(case.config.models, "self")
+        assert {candidate.parameters.get("untie", False) for candidate in candidates_of(case)} == {untied}
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Causes in the weights: NaN, overflow of the dtype, zeros, an ignored head.
+"""Causes in the weights: NaN, overflow of the dtype, zeros.
 
 Some show only when the merge runs: activations that fade from layer to layer, explode, or leave the dtype.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.registry import find
 from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.diagnose.doctor.span import of_layers
 from rotation_merge.errors import RotationMergeError
@@ -35,8 +34,6 @@ def of_weights(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
     models = {case.name: case.merged_model} if case.merged_model is not None else case.models
     for name, model in models.items():
         yield from _values(case, name, model, progress)
-    if case.merged_model is not None:
-        yield from _ignored_head(case.merged_model)
     document = Document(dict(case.recipe))
     if case.recipe and case.delegate in delegates.names():
         check_structure(document)
@@ -71,20 +68,6 @@ def _values(case: Case, name: str, model: View, progress: Progress | None) -> It
 def _overflow(words: str, name: str) -> Cause:
     remedy = "merge and run with 'dtype: bfloat16', or float32"
     return Cause("dtype overflow", 1.0, f"{words}, float16 ends at {HALF:.0f}", name, remedy)
-
-
-def _ignored_head(merged: View) -> Iterator[Cause]:
-    """A stored head that differs from the embeddings and is ignored by the config."""
-    head = None if find(merged.config) is None else merged.tied_head
-    if head is None or head not in merged:
-        return
-    infos = (info for info in merged.architecture.tensors() if info.vocabulary_axis == 0 and info.name != head)
-    alike = (info.name for info in infos if merged.shapes.get(info.name) == merged.shapes[head])
-    embedding = next(alike, None)
-    if embedding is not None and not torch.equal(merged[embedding], merged[head]):
-        problem = f"'{head}' is stored and differs from '{embedding}', but the config ties them"
-        remedy = "set 'tie_word_embeddings': false in its config.json, or merge with 'untie: true'"
-        yield Cause("tied head", 0.95, problem, str(merged.reference), remedy)
 
 
 def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from rotation_merge.errors import named, short
 from rotation_merge.model.contents import CONFIG, Contents, check_config
+from rotation_merge.model.folder import ShardReader
 from rotation_merge.report.integrity.defect import Correction, Defect, file_copy, json_entries, shard_header
 
 IGNORED = (
@@ -104,8 +107,6 @@ def _loading(headers: _Headers) -> Loading | Defect | None:
 
 def _compared(model_class: Any, headers: _Headers) -> Loading:
     """Loading by transformers itself, which renames and combines tensors of older layouts."""
-    import torch
-
     dtypes = {kind: getattr(torch, kind, torch.float32) for _, kind, _ in headers.tensors}
     state = {name: torch.empty(shape, dtype=dtypes[kind], device="meta") for name, kind, shape in headers.tensors}
     model, info = model_class.from_pretrained(
@@ -230,11 +231,27 @@ def _is_whole(contents: Contents) -> bool:
 
 
 def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
-    """A head that is stored although the config ties it to the embeddings."""
+    """A head that is stored although the config ties it to the embeddings; one that differs is a head of its own."""
     tied = getattr(loading.model, "all_tied_weights_keys", None) or {}
-    head = next((name for name in sorted(tied) if name in contents.files), None)
-    embedding = _stored_embedding(contents, loading)
-    if head is not None and embedding not in (None, head):
+    embedding, shapes = _stored_embedding(contents, loading), contents.whole.shapes
+    if embedding is None:
+        return
+    alike = (name for name in sorted(tied) if name != embedding and shapes.get(name) == shapes[embedding])
+    if (head := next(alike, None)) is None:
+        return
+    read = ShardReader(contents.folder, {name: (contents.files[name], name) for name in (head, embedding)}, False)
+    if torch.equal(read(head), read(embedding)):
         problem = f"'{head}' is stored, and config.json ties it to '{embedding}': its weights count twice"
-        remedy = "merge again without it; if it is a separate head, set 'tie_word_embeddings': false"
-        yield Defect("tied head stored", problem, os.path.basename(contents.files[head]), remedy, fatal=False)
+        file, remedy = os.path.basename(contents.files[head]), "merge again without it"
+        yield Defect("tied head stored", problem, file, remedy, fatal=False)
+    elif not getattr(loading.model.config, "scale_decoder_outputs", False):  # which goes with the entry
+        problem = f"'{head}' differs from '{embedding}', and config.json ties them: most programs drop the head"
+        corrections = json_entries(CONFIG, _untied(contents.config)) if tied.keys() <= contents.files.keys() else {}
+        yield Defect("tied head", problem, CONFIG, "set 'tie_word_embeddings': false ('--mend')", True, corrections)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Entries of a config that says that its head is a tensor of its own, by path."""
+    tie = "tie_word_embeddings"
+    parts = [name for name, part in config.items() if isinstance(part, Mapping) and tie in part]
+    return {tie: False, **{f"{name}.{tie}": False for name in parts}}
