@@ -59,13 +59,6 @@ def _named(values: dict[str, Any], expressions: Mapping[str, Expression]) -> dic
     return values
 
 
-def build(
-    spec: ArchitectureSpec, config: Mapping[str, Any], base: str, spelling: list[tuple[str, str]]
-) -> Architecture:
-    """The whole model as the file and the config describe it, under one way of naming tensors."""
-    return with_checkpoint_names(lay_out(spec, config), base, spelling)
-
-
 FEW_LAYERS, FEW_EXPERTS = 200, 4096
 """So many are laid out however few tensors a checkpoint has: layers to say which are missing, experts as they may be
 stored together."""

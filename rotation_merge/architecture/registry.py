@@ -130,18 +130,14 @@ def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
 def _family(config: Mapping[str, Any]) -> ArchitectureSpec | None:
     classes = set(config.get("architectures") or [])
     model_type = config.get("model_type")
-    known = [spec for spec in families().values() if _about(spec, config)]
+    specs = families().values()
+    known = [spec for spec in specs if spec.when is None or evaluate(spec.when, variables(spec, config))]
     fits = [spec for spec in known if classes & set(spec.classes)]
     if fits:
         return next((spec for spec in fits if model_type in spec.model_types), fits[0])
     if classes:
         return None
     return next((spec for spec in known if model_type in spec.model_types), None)
-
-
-def _about(spec: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
-    """Whether the file describes models of this config, by its `when`."""
-    return spec.when is None or bool(evaluate(spec.when, variables(spec, config)))
 
 
 def resolve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rotation_merge.architecture.build import build
+from rotation_merge.architecture.build import lay_out, with_checkpoint_names
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.schema import ArchitectureSpec
 
@@ -34,4 +34,4 @@ def config_of(spec: ArchitectureSpec) -> dict[str, Any]:
 
 def sample(spec: ArchitectureSpec) -> Architecture:
     """The family's architecture at small sizes."""
-    return build(spec, config_of(spec), spec.bases[0], [])
+    return with_checkpoint_names(lay_out(spec, config_of(spec)), spec.bases[0], [])

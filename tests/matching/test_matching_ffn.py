@@ -11,7 +11,7 @@ from matching_support import distance, ffn, gen, left, moved, noisy, planted, te
 from torch import Tensor
 
 from rotation_merge import AlignConfig
-from rotation_merge.architecture.build import build
+from rotation_merge.architecture.build import lay_out, with_checkpoint_names
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.linalg.assignment import assign
@@ -154,7 +154,7 @@ def mixtral(
         "num_local_experts": experts,
     }  # fmt: skip
     spec = shipped()["mixtral"]
-    block = build(spec, config, "model.", spec.spellings[0]).layers("default")[0]
+    block = with_checkpoint_names(lay_out(spec, config), "model.", spec.spellings[0]).layers("default")[0]
     space = next(s for s in block.spaces.values() if s.kind == "experts")
     stacked = any("gate_up_proj" in t.key for t in block.tensors)
     infos = [t for t in block.tensors if space in t.spaces() and not t.key.endswith("bias")]
@@ -224,7 +224,7 @@ BERT["model_type"] = "bert"
 
 def layer(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Architecture, Block, Tensors]:
     config, base = (LLAMA, "model.") if family == "llama" else (BERT, "bert.")
-    architecture = build(shipped()[family], config, base, [])
+    architecture = with_checkpoint_names(lay_out(shipped()[family], config), base, [])
     block = architecture.layers("default")[0]
     infos = [t for t in block.tensors if family == "bert" or not t.optional]
     return architecture, block, {k: x.to(dtype) for k, x in block_tensors(infos, seed).items()}
