@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rotation_merge.architecture import families, find, resolve, table
-from rotation_merge.architecture.build import build
+from rotation_merge.architecture.build import lay_out, with_checkpoint_names
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.registry import DATA, FOLDERS, load_file, shipped, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
@@ -33,7 +33,7 @@ LLAMA = {
 def names(config: dict[str, Any], family: str) -> list[str]:
     """Every tensor that a model of this config may have, in the spelling of the file."""
     spec = families()[family]
-    return list(build(spec, config, spec.bases[0], []).named())
+    return list(with_checkpoint_names(lay_out(spec, config), spec.bases[0], []).named())
 
 
 def layer(content: dict[str, Any]) -> dict[str, Any]:
