@@ -24,6 +24,9 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
 
 DATA = Path(__file__).parent / "data"
 
+DEQUANTISE = "CLASS.from_pretrained(PATH, dtype='bfloat16'), .dequantize() for integers, .save_pretrained(OUT)"
+"""How transformers writes a quantised model in full precision."""
+
 FOLDERS = "ROTATION_MERGE_ARCHITECTURES"
 """Environment variable that names folders with architecture files of one's own."""
 
@@ -176,8 +179,7 @@ def resolve(
         raise CheckpointError(
             f"its weights are quantised ({kind or 'quantization_config'}), so they cannot be aligned",
             where=model,
-            remedy="name the model in full precision, or write one: "
-            "model = AutoModelForCausalLM.from_pretrained(PATH).dequantize(); model.save_pretrained(OUT)",
+            remedy=f"name the model in full precision, or write one: {DEQUANTISE}",
         )
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))

@@ -74,4 +74,5 @@ def _mended(case: Any, out: str | None) -> list[str]:
 
     if case.merged is None or not os.path.isdir(case.merged):
         raise RotationMergeError("is not a model folder", where=case.name, remedy="name a merged model")
-    return mend(case.merged, case.folders) if out is None else mended_copy(case.merged, out, case.folders)
+    folders = list(case.folders.values())
+    return mend(case.merged, folders) if out is None else mended_copy(case.merged, out, folders)

@@ -43,7 +43,7 @@ from rotation_merge.model.markdown import plain
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
-from rotation_merge.report.integrity import Contents, Defect, check_folder
+from rotation_merge.report.integrity import Contents, Defect, check_folder, check_parents
 from rotation_merge.report.integrity.mending import COPIED, complete_files
 from rotation_merge.report.plots import save_distances
 from rotation_merge.run.ledger import kept_beside
@@ -266,11 +266,16 @@ NOT_MERGED = "without {}: this method merges by peft, which leaves it out (rotat
 
 
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
-    """Look at the output of another method of mergekit's; nothing is changed."""
+    """Look at the output of another method of mergekit's, and at its parents; nothing is changed."""
     parents, _ = _parents(config, options)
-    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in check_folder(folder, parents)]
-    loras = filter(None, (model.lora for model in sorted(config.referenced_models(), key=str)))
-    places = filter(None, (place_of(lora, options.transformers_cache) for lora in loras))
+    models = [*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)]
+    cache = options.transformers_cache
+    places = {str(model): folder_of(model.model, cache) for model in models if model.lora is None}
+    stored = {name: place for name, place in places.items() if place is not None}
+    defects = [*check_parents(stored), *check_folder(folder, parents)]
+    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
+    loras = filter(None, (model.lora for model in models))
+    places = filter(None, (place_of(lora, cache) for lora in loras))
     files = dict.fromkeys(os.path.join(place, NON_LORA) for place in places)
     lines += [f"rotation_merge: {folder}: {NOT_MERGED.format(file)}" for file in files if os.path.exists(file)]
     say(lines or [f"rotation_merge: {folder} is complete"])

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rotation_merge.architecture.registry import stores_codes
+from rotation_merge.architecture.registry import DEQUANTISE, stores_codes
 from rotation_merge.errors import CheckpointError, named, short
 from rotation_merge.model.tensors import Shapes
 
@@ -40,9 +40,9 @@ SETS = "two sets of weights"
 DIFFERENT = "transformers and mergekit would read different weights"
 APART = f"move away the files of the other model: {DIFFERENT}"
 ONE_COPY = f"leave each tensor in a single file, which the index names: {DIFFERENT}"
-DEQUANTISE = (
+UNDECLARED = (
     "name the model in full precision, or write one: put 'quantization_config' back into config.json, then "
-    "CLASS.from_pretrained(PATH, dtype='bfloat16'), .dequantize() for integers, .save_pretrained(OUT)"
+    f"{DEQUANTISE}"
 )
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -51,6 +51,11 @@ _TYPES = FLOATS | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
 """Types that torch calculates with."""
 _CODES = re.compile(r"u?int(8|16|32)|U(16|32)|F[468](_.*)?|float[468]_.*")
 """Types that only quantised codes have, in matrices and stacks of them; masks of bytes have four dimensions."""
+
+_SCALE = re.compile("[._]*(scale|SCB|absmax|codebook)")
+"""Where the name of scales leaves that of their codes: `x.weight_scale_inv`, `x.SCB`, `x_scales`, `x.scales`."""
+_SCALED = {"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "bitsandbytes", "gptq", "awq", "auto-round"}
+"""Methods of quantisation that store scales beside each tensor of codes."""
 
 _COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
 """Entries of a config that count modules."""
@@ -166,6 +171,18 @@ def codes(kinds: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
     return {name: kind for name, kind in kinds.items() if len(shapes[name]) in (2, 3) and _CODES.fullmatch(kind)}
 
 
+def without_scales(kinds: Mapping[str, str], shapes: Shapes) -> list[str]:
+    """Quantised tensors beside which no scales are stored, in the order of their names."""
+    scaled = {_SCALE.split(name)[0] for name in kinds if _SCALE.search(name)}
+    unscaled = []
+    for name, kind in sorted(kinds.items()):
+        begins = {name, *(name[: place.start()] for place in re.finditer("[._]", name))}
+        is_code = _CODES.fullmatch(kind) and len(shapes[name]) > 1 and not name.endswith(("bias", "bitmask"))
+        if is_code and not _SCALE.search(name) and scaled.isdisjoint(begins):
+            unscaled.append(name)
+    return unscaled
+
+
 def check_codes(config: Mapping[str, Any], kinds: Mapping[str, str], shapes: Shapes, label: str) -> None:
     """Refuse quantised weights whose config does not declare a quantisation; those that do are `resolve`'s to refuse.
 
@@ -175,7 +192,7 @@ def check_codes(config: Mapping[str, Any], kinds: Mapping[str, str], shapes: Sha
     first = None if stores_codes(config) else next(iter(codes(kinds, shapes).items()), None)
     if first is not None:
         problem = f"its weights are quantised ({first[1]}, the first is '{first[0]}') and cannot be aligned"
-        raise CheckpointError(f"{problem}; config.json does not say so", where=label, remedy=DEQUANTISE)
+        raise CheckpointError(f"{problem}; config.json does not say so", where=label, remedy=UNDECLARED)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -310,6 +327,21 @@ class Contents:
         heads = {name: self.by_file[file] for name, file in self.files.items()}
         kinds = {name: head.kinds[name] for name, head in heads.items()}
         return Header({name: head.shapes[name] for name, head in heads.items()}, kinds)
+
+    @cached_property
+    def quantisation(self) -> str:
+        """How the weights are quantised: method, or type of the codes; empty where they are numbers."""
+        kinds, shapes = self.whole.kinds, self.whole.shapes
+        settings = stores_codes(self.config)
+        if settings and any(map(_CODES.fullmatch, kinds.values())):
+            return str(settings.get("quant_method")) if isinstance(settings, dict) else "quantization_config"
+        return next((f"{kind}, the first is '{name}'" for name, kind in codes(kinds, shapes).items()), "")
+
+    @cached_property
+    def without_scales(self) -> list[str]:
+        """Quantised tensors without scales, of methods that store them; empty for others."""
+        known = not stores_codes(self.config) or self.quantisation in _SCALED
+        return without_scales(self.whole.kinds, self.whole.shapes) if self.quantisation and known else []
 
     @property
     def whole_files(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from plugin_support import from_file, make, one_error, recipe_for, relative_distances, state, write_recipe, write_state
 from safetensors.torch import load_file, save_file
+from test_integrity import TWICE, overlaid, quantised
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
 from rotation_merge.architecture import build, registry
+from rotation_merge.diagnose.doctor import diagnose, open_case
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.run import merge_recipe, say_defects
 from rotation_merge.model import contents
@@ -370,3 +373,55 @@ def test_whole_weights_that_peft_leaves_out_are_named(
     with caplog.at_level(logging.INFO):
         say_defects(config, str(parents[0]), MergeOptions())
     assert f"without {tmp_path / 'lora' / 'non_lora_state_dict.bin'}: this method merges by peft" in caplog.text
+
+
+def said_of_stock(models: Sequence[Path], out: Path, caplog: pytest.LogCaptureFixture, **keys: Any) -> str:
+    """What is said of a mean by mergekit's own method; doctor says the same of it and of its recipe."""
+    parts = [{"model": str(path), "parameters": {"weight": 0.5}} for path in models]
+    text = yaml.safe_dump({"merge_method": "linear", "models": parts, **keys})
+    with caplog.at_level(logging.INFO):
+        merge_recipe(text, str(out))
+    (recipe := out.parent / "recipe.yml").write_text(text)
+    for patient in (recipe, out):
+        for cause in diagnose(open_case(str(patient), list(map(str, models))))[:1]:
+            assert cause.what in caplog.text
+    return caplog.text
+
+
+@pytest.mark.parametrize(("method", "count", "keys"), [("fp8", 2, {"dtype": "bfloat16"}), ("bitsandbytes", 1, {})])
+def test_averaged_codes_are_no_model(
+    method: str,
+    count: int,
+    keys: dict[str, str],
+    parents: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They stay so where the config no longer tells of them, and no correction makes one of them."""
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
+    models = [quantised(parent, method, tmp_path / f"{parent.name}-codes") for parent in parents[:count]]
+    text = said_of_stock(models, out := tmp_path / "out", caplog, **keys)
+    assert "dequantise them and merge again" in text
+    assert "complete" not in text
+    mend(str(out), list(map(str, models)))
+    assert "quantization_config" in read(out / "config.json")
+    edit(out / "config.json", quantization_config=None)
+    assert diagnose(open_case(str(out), list(map(str, models))))[0].name == "quantised parents"
+
+
+def test_a_parent_with_two_copies_of_a_tensor(
+    parents: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mergekit's own methods read the wrong one; ours do not."""
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
+    overlaid(parents[0])
+    text = said_of_stock(parents, tmp_path / "out", caplog, dtype="float32")
+    assert f"tensor '{TWICE}' is in" in text
+    ours, stock = tmp_path / "ours", state(tmp_path / "out")[TWICE]
+    recipe = recipe_for("linear", *parents, attention="none", ffn="none", scaling=False)
+    merge_recipe(yaml.safe_dump(recipe), str(ours))
+    loaded = [LlamaForCausalLM.from_pretrained(parent).state_dict()[TWICE] for parent in parents]
+    torch.testing.assert_close(state(ours)[TWICE], sum(loaded) / 2)
+    assert not torch.allclose(state(ours)[TWICE], stock)
+    assert "is in" not in "\n".join(read(ours / "rotation_merge.json")["notes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 import torch
 from cli_support import output_of
 from faults_support import CONFIG, END, FAMILIES, FAULTS, GENERATION, INDEX, TEMPLATE, TOKENIZER, TOKENS, read, write
-from plugin_support import files_of
+from plugin_support import files_of, state, write_state
 from safetensors.torch import load_file, save_file
 from test_planted_faults import copies, sound
 from tiny_models import ALL, Case, make
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rotation_merge.model.open import open_model
@@ -108,6 +110,57 @@ def test_a_correction_keeps_the_copy_that_the_index_names(
         loaded = AutoModelForCausalLM.from_pretrained(merge).state_dict()[TWICE]
         assert torch.equal(loaded, open_model(merge)[TWICE])
         assert not torch.equal(loaded, open_model(parent)[TWICE])
+
+
+def eight_bits(name: str, x: Tensor) -> dict[str, Tensor]:
+    scale = x.abs().max() / 448
+    return {name: (x / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.view(1, 1)}
+
+
+def four_bits(name: str, x: Tensor) -> dict[str, Tensor]:
+    stem, rows = name.removesuffix(".weight"), len(x)
+    codes = {f"{stem}_blocks": torch.zeros(1, rows, 1, 16, dtype=torch.uint8)}
+    return {**codes, f"{stem}_scales": torch.ones(1, rows, 1, dtype=torch.uint8)}
+
+
+def packed(name: str, x: Tensor) -> dict[str, Tensor]:
+    stem, size = name.removesuffix(".weight"), len(x)
+    codes = {f"{stem}.{part}": torch.ones(2, size, dtype=torch.int32) for part in ("qweight", "qzeros")}
+    return {**codes, f"{stem}.scales": torch.ones(1, size)}
+
+
+QUANTISED: dict[str, Callable[[str, Tensor], dict[str, Tensor]]] = {
+    "fp8": eight_bits,
+    "mxfp4": four_bits,
+    "gptq": packed,
+    "bitsandbytes": lambda name, x: {name: x.to(torch.int8), f"{name.removesuffix('.weight')}.SCB": x[:, 0]},
+    "compressed-tensors": lambda name, x: {f"{name}_packed": x.to(torch.int32), f"{name}_scale": x[:, :1]},
+}
+"""Layouts by method, of a matrix by its name."""
+
+
+def quantised(model: Path, method: str, out: Path, scales: bool = True) -> Path:
+    """A model with the matrices of its layers quantised; with `scales` false without those of the first layer."""
+    tensors = state(model)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        stored = QUANTISED[method](name, tensors.pop(name))
+        kept = stored if scales or ".0." not in name else [key for key in stored if not re.search("scale|SCB", key)]
+        tensors |= {key: stored[key].contiguous() for key in kept}
+    write_state(tensors, model, out)
+    write(out / "config.json", read(out / "config.json") | {"quantization_config": {"quant_method": method}})
+    return out
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_models_are_sound_with_their_scales(method: str, tmp_path: Path) -> None:
+    """No cause is found in one, and none of its tensors is examined; codes without scales are named."""
+    model = copies("llama", tmp_path)[1]
+    whole, lacking = (quantised(model, method, tmp_path / f"{scales}", scales) for scales in (True, False))
+    assert check_folder(str(whole)) == []
+    assert f"weights of {whole} were not examined: they are quantised" in output_of("doctor", whole)
+    (defect,) = check_folder(str(lacking))
+    assert re.search(r"tensors, 'model.layers.0.mlp.down_proj.* first, are quantised codes without scales", defect.what)
+    assert mend(str(lacking)) == []
 
 
 def test_a_copy_is_mended_and_the_folder_stays(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rotation_merge.workers import Progress
 
 __all__ = ["Case", "Cause", "diagnose", "open_case"]
 
-UNREADABLE = ("damaged index", "damaged weight file", "index disagrees", "missing shard")
+UNREADABLE = ("damaged index", "damaged weight file", "index disagrees", "missing shard", "quantised parents")
 """Defects with which no weights can be examined."""
 
 AGAIN = "correct what is named above, then run 'rotation-merge doctor' again"
@@ -28,11 +28,12 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     Raises:
         RotationMergeError: a model or recipe cannot be read.
     """
-    causes = [
+    causes = [Cause(d.kind, FATAL, d.what, d.where, d.remedy) for d in case.parent_defects]
+    causes += [
         Cause(d.kind, FATAL if d.fatal else NOTED, d.what, os.path.join(case.name, d.where), d.remedy)
         for d in case.defects
     ]
-    readable = not any(cause.name in UNREADABLE for cause in causes)
+    readable = not case.quantised and not any(cause.name in UNREADABLE for cause in causes)
     try:
         if readable:
             case.merged_model  # noqa: B018  (names, shapes and config are read and checked)
@@ -44,7 +45,8 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     if readable:
         causes += _of_tensors(case, progress)
     else:
-        case.unexamined.append(f"The weights of {case.name} were not examined: {AGAIN}.")
+        reason = "they are quantised" if case.quantised else AGAIN
+        case.unexamined.append(f"The weights of {case.name} were not examined: {reason}.")
     return sorted(dict.fromkeys(causes), key=lambda cause: -cause.likelihood)
 
 

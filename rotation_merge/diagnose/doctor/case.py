@@ -23,7 +23,7 @@ from rotation_merge.model.open import open_model, parse_reference, weights_of, w
 from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.files import read_report
-from rotation_merge.report.integrity import Defect, check_folder
+from rotation_merge.report.integrity import Defect, check_folder, check_parents
 from rotation_merge.run.proof import LARGEST
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
@@ -89,16 +89,34 @@ class Case:
         """The parents, opened."""
         return {name: open_model(name, unsupported="merge", any_base=True) for name in self.parents}
 
+    @cached_property
+    def folders(self) -> dict[str, str]:
+        """Folders of the parents by name, the base's first."""
+        places = {name: folder_of(parse_reference(name).model) for name in self.parents}
+        return {name: place for name, place in places.items() if place is not None}
+
+    @cached_property
+    def contents(self) -> Contents | None:
+        """The merged model's folder; None where there is none."""
+        is_folder = self.merged is not None and os.path.isdir(self.merged) and not is_gguf(self.merged)
+        return Contents(str(self.merged)) if is_folder else None
+
     @property
-    def folders(self) -> list[str]:
-        """Folders of the parents, the base's first."""
-        return [place for name in self.parents if (place := folder_of(parse_reference(name).model)) is not None]
+    def quantised(self) -> bool:
+        """Whether the merged model holds quantised codes, which are not examined."""
+        return self.contents is not None and bool(self.contents.quantisation)
 
     @cached_property
     def defects(self) -> list[Defect]:
         """Defects in headers and small files of the merged model's folder."""
-        folder = self.merged is not None and os.path.isdir(self.merged) and not is_gguf(self.merged)
-        return check_folder(str(self.merged), self.folders) if folder else []
+        return [] if self.contents is None else check_folder(self.contents.folder, list(self.folders.values()))
+
+    @property
+    def parent_defects(self) -> list[Defect]:
+        """Defects of the parents that the merge did not notice; our own methods refuse these models."""
+        whole_codes = self.contents is not None and self.quantised and not self.contents.without_scales
+        stored = {name: place for name, place in self.folders.items() if parse_reference(name).lora is None}
+        return [] if self.method == METHOD or whole_codes else check_parents(stored)
 
     @property
     def method(self) -> str:

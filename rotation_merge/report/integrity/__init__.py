@@ -5,19 +5,19 @@ They are compared with each other, with transformers' model, and with the parent
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rotation_merge.model.contents import Contents
 from rotation_merge.report.integrity.companions import check_companions
 from rotation_merge.report.integrity.defect import Defect
-from rotation_merge.report.integrity.fields import check_fields
+from rotation_merge.report.integrity.fields import check_fields, quantised_parents
 from rotation_merge.report.integrity.keys import check_keys
 from rotation_merge.report.integrity.tokens import check_tokens
 from rotation_merge.report.integrity.turns import check_turns
-from rotation_merge.report.integrity.weight_files import check_weight_files
+from rotation_merge.report.integrity.weight_files import check_weight_files, stale_copies
 
-__all__ = ["Contents", "Defect", "check_folder"]
+__all__ = ["Contents", "Defect", "check_folder", "check_parents"]
 
 
 def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
@@ -39,6 +39,16 @@ def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
             for defect in defects
         ]
     return sorted(defects, key=lambda defect: not defect.fatal)
+
+
+def check_parents(folders: Mapping[str, str]) -> list[Defect]:
+    """Defects of parents that mergekit's own methods do not notice: codes in place of weights, tensors in two files.
+
+    Args:
+        folders: by name of the parent, which is the place of a defect; of none with an adapter, which peft merges.
+    """
+    parents = {name: Contents(folder) for name, folder in folders.items()}
+    return [*quantised_parents(parents), *stale_copies(parents)]
 
 
 def _defects(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rotation_merge.architecture.fields import differences
+from rotation_merge.architecture.registry import DEQUANTISE, stores_codes
 from rotation_merge.errors import named
-from rotation_merge.model.contents import CONFIG, FLOATS, Contents, codes
+from rotation_merge.model.contents import CONFIG, FLOATS, Contents
 from rotation_merge.report.integrity.defect import Defect, json_entries
 from rotation_merge.report.integrity.keys import settings_of
 
+QUANTISED = "quantised weights"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 DTYPE = ("dtype", "torch_dtype")
 ROPE = ("rope_parameters", "rope_scaling")
@@ -41,7 +43,7 @@ def check_fields(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
         yield from _counts(path, part)
         yield from _rope(path, part)
     yield from _dtypes(contents)
-    yield from _codes(contents)
+    yield from _codes(contents, parents)
     yield from _unlike_parents(contents, parents)
 
 
@@ -92,21 +94,35 @@ def _dtypes(contents: Contents) -> Iterator[Defect]:
     roles: dict[str, set[str]] = defaultdict(set)
     for name, kind in kinds.items():
         roles[re.sub(r"\.\d+\.", ".N.", name)].add(kind)
-    if mixed := sorted(role for role, dtypes in roles.items() if len(dtypes) > 1):
+    mixed = sorted(role for role, dtypes in roles.items() if len(dtypes) > 1)
+    if mixed and not contents.quantisation:
         problem = f"{named(sorted(roles[mixed[0]]))} in the layers' '{mixed[0]}'"
         yield Defect("mixed dtypes", problem, CONFIG, "merge again with one 'dtype'", fatal=False)
 
 
-def _codes(contents: Contents) -> Iterator[Defect]:
-    """Codes of quantised numbers that the config does not speak of, and the other way round."""
-    quantised, stated = codes(contents.whole.kinds, contents.whole.shapes), contents.config.get("quantization_config")
-    if quantised and not stated:
-        problem = f"'{next(iter(quantised))}' and others are codes, but there is no quantization_config"
-        yield Defect("quantised weights", problem, CONFIG, "put it back, or dequantise the model")
-    elif stated and contents.files and not quantised:
-        corrections = json_entries(CONFIG, {"quantization_config": None})
+def _codes(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """Codes of quantised numbers without scales, or that the config does not speak of; and the other way round."""
+    stated, unscaled = stores_codes(contents.config), contents.without_scales
+    if unscaled:
+        problem = f"{len(unscaled)} tensors, '{unscaled[0]}' first, are quantised codes without scales"
+        yield Defect(QUANTISED, problem, contents.files[unscaled[0]], "download it again, or merge dequantised parents")
+    elif contents.quantisation and not stated:
+        problem = f"they are codes ({contents.quantisation}), but there is no quantization_config"
+        yield Defect(QUANTISED, problem, CONFIG, "put it back, or dequantise the model")
+    elif stated and contents.files and not contents.quantisation:
+        plain = bool(parents) and not any(parent.quantisation for parent in parents)
+        corrections = json_entries(CONFIG, {"quantization_config": None} if plain else {})
         problem = "there is a quantization_config, but the weights are not quantised"
-        yield Defect("quantised weights", problem, CONFIG, "remove it ('--mend')", corrections=corrections)
+        remedy = "remove it ('--mend')" if plain else "merge dequantised parents; remove it where these were"
+        yield Defect(QUANTISED, problem, CONFIG, remedy, corrections=corrections)
+
+
+def quantised_parents(parents: Mapping[str, Contents]) -> Iterator[Defect]:
+    """Parents by name whose codes mergekit's methods average as if they were weights."""
+    if methods := {name: parent.quantisation for name, parent in parents.items() if parent.quantisation}:
+        kinds = named(dict.fromkeys(methods.values()))
+        problem = f"parents hold codes of weights that are quantised ({kinds}), and mergekit averages the codes"
+        yield Defect("quantised parents", problem, named(methods), f"dequantise them and merge again: {DEQUANTISE}")
 
 
 def _unlike_parents(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:

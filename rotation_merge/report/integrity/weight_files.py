@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rotation_merge.errors import named
@@ -90,6 +90,15 @@ def _beside_index(contents: Contents, index: str) -> Iterator[Defect]:
         problem = f"total_size is {stated}, its shards hold {size} bytes"
         corrected = json_entries(index, {"metadata.total_size": size})
         yield Defect("wrong total size", problem, index, MEND, fatal=False, corrections=corrected)
+
+
+def stale_copies(parents: Mapping[str, Contents]) -> Iterator[Defect]:
+    """Parents by name with a tensor in several files: mergekit reads that copy whose file it has open."""
+    for name, parent in parents.items():
+        for tensor, files in list(parent.copies.items())[:1]:
+            problem = f"tensor '{tensor}' is in {named(files)}, and mergekit's methods may read either"
+            remedy = "write the model again (from_pretrained, save_pretrained), and merge again"
+            yield Defect("tensor twice", problem, name, remedy)
 
 
 def _format(contents: Contents) -> Iterator[Defect]:
