@@ -270,8 +270,8 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
     parents, _ = _parents(config, options)
     models = [*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)]
     cache = options.transformers_cache
-    places = {str(model): folder_of(model.model, cache) for model in models if model.lora is None}
-    stored = {name: place for name, place in places.items() if place is not None}
+    folders = {str(model): folder_of(model.model, cache) for model in models if model.lora is None}
+    stored = {name: place for name, place in folders.items() if place is not None}
     defects = [*check_parents(stored), *check_folder(folder, parents)]
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
     loras = filter(None, (model.lora for model in models))
