@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rotation_merge.errors import CheckpointError
-from rotation_merge.model.contents import GENERATION, TOKENIZER
+from rotation_merge.model.chat import Vocabulary, closing_tokens, ids_in, main_template
+from rotation_merge.model.contents import GENERATION, TOKENIZER, Contents
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids, tokenizer_in, tokens_of, vocabulary_size
 from rotation_merge.model.writing import small_files
@@ -85,11 +88,8 @@ def chat_folder(old: View, tuned: View | str) -> str:
     if isinstance(tuned, View):
         lora = tuned.reference.lora
         tuned = lora.path if lora is not None else "" if tuned.files is None else tuned.folder
-    before, template = (
-        getattr(tokenizer_in(folder), "chat_template", None) if os.path.isdir(folder) else None
-        for folder in (old.folder, tuned)
-    )
-    return tuned if template is not None and template != before else ""
+    template = main_template(Contents(tuned)) if os.path.isdir(tuned) else ""
+    return tuned if template and template != main_template(Contents(old.folder)) else ""
 
 
 def with_chat(base: View, chat: str, old: View, tuned: View) -> View:
@@ -102,7 +102,23 @@ def with_chat(base: View, chat: str, old: View, tuned: View) -> View:
     ids = {key: after[key] for key in SPECIAL if after.get(key) is not None and after[key] != before.get(key)}
     files = {} if base.files is None else small_files(base.folder)
     files = {name: content for name, content in files.items() if not TOKENIZER.fullmatch(name)} | tokenizer_files(chat)
-    return replace(base, config={**base.config, **ids}, changed={**base.changed, **ids}, beside=files)
+    config = {**base.config, **ids}
+    folders = [chat] if base.files is None else [chat, base.folder]
+    generation = next(filter(None, (Contents(folder).mapping(GENERATION) for folder in folders)), {})
+    if ends := _lacking_ends(chat, set(ids_in((generation or config).get("eos_token_id")))):
+        ids["eos_token_id"] = config["eos_token_id"] = ends
+        if generation:
+            files[GENERATION] = json.dumps({**generation, "eos_token_id": ends}, indent=2).encode()
+    return replace(base, config=config, changed={**base.changed, **ids}, beside=files)
+
+
+def _lacking_ends(chat: str, ends: set[int]) -> list[int]:
+    """The ids that end text, with one that ends a template's turns; none if they end them already."""
+    contents, closing = Contents(chat), list[str]()
+    with suppress(Exception):  # of Jinja, and of every kind that an expression in a template raises
+        closing = closing_tokens(contents, main_template(contents))
+    numbers = [Vocabulary.of(contents).ids[token] for token in closing]
+    return [] if not numbers or ends & {*numbers} else sorted({*ends, numbers[-1]})
 
 
 def tokenizer_files(folder: str) -> dict[str, bytes]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cli_support import output_of, run
+from faults_support import CONFIG, GENERATION, TEMPLATE, read, whole, write
 from plugin_support import error_of_merge, merged, with_tokenizer
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from torch import Tensor
@@ -200,3 +202,19 @@ def test_a_chat_template_comes_along(same_ids: bool, words: Any, tmp_path: Path)
     if same_ids:
         generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
         assert generation["eos_token_id"] == speaker.eos_token_id
+
+
+def test_turns_end_where_the_fine_tune_does_not_say_so(tmp_path: Path) -> None:
+    """As of an adapter with a chat template on its base, whose config it has."""
+    old, new = whole("llama", tmp_path / "old"), tmp_path / "new"
+    template = (old / TEMPLATE).read_text()
+    (old / TEMPLATE).unlink()
+    for file in (CONFIG, GENERATION):
+        write(old / file, {**read(old / file), "eos_token_id": 1})
+    for folder in (new, tmp_path / "chat"):
+        shutil.copytree(old, folder)
+    (tmp_path / "chat" / TEMPLATE).write_text(template)
+    (tmp_path / "chat" / GENERATION).unlink()
+    carried = rm.transfer(tmp_path / "chat", old, new, out=tmp_path / "out")
+    assert carried.config["eos_token_id"] == [1, 4]
+    assert [read(tmp_path / "out" / file)["eos_token_id"] for file in (CONFIG, GENERATION)] == [[1, 4], [1, 4]]

@@ -11,13 +11,12 @@ from rotation_merge.matching.aligned_output import match_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin import METHOD
+from rotation_merge.model.chat import ends_of_text, ids_in
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
-from rotation_merge.report.integrity.tokens import ids_in
-from rotation_merge.report.integrity.turns import ends_of_text
 from rotation_merge.run.proof import LARGEST
 from rotation_merge.workers import Progress
 

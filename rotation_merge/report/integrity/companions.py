@@ -7,12 +7,20 @@ from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 
 from rotation_merge.errors import named
+from rotation_merge.model.chat import (
+    SPECIAL_MAP,
+    TEMPLATE_FILES,
+    TEMPLATE_JSON,
+    Vocabulary,
+    main_template,
+    same_vocabulary_files,
+    special_tokens,
+    templates_of,
+)
 from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, Contents
 from rotation_merge.model.vocabulary import tokenizer_in
 from rotation_merge.report.integrity.defect import Corrections, Defect, file_copy, json_entries
 from rotation_merge.report.integrity.keys import embedding_rows
-from rotation_merge.report.integrity.tokens import SPECIAL_MAP, Vocabulary, same_vocabulary_files, special_tokens
-from rotation_merge.report.integrity.turns import TEMPLATE_FILES, TEMPLATE_JSON, main_template, templates_of
 
 VOCABULARY_FILES = (
     *("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),

@@ -2,91 +2,25 @@
 
 from __future__ import annotations
 
-import filecmp
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from rotation_merge.errors import named
+from rotation_merge.model.chat import (
+    ADDED,
+    VOCABULARY,
+    Vocabulary,
+    ids_in,
+    more_special,
+    same_vocabulary_files,
+    special_tokens,
+)
 from rotation_merge.model.contents import CONFIG, GENERATION, TOKENIZER_CONFIG, TOKENIZER_JSON, Contents
 from rotation_merge.report.integrity.defect import Corrections, Defect, json_entries
 from rotation_merge.report.integrity.keys import embedding_rows, settings_of
 
-ADDED, VOCABULARY, WORDS = "added_tokens.json", "vocab.json", "vocab.txt"
-SPECIAL_MAP = "special_tokens_map.json"
-VOCABULARIES = (TOKENIZER_JSON, "tokenizer.model", VOCABULARY, WORDS, ADDED, "spiece.model")
-"""Files that hold tokens."""
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LISTS = ("additional_special_tokens", "extra_special_tokens")
 ID = re.compile(r".*_token_(id|ids|index)|(begin_)?suppress_tokens")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Tokens by name.
-
-    Attributes:
-        ids: of the tokens that the files name.
-        whole: whether these are all (a sentencepiece model beside them is not read).
-    """
-
-    ids: Mapping[str, int]
-    whole: bool
-
-    @cached_property
-    def names(self) -> dict[int, str]:
-        """Tokens by id."""
-        return {number: token for token, number in self.ids.items()}
-
-    @classmethod
-    def of(cls, contents: Contents) -> Vocabulary:
-        """The vocabulary of a folder, read once."""
-        if contents not in _vocabularies:
-            _vocabularies[contents] = cls._read(contents)
-        return _vocabularies[contents]
-
-    @classmethod
-    def _read(cls, contents: Contents) -> Vocabulary:
-        content = contents.mapping(TOKENIZER_JSON)
-        model = content.get("model")
-        files = [_entries(model.get("vocab") if isinstance(model, dict) else None)]
-        files.append({token_name(token): token.get("id") for token in dicts(content.get("added_tokens"))})
-        if TOKENIZER_JSON not in contents.names:
-            files = [_entries(contents.mapping(VOCABULARY))]
-            if VOCABULARY not in contents.names:
-                files = [_entries((contents.text(WORDS) or "").splitlines())]
-        whole = any(files)
-        decoder = contents.mapping(TOKENIZER_CONFIG).get("added_tokens_decoder")
-        numbered = decoder.items() if isinstance(decoder, dict) else ()
-        files += [contents.mapping(ADDED), {token_name(token): int(key) for key, token in numbered if key.isdigit()}]
-        pairs = {token: number for file in files for token, number in file.items()}
-        return cls({token: number for token, number in pairs.items() if token and type(number) is int}, whole)
-
-
-_vocabularies: WeakKeyDictionary[Contents, Vocabulary] = WeakKeyDictionary()
-
-
-def dicts(content: Any) -> list[dict[str, Any]]:
-    """The objects of a JSON list; none of something else."""
-    return [entry for entry in content if isinstance(entry, dict)] if isinstance(content, list) else []
-
-
-def token_name(token: Any) -> str:
-    """A token's text, which may stand in an object; empty where it is none."""
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else ""
-
-
-def _entries(content: Any) -> dict[str, Any]:
-    """Tokens and ids of a vocabulary: an object, or a list in their order (of Unigram, of tokens with scores)."""
-    if isinstance(content, dict):
-        return content
-    listed = content if isinstance(content, list) else []
-    tokens = (entry[0] if isinstance(entry, list) and entry else entry for entry in listed)
-    return {token_name(token): number for number, token in enumerate(tokens)}
 
 
 def check_tokens(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
@@ -163,16 +97,6 @@ def check_ids(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defec
             yield Defect("id of another token", named(words), file, remedy, corrections=corrections)
 
 
-def same_vocabulary_files(contents: Contents, parent: Contents) -> bool:
-    """Whether the files of a vocabulary are equal, so that they need not be read."""
-    names = [name for name in VOCABULARIES if contents.has(name) or parent.has(name)]
-    same = (
-        contents.has(name) and parent.has(name) and filecmp.cmp(contents.path(name), parent.path(name), shallow=False)
-        for name in names
-    )
-    return bool(names) and all(same)
-
-
 def _ids_by_role(contents: Contents, vocabulary: Vocabulary) -> dict[str, int]:
     """Ids of the tokenizer's special tokens, by the entry that states them in a config."""
     names = special_tokens(contents).items()
@@ -215,11 +139,6 @@ def _stated(content: Mapping[str, Any], usual: Mapping[str, list[Any]]) -> Itera
             yield path, ids
 
 
-def ids_in(value: Any) -> list[int]:
-    """The ids that an entry of a config states: one, a list, or none."""
-    return [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
-
-
 def _defaults(contents: Contents) -> dict[str, list[Any]]:
     """Default values of the entries in the config of the model's class and its nested configs, by entry."""
     try:
@@ -234,21 +153,8 @@ def _defaults(contents: Contents) -> dict[str, list[Any]]:
     return defaults
 
 
-def special_tokens(contents: Contents) -> dict[str, str]:
-    """Special tokens by role, as transformers takes them from the tokenizer's files."""
-    settings = contents.mapping(TOKENIZER_CONFIG)
-    if "added_tokens_decoder" not in settings:
-        settings = {**settings, **contents.mapping(SPECIAL_MAP)}
-    names = {role: token_name(settings.get(role)) for role in ROLES}
-    return {role: name for role, name in names.items() if name}
-
-
 def _unknown_names(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
-    names = {name: role for role, name in special_tokens(contents).items()}
-    for key in LISTS:
-        tokens = contents.mapping(TOKENIZER_CONFIG).get(key)
-        listed = tokens.values() if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else ()
-        names |= {name: key for name in map(token_name, listed) if name}
+    names = {name: role for role, name in special_tokens(contents).items()} | more_special(contents)
     if unknown := [f"{role} '{name}'" for name, role in names.items() if name not in vocabulary.ids]:
         problem = f"{named(unknown)}: the tokenizer has no such token, and would add it behind the vocabulary"
         remedy = "copy this file and tokenizer.json from one model"
