@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from cli_support import output_of
-from faults_support import CONFIG, END, FAMILIES, FAULTS, GENERATION, INDEX, TEMPLATE, TOKENIZER, TOKENS, read, write
+from faults_support import (
+    CONFIG,
+    END,
+    FAMILIES,
+    FAULTS,
+    GENERATION,
+    INDEX,
+    PROCESSOR,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENS,
+    read,
+    write,
+)
 from plugin_support import files_of, state, write_state
 from safetensors.torch import load_file, save_file
 from test_planted_faults import copies, sound
@@ -238,6 +252,51 @@ def test_several_ends_stay(tmp_path: Path) -> None:
     folder = with_template(tmp_path / "chat", SPOKEN, eos_token_id=[4, 2, 128009])
     mend(str(folder))
     assert read(folder / GENERATION)["eos_token_id"] == [4, 2, 1]
+
+
+VIDEO, LEGACY = "video_preprocessor_config.json", "tokenizer.model"
+CODE = {"auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "kept", "expected"),
+    [
+        ({LEGACY: "", "vocab.json": "{}"}, (), {"vocab.json": "incomplete tokenizer", LEGACY: "incomplete tokenizer"}),
+        (
+            {"additional_chat_templates/rag.jinja": "{{ x }}"},
+            (),
+            {"additional_chat_templates/rag.jinja": "incomplete tokenizer"},
+        ),
+        ({PROCESSOR: "{}", VIDEO: "{}"}, (VIDEO,), {PROCESSOR: "incomplete processor"}),
+        ({PROCESSOR: "{}", VIDEO: "{}"}, (), {PROCESSOR: "no processor", VIDEO: "no processor"}),
+        ({TOKENS: json.dumps(CODE), "tokenization_x.py": ""}, (TOKENS,), {"tokenization_x.py": "no custom code"}),
+        ({TOKENS: json.dumps({"chat_template": SPOKEN}), TEMPLATE: ""}, (TEMPLATE,), {TOKENS: "no chat template"}),
+    ],
+    ids=lambda value: ", ".join(value) or "none",
+)
+def test_what_a_parent_has_beside_its_weights(
+    files: dict[str, str], kept: tuple[str, ...], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """Files of the same tokenizer, of a processor, and of code are said to be missing one by one, and copied."""
+    merge, parent = copies("llama", tmp_path)
+    parent = shutil.copytree(parent, tmp_path / "parent")
+    for name, text in files.items():
+        (parent / name).parent.mkdir(exist_ok=True)
+        whole = {**read(parent / TOKENS), **json.loads(text)} if name == TOKENS else None
+        (parent / name).write_text(text if whole is None else json.dumps(whole))
+        if name in kept:
+            shutil.copy(parent / name, merge / name)
+    assert dict(line.split(": ") for line in mend(str(merge), [str(parent)])) == expected
+    assert check_folder(str(merge), [str(parent)]) == []
+
+
+def test_files_of_another_tokenizer_are_not_missing(tmp_path: Path) -> None:
+    merge, parent = copies("llama", tmp_path)
+    parent = shutil.copytree(parent, tmp_path / "parent")
+    (parent / LEGACY).write_text("")
+    content = read(parent / TOKENIZER)
+    write(parent / TOKENIZER, {**content, "added_tokens": [{"id": 30, "content": "<tool>", "special": True}]})
+    assert check_folder(str(merge), [str(parent)]) == []
 
 
 def test_the_docs_count_the_faults() -> None:

@@ -69,7 +69,7 @@ def _no_template(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
     source = next((parent for parent in parents if templates_of(parent)), None)
     if source is None or templates_of(contents):
         return
-    if files := _matching(source, TEMPLATES):
+    if files := [name for name in _matching(source, TEMPLATES) if name in templates_of(source)]:
         yield _lacking("no chat template", source, files, fatal=source is parents[0])
     elif contents.has(TOKENIZER_CONFIG):
         problem, template = f"a parent has one in its {TOKENIZER_CONFIG}", source.mapping(TOKENIZER_CONFIG)
