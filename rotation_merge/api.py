@@ -50,7 +50,7 @@ from rotation_merge.record import MergeReport
 from rotation_merge.run.batches import Batch, check_labels
 from rotation_merge.run.config import BarrierConfig, EvaluateConfig, MeasureConfig
 from rotation_merge.run.data import Samples, for_each, listed, read_samples
-from rotation_merge.run.evaluate import Curve, keep_figures, path, score
+from rotation_merge.run.evaluate import Curve, Scores, keep_figures, mean_figures, path, score
 from rotation_merge.run.functions import in_memory, load
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.run.measure import measured, model_for
@@ -316,7 +316,8 @@ def evaluate(
         device, keep: as of `rotation-merge evaluate`.
 
     Returns:
-        The figures by name; of a list of models a row for each of them and each source.
+        The figures by name, `error` being the loss's standard error; of a list of models a row for each of them and
+        each source, and for the mean over several.
 
     Raises:
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
@@ -329,15 +330,24 @@ def evaluate(
         stored, first = isinstance(place, str), places[0]
         module = load(place, like=first) if stored else in_memory(with_classes_of(place, open_model(first)))
         module.to(device)
+        sets = list[Scores]()
         for source in sources:
             data = read_samples(place, source, config.limit, config.batch_size, config.length, module=module)
-            scores = score(module, data)
-            figures = {"loss": scores.loss, **scores.figures}
+            sets.append(score(module, data))
+            figures = {"loss": sets[-1].loss, **sets[-1].figures}
             facts = {"model": str(place), "data": str(source), "task": data.task, "examples": data.examples}
-            rows.append(figures if single else {**facts, **figures})
+            rows.append({**facts, **mean_figures(sets[-1:])})
             if keep:
                 keep_figures(str(place), "pixel_values" in data.batches[0], facts, figures)
-    return rows[0] if single else rows
+        of_model = rows[-len(sets) :]
+        if len(sets) > 1 and len({row["task"] for row in of_model}) == 1:
+            facts = {
+                **of_model[0],
+                "data": f"mean of {len(sets)}",
+                "examples": sum(row["examples"] for row in of_model),
+            }
+            rows.append({**facts, **mean_figures(sets)})
+    return mean_figures(sets) if single else rows
 
 
 def refit(

@@ -24,11 +24,11 @@ def command(
     device: Device = "cpu",
     keep: Annotated[bool, "keep the figures in MODEL/evaluation.json, for its card"] = False,
 ) -> Answer:
-    """Loss and accuracy, or correlations, of each of MODELS on each of the data.
+    """Loss and accuracy, or correlations, of each of MODELS on each of the data, and their means.
 
     Classifiers and language models: loss in nats and accuracy. Heads with one output, and labels with a decimal point:
     squared error, Pearson's and Spearman's correlation. Sentence encoders: both correlations of similarities.
-    Classes in another order than the first model's are reordered.
+    `error` is the loss's standard error. Classes in another order than the first model's are reordered.
     """
     results = rm.evaluate([*models], data, config, device=device, keep=keep)
     return Answer(results, [Table(results)])

@@ -39,26 +39,28 @@ def command(
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
     Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards or
-    weights), refits and learned alignments, the cheap ones first, until the budget is spent. Judges each on held-out
+    weights), refits and learned alignments, the likeliest first, until the budget is spent. Judges each on held-out
     samples, and by its forgetting of the base. Writes the best one with recipe.yml, from which mergekit-yaml makes the
-    same weights. If one parent alone is better than every merge, the command says so, writes nothing without --anyway,
-    and exits with code 1. An interrupted search continues.
+    same weights. If one parent alone is better than every merge, writes nothing without --anyway, and exits with code
+    1; also if the difference is not clear. An interrupted search continues.
     """
     note("loading libraries ...")
     from rotation_merge.api import usable_device
 
     device, out = usable_device(device), out.rstrip(os.sep) or os.sep  # files beside it begin with its name
     outcome = rm.merge(models, out, data, config, device=device, force=force, anyway=anyway, watch=note)
-    return Answer(_facts(outcome, out), _lines(outcome, out), 0 if outcome.written else 1)
+    return Answer(
+        _facts(outcome, out), _lines(outcome, out), 0 if anyway or (outcome.written and outcome.verdict.clear) else 1
+    )
 
 
 def _facts(outcome: Outcome, out: str) -> dict[str, Any]:
-    """The outcome as JSON has it: the verdict's facts, models by name, no losses of single texts."""
+    """The outcome as JSON has it: the verdict's facts, models by name, no losses of single samples."""
     facts, verdict = asdict(outcome), outcome.verdict
     for figures in filter(None, [facts["base"], *(trial["figures"] for trial in facts["tried"])]):
-        del figures["base_texts"]
+        del figures["base_texts"], figures["losses"]
     facts = {**facts.pop("verdict"), **facts, "parents": {each.name: asdict(each) for each in verdict.parents}}
-    chosen = {"best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}
+    chosen = {"best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it, "clear": verdict.clear}
     return {**facts, **chosen, "written": out if outcome.written else None}
 
 

@@ -17,11 +17,18 @@ Row = dict[str, str]
 
 def sentences(verdict: Verdict) -> list[str]:
     """Which model to use, then notes on the figures."""
-    parent, best = verdict.best_parent, verdict.best
+    parent, best, gap = verdict.best_parent, verdict.best, verdict.difference
+    by = "" if gap is None else f": {gap}"
+    if not verdict.clear:
+        scores = f"({best.score:.4f} against {parent.score:.4f}{by})"
+        line = (
+            f"No clear difference between the merge '{best.name}' and {parent.name} alone {scores}; {verdict.remedy}."
+        )
+        return [line, *verdict.notes]
     if not verdict.worth_it:
-        scores = f"({parent.score:.4f} against {best.score:.4f})"
+        scores = f"({parent.score:.4f} against {best.score:.4f}{by})"
         return [f"Use {parent.name} alone: it is better than every merge {scores}.", *verdict.notes]
-    scores = f"({best.score:.4f} against {parent.score:.4f})"
+    scores = f"({best.score:.4f} against {parent.score:.4f}{by})"
     lines = [f"Use the merge '{best.name}': it is better than each model alone {scores}."]
     shares = {parent.name: parent.accuracy for parent in verdict.parents if parent.accuracy is not None}
     most = max(shares, key=shares.__getitem__, default=None)

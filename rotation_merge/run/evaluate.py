@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.open import open_model
-from rotation_merge.record import read_as, versions
+from rotation_merge.record import Difference, read_as, versions
 from rotation_merge.run.batches import Batch, check_labels, inputs_for
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -31,6 +32,9 @@ MOST_LOGITS = 1 << 26
 
 NUMBERS = ("regression", "labels", "similarity")
 """Tasks whose labels are a number for each output."""
+
+CONFIDENCE = 0.975
+"""Quantile of Student's t at the upper end of a margin: of 95%."""
 
 PATH = "path, "
 """Prefix of progress labels for a path."""
@@ -51,10 +55,13 @@ class Scores:
         loss: mean, in nats for each token or example; of regressions the mean squared error, of similarities 1 -
             Spearman's correlation.
         figures: accuracy, or correlations; the first is the one that counts.
+        losses: of each example, with the mean `loss`, linearised: an example of more tokens weighs more, and of a
+            correlation it is the example's influence.
     """
 
     loss: float
     figures: dict[str, float]
+    losses: list[float]
 
     @property
     def main(self) -> float:
@@ -73,18 +80,80 @@ def score(model: Any, data: Data) -> Scores:
         remedy = "give labels (to sentence encoders columns sentence1, sentence2 and score), or another model class"
         raise DataError(problem, where=data.source or None, remedy=remedy)
     check_labels(data.batches, model, data.task, data.source)
-    if data.task in NUMBERS:
-        logits, labels = zip(*(_numbers(model, batch) for batch in data.batches), strict=True)
-        return of_floats(torch.cat(logits), torch.cat(labels), data.task)
-    total, hits = 0.0, list[Tensor]()
-    for batch in _parts(model, data):
-        scores, classes = _classes(model, batch, data.task)
-        total += float(torch.nn.functional.cross_entropy(scores, classes, ignore_index=-100, reduction="sum"))
-        hits.append((scores.argmax(-1) == classes)[classes != -100])
-    hit = torch.cat(hits).double()
-    if not len(hit):
+    batches = data.batches if data.task in NUMBERS else _parts(model, data)
+    return scores_of(
+        [judged(model(**inputs_for(model, batch)).logits, batch, data.task) for batch in batches], data.task
+    )
+
+
+Judged = tuple[Tensor, ...]
+"""A batch's answers against its labels: of classes, for each example the sum of losses, the number of positions that
+count and of those that are right, (n,) each; of numbers, the predicted and the true ones, (n, outputs) each."""
+
+
+def judged(logits: Tensor, batch: Batch, task: str) -> Judged:
+    """A model's logits against the labels of a batch."""
+    if task in NUMBERS:
+        numbers = batch["labels"].float().reshape(len(batch["labels"]), -1)
+        _check_shape(numbers, logits, logits.shape)
+        return logits.float().cpu(), numbers
+    labels = batch["labels"].to(logits.device)
+    _check_shape(labels, logits, logits.shape[:-1])
+    if task == "next token":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if labels.numel() and int(labels.max()) >= logits.shape[-1]:
+        problem = f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes"
+        raise DataError(problem, remedy="correct the labels")
+    scores, classes = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
+    losses = torch.nn.functional.cross_entropy(scores, classes, ignore_index=-100, reduction="none")
+    columns = losses, classes != -100, (scores.argmax(-1) == classes) & (classes != -100)
+    return tuple(column.double().reshape(len(labels), -1).sum(1).cpu() for column in columns)
+
+
+def scores_of(batches: Sequence[Judged], task: str) -> Scores:
+    """The scores of a model, from the judged answers to all batches.
+
+    Raises:
+        DataError: no example has a label.
+    """
+    columns = [torch.cat(column) for column in zip(*batches, strict=True)]
+    if len(columns) == 2:
+        return of_floats(columns[0], columns[1], task)
+    sums, counts, hits = columns
+    total = float(counts.sum())
+    if not total:
         raise DataError("no example has a label", remedy="give more data")
-    return Scores(total / len(hit), {"accuracy": float(hit.mean())})
+    loss = float(sums.sum()) / total
+    losses = loss + (sums - loss * counts) * (len(counts) / total)
+    return Scores(loss, {"accuracy": float(hits.sum()) / total}, losses.tolist())
+
+
+def mean_error(sets: Sequence[Sequence[float]]) -> float | None:
+    """Standard error of the mean over sets of the means of their examples' losses (or of paired differences of them).
+
+    Returns:
+        None where a set has fewer than two examples.
+    """
+    if any(len(losses) < 2 for losses in sets):
+        return None
+    return math.sqrt(sum(variance(losses) / len(losses) for losses in sets)) / len(sets)
+
+
+def mean_figures(sets: Sequence[Scores]) -> dict[str, float | None]:
+    """A model's loss with its standard error, and its other figures, each as the mean over sets of samples."""
+    figures = {name: fmean(scores.figures[name] for scores in sets) for name in sets[0].figures}
+    error = mean_error([scores.losses for scores in sets])
+    return {"loss": fmean(scores.loss for scores in sets), "error": error, **figures}
+
+
+def difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Difference:
+    """By how much a model's loss is above another's, from the losses of the same examples, set by set."""
+    from scipy.stats import t
+
+    sets = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
+    value, error = fmean(map(fmean, sets)), mean_error(sets)
+    degrees = sum(map(len, sets)) - len(sets)
+    return Difference(value, error, None if error is None else error * float(t.ppf(CONFIDENCE, degrees)))
 
 
 def _parts(model: Any, data: Data) -> Iterator[Batch]:
@@ -98,27 +167,6 @@ def _parts(model: Any, data: Data) -> Iterator[Batch]:
             yield {name: tensor[start : start + rows] for name, tensor in batch.items()}
 
 
-def _classes(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
-    """Logits (n, classes) and the labels (n,) they should hit, on the model's device."""
-    logits = model(**inputs_for(model, batch)).logits
-    labels = batch["labels"].to(logits.device)
-    _check_shape(labels, logits, logits.shape[:-1])
-    if task == "next token":
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    if labels.numel() and int(labels.max()) >= logits.shape[-1]:
-        problem = f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes"
-        raise DataError(problem, remedy="correct the labels")
-    return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
-
-
-def _numbers(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Predicted and true numbers, (n, outputs) each."""
-    logits = model(**inputs_for(model, batch)).logits.float().cpu()
-    labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
-    _check_shape(labels, logits, logits.shape)
-    return logits, labels
-
-
 def _check_shape(labels: Tensor, logits: Tensor, shape: torch.Size) -> None:
     if labels.shape != shape:
         problem = f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}"
@@ -128,20 +176,27 @@ def _check_shape(labels: Tensor, logits: Tensor, shape: torch.Size) -> None:
 def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
     """Scores of predicted numbers against the data's numbers, (n, outputs) each."""
     if task == "labels":
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        return Scores(float(loss), {"accuracy": float(((logits > 0) == (labels > 0.5)).double().mean())})
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+        hits = ((logits > 0) == (labels > 0.5)).double()
+        return Scores(float(losses.mean()), {"accuracy": float(hits.mean())}, losses.tolist())
     columns = list(zip(logits.T, labels.T, strict=True))
-    pearson = fmean(_correlation(x, y) for x, y in columns)
-    spearman = fmean(_correlation(_ranks(x), _ranks(y)) for x, y in columns)
+    pearson = fmean(float(_influences(x, y).mean()) for x, y in columns)
+    ranks = torch.stack([_influences(_ranks(x), _ranks(y)) for x, y in columns]).mean(0)
+    spearman = float(ranks.mean())
     if task in ("similarity", "embedding"):
-        return Scores(1 - spearman, {"spearman": spearman, "pearson": pearson})
-    loss = torch.nn.functional.mse_loss(logits, labels)
-    return Scores(float(loss), {"pearson": pearson, "spearman": spearman})
+        return Scores(1 - spearman, {"spearman": spearman, "pearson": pearson}, (1 - ranks).tolist())
+    losses = torch.nn.functional.mse_loss(logits, labels, reduction="none").mean(1)
+    return Scores(float(losses.mean()), {"pearson": pearson, "spearman": spearman}, losses.tolist())
 
 
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of two (n,) vectors; of constants, and of single numbers, 0."""
-    return float(torch.corrcoef(torch.stack([x, y]).double())[0, 1].nan_to_num(0.0)) if len(x) > 1 else 0.0
+def _influences(x: Tensor, y: Tensor) -> Tensor:
+    """Examples' influences on Pearson's correlation of two (n,) vectors, with the correlation as their mean.
+
+    With standardised u and v and the correlation r: r + u v - r (u^2 + v^2) / 2; 0 of constants and single numbers.
+    """
+    u, v = ((z - z.mean()) / z.std(correction=0) for z in (x.double(), y.double()))
+    correlation = (u * v).mean()
+    return (correlation + u * v - correlation * (u**2 + v**2) / 2).nan_to_num(0.0)
 
 
 def _ranks(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Candidate recipes by name, the plain average first, and the files that they need."""
+"""Candidate recipes by name, in their order, and the files that they need."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rotation_merge.workers import listener
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
 
-LAST = "wudi, both sides"
-"""Tried where the budget allows: it is the costliest."""
+FIRST, LAST = "wudi", "wudi, both sides"
+"""Tried first, as it usually wins at the scale that it begins with; and last, as it is the costliest."""
 SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, LAST: 1.1}
 """The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
 STEPS = 400
@@ -68,7 +68,7 @@ class Candidate:
 
 
 def candidates_of(parents: Parents) -> list[Candidate]:
-    """Candidates in their order: averages, averages of aligned models, what is solved or learned on samples."""
+    """Candidates in their order: what usually wins, averages, those of aligned models, what is solved on samples."""
     models, aligned = parents.config.models, parents.relation != SHARED
     groups = parents.anchor.architecture.stream_groups.values()
     moved, plain = aligned and any(admitted[-1] != "none" for admitted in groups), LOCAL if aligned else PLAIN
@@ -90,7 +90,7 @@ def candidates_of(parents: Parents) -> list[Candidate]:
     chosen = [plain_average, *changes, *(candidate for possible, candidate in averages if possible)]
     if _heads_differ(parents):
         chosen = [replace(candidate, parameters={**candidate.parameters, "untie": True}) for candidate in chosen]
-    return sorted(chosen, key=lambda candidate: candidate.name == LAST)
+    return sorted(chosen, key=lambda candidate: (candidate.name == LAST) - (candidate.name == FIRST))
 
 
 def _heads_differ(parents: Parents) -> bool:

@@ -23,6 +23,11 @@ def seconds(time: Any) -> float:
     return float(time) if type(time) in (int, float) and math.isfinite(time) else 0.0
 
 
+def words_of(time: float) -> str:
+    """Seconds as a time."""
+    return f"{time:g}s" if time < UNITS["m"] else f"{time / UNITS['m']:.3g}m"
+
+
 Time = Annotated[Any, Predicate(seconds), Kind("seconds, or a time such as 90s, 10m or 2h")]
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from rotation_merge.errors import DataError
-from rotation_merge.run.batches import Batch, inputs_for
+from rotation_merge.run.batches import Batch, examples_in, holds_pairs, inputs_for
 from rotation_merge.run.data import Data
-from rotation_merge.run.evaluate import FIGURES, Scores, of_floats, score
+from rotation_merge.run.evaluate import FIGURES, Judged, Scores, judged, score, scores_of
 from rotation_merge.workers import listener
 
 MOST_KEPT = 1 << 27
@@ -23,6 +23,10 @@ MOST_KEPT = 1 << 27
 NUMBERS = ("regression", "labels", "similarity", "embedding")
 """Tasks whose answers are numbers."""
 UNITS = {"regression": "squared error", "similarity": "1 - Spearman", "embedding": "1 - Spearman"}
+ENSEMBLE = "ensemble"
+"""Name of the mean of the parents' answers among the models that are measured."""
+FEWEST = 8
+"""Fewer examples than these are never measured, if there are as many."""
 LEAST_LOG = -100.0
 """The least log-probability."""
 TOLERATED = 0.1
@@ -40,94 +44,186 @@ class Figures:
         accuracy: where there are labels: share of right answers; of numbers, the correlation.
         on_base: the loss on text that the base wrote, nats a token; None where there is none.
         base_texts: the same of every text.
+        losses: of every example of every set, as those of `Scores`.
     """
 
     score: float
     accuracy: float | None
     on_base: float | None = None
     base_texts: list[float] = field(default_factory=list, repr=False)
+    losses: list[list[float]] = field(default_factory=list, repr=False)
 
 
 class Judge:
-    """Measures models on samples of the parents.
+    """Measures models on samples of the parents, all of them on the same ones.
 
     Args:
         sets: samples, one set for all parents or one for each.
-        labelled: judge by the labels; else by each parent's own answers, with a set for each.
-        texts: that the base wrote, a set each.
+        labelled: judge by the labels; else by each parent's own answers.
+        texts: that the base wrote.
+        owners: parents whose answers are a set's targets: all of them, if there is one set; else 1.
+
+    Attributes:
+        rounds: how many batches of each set are measured; the first measurement may lower it.
     """
 
-    def __init__(self, sets: Sequence[Data], labelled: bool, texts: Sequence[Data] = ()) -> None:
-        self.sets, self.labelled, self.texts = sets, labelled, texts
+    def __init__(self, sets: Sequence[Data], labelled: bool, texts: Data | None = None, owners: int = 1) -> None:
+        self.sets, self.labelled, self.texts, self.owners = sets, labelled, texts, owners
         self.task = sets[0].task
         self.figure = FIGURES.get(self.task, "accuracy")
         self.unit = UNITS.get(self.task, "loss (nats)" if labelled else "divergence (nats)")
-        self.targets: list[list[Tensor]] = []
+        self.targets: dict[tuple[int, int], list[Tensor]] = {}
+        self.rounds = max(len(data.batches) for data in sets)
+        counts = accumulate(sum(map(examples_in, self._round(number))) for number in range(self.rounds))
+        self.least = next((number for number, count in enumerate(counts, 1) if count >= FEWEST), self.rounds)
+
+    @property
+    def examples(self) -> int:
+        """How many examples are measured."""
+        return sum(examples_in(batch) for number in range(self.rounds) for batch in self._round(number))
+
+    def _round(self, number: int) -> list[Batch]:
+        return [data.batches[number] for data in self.sets if number < len(data.batches)]
 
     def prepare(self, models: Mapping[str, Any]) -> None:
-        """Check that the parents can be judged; without labels, their answers become the targets.
+        """Without labels, the parents' answers on their own samples become the targets.
 
         Raises:
             DataError: a model has no logits.
         """
-        if self.labelled:
-            for model in models.values():
-                _logits(model, self.sets[0].batches[0], self.task)
-            return
-        half = torch.float32 if self.task in NUMBERS else torch.float16
-        pairs = zip(models.values(), self.sets, strict=True)
-        self.targets = [[self._answers(model, batch).to(half) for batch in data.batches] for model, data in pairs]
+        parents = list(models.values())
+        for number, data in enumerate(self.sets):
+            owners = parents[number : number + self.owners]
+            for place, batch in enumerate(data.batches):
+                self._keep(number, place, [_logits(model, batch, self.task) for model in owners])
+            self._check_pairs(kept[0] for (of_set, _), kept in self.targets.items() if of_set == number)
 
-    def measure(self, model: Any) -> Figures:
-        """Measure a model on all sets of samples, and on the base's text."""
-        scores, tell = list[Scores](), listener()
-        for number, data in enumerate(self.sets, 1):
-            scores.append(score(model, data) if self.labelled else self._divergence(model, number - 1))
-            tell("held-out samples, sets", number, len(self.sets))
-        losses = [score(model, text).loss for text in self.texts]
-        accuracy = fmean(measured.main for measured in scores) if self.labelled else None
-        return Figures(fmean(measured.loss for measured in scores), accuracy, fmean(losses) if losses else None, losses)
+    def _check_pairs(self, answers: Iterable[Tensor]) -> None:
+        """Check that embeddings of a set have similarities to compare.
 
-    def _divergence(self, model: Any, number: int) -> Scores:
-        """How far a model's answers lie from those of the parent whose samples the set holds."""
-        targets, answers = self.targets[number], (self._answers(model, batch) for batch in self.sets[number].batches)
-        if self.task not in NUMBERS:
-            total = sum(_divergence(logs, target) for logs, target in zip(answers, targets, strict=True))
-            return Scores(total / max(1, sum(map(len, targets))), {})
-        if len(similarities := torch.cat(list(answers))) < 2:
+        Raises:
+            DataError: they have not.
+        """
+        if self.task == "embedding" and sum(map(len, answers)) < 2:
             raise DataError("embeddings are compared within a batch", remedy="take a batch size of 2 or more")
-        return of_floats(similarities, torch.cat(targets), self.task)
 
-    def _answers(self, model: Any, batch: Batch) -> Tensor:
+    def _keep(self, number: int, place: int, owners: Iterable[Tensor]) -> None:
+        """Keep the owners' answers to a batch of a set, from their logits."""
+        half, batch = torch.float32 if self.task in NUMBERS else torch.float16, self.sets[number].batches[place]
+        self.targets[number, place] = [self._answers(logits, batch).to(half) for logits in owners]
+
+    def measure(self, model: Any, more: Callable[[], bool] = lambda: True) -> Figures:
+        """Measure a model on all sets of samples, and on the base's text."""
+        figures, texts = self.compare({"": model}, more)[""], self.on_text(model)
+        return replace(figures, on_base=fmean(texts) if texts else None, base_texts=texts)
+
+    def on_text(self, model: Any) -> list[float]:
+        """A model's losses on the base's texts."""
+        texts = self.texts
+        return [] if texts is None else score(model, texts.with_batches(texts.batches[: self.rounds])).losses
+
+    @torch.no_grad()
+    def compare(
+        self, models: Mapping[str, Any], more: Callable[[], bool] = lambda: True, parents: bool = False
+    ) -> dict[str, Figures]:
+        """Measure models on all sets of samples, with one forward of each for a batch.
+
+        Args:
+            more: whether there is time for another batch of each set, once there are `least`; later measurements take
+                as many batches.
+            parents: the models are all parents: their ensemble is measured, too, and unknown targets are kept.
+        """
+        done, tell = 0, listener()
+        results: dict[tuple[str, int, int], list[Judged]] = {}
+        while done < self.rounds and (done < self.least or more()):
+            for number, data in enumerate(self.sets):
+                if done < len(data.batches):
+                    self._judge(models, number, done, parents, results)
+            done += 1
+            tell("held-out samples, batches", done, self.rounds)
+        self.rounds = done
+        return {name: self._figures(name, results) for name in dict.fromkeys(name for name, *_ in results)}
+
+    def _judge(
+        self,
+        models: Mapping[str, Any],
+        number: int,
+        place: int,
+        parents: bool,
+        results: dict[tuple[str, int, int], list[Judged]],
+    ) -> None:
+        """Add the models' judged answers to a batch of a set to the results, by model, set and target."""
+        batch = self.sets[number].batches[place]
+        logits = {name: _logits(model, batch, self.task) for name, model in models.items()}
+        if parents:
+            owners = list(logits.values())
+            if not self.labelled and (number, place) not in self.targets:
+                self._keep(number, place, owners[number : number + self.owners])
+            logits[ENSEMBLE] = ensemble(owners, self.task)
+        for name, answer in logits.items():
+            if self.labelled:
+                results.setdefault((name, number, 0), []).append(judged(answer, batch, self.task))
+                continue
+            answers = self._answers(answer, batch)
+            for target, kept in enumerate(self.targets[number, place]):
+                judgement = (answers, kept) if self.task in NUMBERS else self._divergences(answers, kept, answer, batch)
+                results.setdefault((name, number, target), []).append(judgement)
+
+    def _figures(self, name: str, results: Mapping[tuple[str, int, int], list[Judged]]) -> Figures:
+        """A model's figures, from the judged answers by model, set and target."""
+        sets, losses = dict[int, list[Scores]](), list[list[float]]()
+        for (_, number, _), batches in ((key, batches) for key, batches in results.items() if key[0] == name):
+            self._check_pairs(answers for answers, *_ in batches)
+            sets.setdefault(number, []).append(scores_of(batches, self.task))
+        for number, of_targets in sets.items():
+            means = [*map(fmean, zip(*(scores.losses for scores in of_targets), strict=True))]
+            apart = self.task != "embedding" or holds_pairs(self.sets[number].batches[0])
+            losses.append(
+                means if apart else by_batch(means, [len(answers) for answers, _ in results[name, number, 0]])
+            )
+        accuracy = fmean(scores.main for (scores,) in sets.values()) if self.labelled else None
+        return Figures(fmean(map(fmean, losses)), accuracy, losses=losses)
+
+    def _divergences(self, answers: Tensor, target: Tensor, logits: Tensor, batch: Batch) -> Judged:
+        """KL(target || model) summed over each example's positions, and their number."""
+        target = target.float().log_softmax(-1)
+        divergences = (target.exp() * (target - answers)).sum(-1).double().cpu()
+        shape = logits.shape[:-1]
+        rows = torch.arange(shape[0]).view(-1, *(1 for _ in shape)).expand(*shape, 1)
+        rows = _counting(rows, batch, self.task)[:: self._step(logits)].flatten()
+        counts = torch.bincount(rows, minlength=shape[0]).double()
+        return torch.zeros_like(counts).index_add(0, rows, divergences), counts, torch.zeros_like(counts)
+
+    def _answers(self, logits: Tensor, batch: Batch) -> Tensor:
         """Log-probabilities (positions, classes) of a batch, on the model's device; of numbers, the numbers.
 
         Raises:
-            DataError: the model has no logits, or gives one number.
+            DataError: the model gives one number.
         """
-        logits = _logits(model, batch, self.task)
         if self.task in NUMBERS:
             return logits.float().cpu()
         if logits.shape[-1] == 1:
-            problem = f"{type(model).__name__} gives one number, so its samples need scores"
+            problem = "a model with one output gives a number, so its samples need scores"
             raise DataError(problem, remedy="give data with labels or scores")
+        return _counting(logits, batch, self.task)[:: self._step(logits)].float().log_softmax(-1).clamp_min(LEAST_LOG)
+
+    def _step(self, logits: Tensor) -> int:
+        """Of so many positions one is kept."""
         positions = sum(b["input_ids"].numel() if "input_ids" in b else 1 for d in self.sets for b in d.batches)
-        step = math.ceil(positions * logits.shape[-1] / MOST_KEPT)
-        return _counting(logits, batch, self.task)[::step].float().log_softmax(-1).clamp_min(LEAST_LOG)
+        return math.ceil(positions * self.owners * logits.shape[-1] / MOST_KEPT)
 
 
-class Ensemble(nn.Module):
-    """A model whose probabilities are the mean of several models'; of numbers, the mean."""
+def by_batch(losses: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """Losses that depend on each other within a batch, as one for each batch, with the same mean."""
+    starts, mean = [0, *accumulate(sizes)], fmean(losses)
+    sums = [sum(losses[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
+    return [mean + (total - mean * size) * len(sizes) / len(losses) for total, size in zip(sums, sizes, strict=True)]
 
-    def __init__(self, models: Iterable[Any], task: str) -> None:
-        super().__init__()
-        self.members, self.task = nn.ModuleList(models), task
-        self.config = self.members[0].config
 
-    def forward(self, **batch: Tensor) -> ModelOutput:
-        logits = torch.stack([_logits(model, batch, self.task).float() for model in self.members])
-        if self.task in NUMBERS:
-            return ModelOutput(logits=logits.mean(0))
-        return ModelOutput(logits=logits.log_softmax(-1).clamp_min(LEAST_LOG).logsumexp(0))
+def ensemble(logits: Sequence[Tensor], task: str) -> Tensor:
+    """Logits of the mean of several models' probabilities; of numbers, their mean."""
+    stacked = torch.stack([each.float() for each in logits])
+    return stacked.mean(0) if task in NUMBERS else stacked.log_softmax(-1).clamp_min(LEAST_LOG).logsumexp(0)
 
 
 @torch.no_grad()
@@ -163,12 +259,6 @@ def _counting(logits: Tensor, batch: Batch, task: str) -> Tensor:
     if mask is None or mask.shape != logits.shape[:-1]:
         return logits.flatten(0, -2)
     return logits[mask.to(logits.device) == 1]
-
-
-def _divergence(logs: Tensor, target: Tensor) -> float:
-    """Sum of KL(target || model) over positions, from the logarithms of both."""
-    target = target.float().log_softmax(-1)
-    return float((target.exp() * (target - logs)).sum(-1).double().sum())
 
 
 def forgetting(figures: Figures, plain: Figures | None, base: Figures) -> tuple[float, float]:

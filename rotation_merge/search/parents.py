@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,14 +26,14 @@ from rotation_merge.model.nearness import RELATED, cosine_text, likeness
 from rotation_merge.model.open import open_model
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
-from rotation_merge.run.batches import by_rows, joined
+from rotation_merge.run.batches import by_rows, check_labels, joined
 from rotation_merge.run.data import UNLABELLED, Data, read_samples, split_batches
 from rotation_merge.run.functions import load
 from rotation_merge.run.sample_kinds import SOURCES
 from rotation_merge.run.sources import self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.config import MergeConfig
-from rotation_merge.search.judge import Ensemble, Judge
+from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.workers import listener
 
 WRITTEN_APART = 7919
@@ -90,7 +92,7 @@ class SearchConfig(MergeConfig):
 
 
 class Parents:
-    """The models of a search, opened and measured on samples.
+    """The models of a search, opened, with samples.
 
     Attributes:
         anchor: the first model.
@@ -100,8 +102,6 @@ class Parents:
         training: samples to merge with, read; none where the models make them.
         data: for each model, file or source of its samples to merge with.
         deciding, reporting: judges on the selection and the reporting samples.
-        figures, ensemble: scores of each model and of the ensemble on the reporting samples.
-        base_figures: of the base on the selection samples; None if it writes no text.
 
     Args:
         files: folder of samples, statistics and alignments that merges read.
@@ -119,19 +119,47 @@ class Parents:
         self.relation = self._relation()
         self.base = self._base()
         close_files()
-        loaded = {model: config.load(model) for model in config.models}
-        self.training, *held_out = self._samples(loaded)
+        self._loaded: dict[str, Any] = {}
+        self.training, *held_out = self._samples()
         self.data = self._files()
-        base, texts = self._base_texts(loaded)
+        texts = self._base_texts()
         self.deciding, self.reporting = (self._judge(part, texts) for part in held_out)
-        examples = sum(data.examples for data in [*self.deciding.sets, *self.reporting.sets])
-        say(f"measuring {len(loaded)} models on {examples} samples ...")
-        self.deciding.prepare(loaded)
-        self.reporting.prepare(loaded)
-        self.figures = {name: self.reporting.measure(model) for name, model in loaded.items()}
-        together = self.reporting.measure(Ensemble(loaded.values(), self.reporting.task))
-        self.ensemble = replace(together, on_base=None)
-        self.base_figures = self.deciding.measure(base) if texts else None
+        if self.deciding.labelled:
+            check_labels(
+                [b for data in self.deciding.sets for b in data.batches],
+                self._model(config.models[0]),
+                self.deciding.task,
+                "",
+            )
+        else:
+            self.deciding.prepare({model: self._model(model) for model in config.models})
+        self._loaded.clear()
+
+    def _model(self, name: str) -> Any:
+        """A model that samples are read or written for, loaded once."""
+        if name not in self._loaded:
+            self._loaded[name] = self.config.load(name)
+        return self._loaded[name]
+
+    @cached_property
+    def base_figures(self) -> Figures | None:
+        """Those of the base on the selection samples; None if it writes no text."""
+        if self.base is None or self.deciding.texts is None:
+            return None
+        return self.deciding.measure(self.config.load(self.base.name))
+
+    def measure(self, more: Callable[[], bool]) -> dict[str, Figures]:
+        """Measure each model and their ensemble on the reporting samples, while there is time for more.
+
+        Args:
+            more: as of `Judge.compare`.
+        """
+        loaded = {model: self.config.load(model) for model in self.config.models}
+        figures = self.reporting.compare(loaded, more, parents=True)
+        for name, model in loaded.items():
+            if texts := self.deciding.on_text(model):
+                figures[name] = replace(figures[name], on_base=fmean(texts))
+        return figures
 
     @property
     def tuned(self) -> tuple[str, ...]:
@@ -185,7 +213,7 @@ class Parents:
             self.say(f"base: {name} ({base.why}); mean cosine between the changes to it {cosine}")
         return base
 
-    def _samples(self, loaded: Mapping[str, Any]) -> tuple[list[Data], list[Data], list[Data]]:
+    def _samples(self) -> tuple[list[Data], list[Data], list[Data]]:
         """Training, deciding and reporting samples of the data; or such as the models make, apart from those to merge.
 
         Raises:
@@ -195,24 +223,24 @@ class Parents:
         if made_up := [source for source in sources if source in SOURCES]:
             if len({*sources}) > 1:
                 raise DataError(f"'{made_up[0]}' stands beside other data", remedy="give files, or that alone")
-            return self._made_up(loaded)
+            return self._made_up()
         if len(sources) not in (1, len(config.models)):
             problem = f"{len(sources)} data for {len(config.models)} models"
             raise DataError(problem, remedy="give one, or one for each")
         first, limit = config.models[0], config.samples * 2
-        read = [read_samples(first, x, limit, *config.reading, loaded[first], mixed=True) for x in sources]
+        read = [read_samples(first, x, limit, *config.reading, self._model(first), mixed=True) for x in sources]
         return split(read, config.seed)
 
-    def _made_up(self, loaded: Mapping[str, Any]) -> tuple[list[Data], list[Data], list[Data]]:
+    def _made_up(self) -> tuple[list[Data], list[Data], list[Data]]:
         """Samples that each model makes to decide and to report, in whole batches."""
         config = self.config
         count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
         size = min(config.batch_size, count)
         count = -(-count // size) * size
         halves = []
-        for number, (name, model) in enumerate(loaded.items()):
+        for number, name in enumerate(config.models):
             seed = config.seed + WRITTEN_APART + number
-            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model)
+            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, self._model(name))
             halves.append(split_batches(data, count))
         return [], [deciding for deciding, _ in halves], [reporting for _, reporting in halves]
 
@@ -223,20 +251,21 @@ class Parents:
         paths = [write_data(data, self.files / f"{number}.safetensors") for number, data in enumerate(self.training)]
         return {model: str(paths[number % len(paths)]) for number, model in enumerate(self.config.models)}
 
-    def _base_texts(self, loaded: Mapping[str, Any]) -> tuple[Any, list[Data]]:
-        """The base, and texts that it writes to measure forgetting, a set each; none if it writes no text."""
+    def _base_texts(self) -> Data | None:
+        """Texts that the base writes to measure forgetting; None if it writes none."""
         config, name = self.config, None if self.base is None else self.base.name
-        model = None if name is None else loaded[name] if name in loaded else config.load(name)
-        if name is None or not writes_text(model):
-            return model, []
-        ids = self_written(model, name, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(loaded))
-        return model, [Data([{"input_ids": row, "labels": row}], "next token", 1) for row in ids.split(1)]
+        if name is None or not writes_text(model := self._model(name)):
+            return None
+        ids = self_written(model, name, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(config.models))
+        batches = [{"input_ids": rows, "labels": rows} for rows in ids.split(config.batch_size)]
+        return Data(batches, "next token", len(ids), name)
 
-    def _judge(self, part: list[Data], texts: list[Data]) -> Judge:
-        """The judge on some samples: one set for each model, if each gives its own answers."""
+    def _judge(self, part: list[Data], texts: Data | None) -> Judge:
+        """The judge on some samples."""
         labelled = self.config.data[0] not in SOURCES and all(data.task not in UNLABELLED for data in part)
-        sets = [in_small_batches(data, vocabulary_size(self.anchor) or 1) for data in part]
-        return Judge(sets * len(self.config.models) if len(sets) == 1 and not labelled else sets, labelled, texts)
+        vocabulary = vocabulary_size(self.anchor) or 1
+        sets, texts = [in_small_batches(x, vocabulary) for x in part], texts and in_small_batches(texts, vocabulary)
+        return Judge(sets, labelled, texts, owners=1 if labelled or len(sets) > 1 else len(self.config.models))
 
 
 def split(samples: Sequence[Data], seed: int) -> tuple[list[Data], list[Data], list[Data]]:

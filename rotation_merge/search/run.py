@@ -30,12 +30,12 @@ from rotation_merge.model.writing import staged
 from rotation_merge.record import DISTANCES, REPORT_FILE, Score, Verdict
 from rotation_merge.report.files import read_report
 from rotation_merge.run.batches import data_hash
-from rotation_merge.run.evaluate import keep_figures
+from rotation_merge.run.evaluate import difference, keep_figures
 from rotation_merge.run.functions import read_config
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, candidates_of, left_out, with_files
-from rotation_merge.search.config import MergeConfig, seconds
-from rotation_merge.search.judge import Figures, forgetting
+from rotation_merge.search.config import MergeConfig, seconds, words_of
+from rotation_merge.search.judge import ENSEMBLE, Figures, forgetting
 from rotation_merge.search.parents import Parents, SearchConfig
 
 LOG = logging.getLogger(__name__)
@@ -51,6 +51,14 @@ STEP = 1.25
 """Two scales that are tried side by side differ by this factor, in the end by its root."""
 MOST = 8
 """So many scales are measured, at the most."""
+FIRST, SCALE, VERDICT = 1 / 24, 1 / 12, 1 / 3
+"""Shares of the budget: for the first measurement, which says on how many samples all candidates are judged; at most
+for the search of a scale, and for the verdict."""
+ROOM = 3
+"""The scale of a merge is searched while there is room for so many merges as long as it."""
+PACE = "pace"
+"""Name of the record of how many batches judge candidates, and of their time."""
+SPENT = "the budget was spent"
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Trial:
 
     Attributes:
         scale: its `lambda`; None: it has none.
+        searched: whether the best scale was searched.
     """
 
     name: str
@@ -66,6 +75,7 @@ class Trial:
     seconds: float
     recipe: str
     scale: float | None = None
+    searched: bool = False
 
     @property
     def score(self) -> Score:
@@ -176,8 +186,10 @@ class Search:
         self.deadline = time.perf_counter() + seconds(config.budget)
         self.work, self.mark = Store(config.out), config.key()
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
-        self.tried: list[Trial] = []
+        self.tried: dict[str, Trial] = {}
         self.left_out: dict[str, str] = {}
+        self.merging: dict[str, float] = {}
+        self.pace: float | None = None
 
     def begin(self, inputs: Sequence[str], force: bool) -> None:
         """Begin the work beside OUT, or continue with it.
@@ -194,27 +206,47 @@ class Search:
         """Try candidates within the budget, and measure the best one on the reporting samples."""
         self.parents = Parents(self.config, self.files, self.say)
         judge = self.parents.deciding
-        self.samples = data_hash([batch for data in [*judge.sets, *judge.texts] for batch in data.batches])
+        texts = [] if judge.texts is None else [judge.texts]
+        self.samples = data_hash([batch for data in [*judge.sets, *texts] for batch in data.batches])
+        record = self.work.get(PACE) or {}
+        if record.get("samples") == self.samples:
+            judge.rounds, self.pace = record["rounds"], record["pace"]
         self.left_out |= left_out(self.parents)
         for name, why in self.left_out.items():
             self.say(f"left out: {name} ({why})")
-        for candidate in candidates_of(self.parents):
-            if self.tried and self._over():
-                self.left_out[candidate.name] = "the budget was spent"
-            else:
-                self._try(candidate)
+        candidates = candidates_of(self.parents)
+        self._try_all(candidates)
         if not self.tried:
-            raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
-        return self._outcome(sorted(self.tried, key=lambda trial: self._rank(trial.figures)))
+            why = next((self.left_out[candidate.name] for candidate in candidates), "check the models")
+            raise RotationMergeError("no merge could be made", remedy=why)
+        return self._outcome(sorted(self.tried.values(), key=lambda trial: self._rank(trial.figures)))
 
-    def _over(self) -> bool:
-        return time.perf_counter() >= self.deadline
+    def _try_all(self, candidates: Sequence[Candidate]) -> None:
+        """Try candidates in their order while there is time; scales once the plain average shows how much to forget."""
+        names, waiting = [candidate.name for candidate in candidates], list[Candidate]()
+        for candidate in candidates:
+            if self.tried and self._left() <= 0:
+                self.left_out[candidate.name] = SPENT
+                continue
+            self._try(candidate)
+            waiting += [candidate] * (candidate.name in self.tried and candidate.scale is not None)
+            if PLAIN not in names or PLAIN in {*self.tried, *self.left_out}:
+                for scaled in waiting:
+                    self._search_scale(scaled)
+                waiting = []
+
+    def _left(self) -> float:
+        """Seconds left to try candidates, as the verdict, and making the best merge again at its scale, take some."""
+        verdict = (self.pace or 0.0) * self.parents.reporting.rounds * (len(self.config.models) + 1)
+        best = min(self.tried.values(), key=lambda trial: self._rank(trial.figures))
+        again = 0.0 if self._is_made(best.name, best.recipe) else self.merging.get(best.name, 0.0)
+        return self.deadline - time.perf_counter() - min(verdict, VERDICT * seconds(self.config.budget)) - again
 
     def _forgetting(self, figures: Figures) -> tuple[float, float]:
         """See `forgetting`; zeros where the base writes no text."""
         base = self.parents.base_figures
-        plain = next((trial.figures for trial in self.tried if trial.name == PLAIN), None)
-        return (0.0, 0.0) if base is None else forgetting(figures, plain, base)
+        plain = self.tried.get(PLAIN)
+        return (0.0, 0.0) if base is None else forgetting(figures, None if plain is None else plain.figures, base)
 
     def _rank(self, figures: Figures) -> tuple[float, float]:
         """The sort key of merges: those that forget too much come last."""
@@ -230,63 +262,142 @@ class Search:
             self.left_out[candidate.name] = str(error) if isinstance(error, OneLineError) else line(error)
             self.say(f"{candidate.name}: left out, {self.left_out[candidate.name]}")
             return
-        self.tried.append(trial)
+        self._keep(trial)
+
+    def _keep(self, trial: Trial) -> None:
+        """Keep and show the result of a candidate."""
+        self.tried[trial.name] = trial
         figures, judge = trial.figures, self.parents.deciding
         words = f"{figures.score:.4f} {judge.unit}"
+        words += "" if trial.scale is None else f" at lambda {trial.scale:g}"
         words += "" if figures.accuracy is None else f", {judge.figure} {figures.accuracy:.3f}"
         words += "" if figures.on_base is None else f", on the base's text {figures.on_base:.4f}"
         self.say(f"{trial.name}: {words} ({trial.seconds:.0f} s)")
 
     def _trial(self, candidate: Candidate) -> Trial:
-        """The result of a candidate, from an interrupted search or measured now."""
-        began, judge = time.perf_counter(), self.parents.deciding
+        """The result of a candidate at the scale that it begins with, or at its best one from an interrupted search."""
+        began = time.perf_counter()
         candidate = with_files(candidate, self.parents, max((self.deadline - began) / 2, 1.0))
-        text = candidate.recipe(self.config.dtype)
-        key, record = [text, self.samples], self.work.get(candidate.name) or {}
-        if record.pop("key", None) == key:
+        text, record = candidate.recipe(self.config.dtype), self.work.get(candidate.name) or {}
+        if record.pop("key", None) == self._key(text):
             return Trial(**{**record, "figures": Figures(**record["figures"])})
-        model, scale = self.config.load(self._made(candidate.name, text)), candidate.scale
-        if scale is None:
-            figures = judge.measure(model)
-        else:
-            base = self.config.load(candidate.anchor)
-            scale, figures = best_scale(model, base, scale, judge.measure, self._rank, self._over)
-        text = replace(candidate, scale=scale).recipe(self.config.dtype)
-        trial = Trial(candidate.name, figures, time.perf_counter() - began, text, scale)
-        self.work.put(candidate.name, {"key": key, **asdict(trial)})
+        folder = self._made(candidate.name, text)
+        self.merging[candidate.name] = time.perf_counter() - began
+        figures = self._measured(self.config.load(folder))
+        trial = Trial(candidate.name, figures, time.perf_counter() - began, text, candidate.scale)
+        self.work.put(candidate.name, {"key": self._key(text), **asdict(trial)})
         return trial
+
+    def _key(self, text: str) -> list[Any]:
+        """What a stored result belongs to: the candidate's first recipe, and the samples."""
+        return [text, self.samples, self.parents.deciding.rounds]
+
+    def _measured(self, model: Any) -> Figures:
+        """Measure a merge on the selection samples: the first one on few, if it is slow, and all others on the same."""
+        judge, began = self.parents.deciding, time.perf_counter()
+        if self.pace is not None:
+            return judge.measure(model)
+        figures = judge.measure(model, lambda: time.perf_counter() - began < FIRST * seconds(self.config.budget))
+        self.pace = (time.perf_counter() - began) / judge.rounds
+        self.work.put(PACE, {"samples": self.samples, "rounds": judge.rounds, "pace": self.pace})
+        self.say(f"judging by {judge.examples} samples")
+        return figures
+
+    def _search_scale(self, candidate: Candidate) -> None:
+        """Search the best scale of a candidate, if there is time and it was not searched before an interruption."""
+        began, trial = time.perf_counter(), self.tried[candidate.name]
+        room, most = ROOM * self.merging.get(candidate.name, 0.0), SCALE * seconds(self.config.budget)
+
+        def over() -> bool:
+            return self._left() <= room or time.perf_counter() - began > most
+
+        if candidate.scale is None or trial.searched or over():
+            return
+        merged = self.config.load(self._made(candidate.name, trial.recipe))
+        scale, figures = best_scale(
+            merged,
+            self.config.load(candidate.anchor),
+            candidate.scale,
+            self.parents.deciding.measure,
+            self._rank,
+            over,
+            trial.figures,
+        )
+        recipe, spent = replace(candidate, scale=scale).recipe(self.config.dtype), time.perf_counter() - began
+        best = Trial(candidate.name, figures, trial.seconds + spent, recipe, scale, searched=True)
+        self.work.put(candidate.name, {"key": self._key(trial.recipe), **asdict(best)})
+        self._keep(best)
+
+    def _folder(self, name: str) -> Path:
+        return self.work.path / "".join(c if c.isalnum() else "-" for c in name)
+
+    def _is_made(self, name: str, text: str) -> bool:
+        """Whether a candidate's merge by this recipe lies in its folder."""
+        return Contents(str(self._folder(name))).text("mergekit_config.yml") == text
 
     def _made(self, name: str, text: str) -> str:
         """The folder with a candidate's merge, made by this recipe."""
-        folder = self.work.path / "".join(c if c.isalnum() else "-" for c in name)
-        if Contents(str(folder)).text("mergekit_config.yml") != text:
+        folder = self._folder(name)
+        if not self._is_made(name, text):
             shutil.rmtree(folder, ignore_errors=True)
             merge_recipe(text, str(folder), tokenizer=True, device=self.config.device)
         return str(folder)
 
     def _outcome(self, tried: list[Trial]) -> Outcome:
-        """The outcome, from all candidates, the best one first; they are measured on the reporting samples."""
+        """The outcome, from all candidates, the best one first, and as many reporting samples as there is time for."""
         parents, judge, best = self.parents, self.parents.reporting, tried[0]
-        reported = {
-            trial.name: _score(trial.name, judge.measure(self.config.load(self._made(trial.name, trial.recipe))))
-            for trial in tried
-            if trial.name in (best.name, PLAIN)
-        }
-        count, sources = sum(data.examples for data in judge.sets), (Path(source).name for source in self.config.data)
+        figures, reported = self._reported(best)
+        count, sources = judge.examples, (Path(source).name for source in self.config.data)
+        scores = {name: _score(name, of_model) for name, of_model in figures.items()}
+        best_parent = min(self.config.models, key=lambda name: figures[name].score)
+        gap = difference(reported[best.name].losses, figures[best_parent].losses)
         verdict = Verdict(
             judge.unit,
             judge.figure,
             f"{count} held-out samples of {', '.join(sources)}",
-            [_score(name, figures) for name, figures in parents.figures.items()],
-            reported[best.name],
-            reported.get(PLAIN),
-            _score("ensemble", parents.ensemble),
+            [scores[name] for name in self.config.models],
+            _score(best.name, reported[best.name]),
+            _score(PLAIN, reported[PLAIN]) if PLAIN in reported else None,
+            scores[ENSEMBLE],
             [trial.score for trial in tried],
             self.left_out,
-            [self._why(trial) for trial in tried if trial.figures.score < best.figures.score],
+            [*self._only(best), *(self._why(trial) for trial in tried if trial.figures.score < best.figures.score)],
             None if parents.base_figures is None else parents.base_figures.on_base,
+            gap,
+            "" if gap.clear else self._remedy(count),
         )
         return Outcome(verdict, tried, dict(parents.relations), judge.labelled, parents.base_figures)
+
+    def _reported(self, best: Trial) -> tuple[dict[str, Figures], dict[str, Figures]]:
+        """Figures on the reporting samples: of parents and ensemble, and of the best and, in time, the plain merge."""
+        parents, plain = self.parents, self.tried.get(PLAIN)
+        merges = [best, *([plain] if plain not in (None, best) else [])]
+        folder, count, began = self._made(best.name, best.recipe), len(self.config.models), time.perf_counter()
+        allowed = (self.deadline - began) * count / (count + len(merges))
+        self.say(f"measuring {count} models and the merge ...")
+        figures, reported = parents.measure(lambda: time.perf_counter() - began < allowed), dict[str, Figures]()
+        for trial in merges:
+            if trial is best or time.perf_counter() < self.deadline:
+                folder = self._made(trial.name, trial.recipe)
+                (measured,) = parents.reporting.compare({trial.name: self.config.load(folder)}).values()
+                reported[trial.name] = replace(measured, on_base=trial.figures.on_base)
+        return figures, reported
+
+    def _only(self, best: Trial) -> list[str]:
+        """A note, if the deadline left nothing to choose."""
+        alone = len(self.tried) == 1 and SPENT in self.left_out.values()
+        return [f"No other merge than '{best.name}' was tried before the deadline."] if alone else []
+
+    def _remedy(self, count: int) -> str:
+        """How to make a difference clear that is not.
+
+        Args:
+            count: of the samples that were measured.
+        """
+        in_time = sum(data.examples for data in self.parents.reporting.sets) == count
+        if in_time and SPENT not in self.left_out.values():
+            return f"give more samples (--samples {2 * self.config.samples})"
+        return f"give --budget {words_of(2 * seconds(self.config.budget))} or more samples"
 
     def _why(self, trial: Trial) -> str:
         """The reason for rejecting a merge with a better score."""
@@ -362,6 +473,7 @@ def best_scale(
     measure: Callable[[Any], Figures],
     rank: Callable[[Figures], tuple[float, float]],
     over: Callable[[], bool] = lambda: False,
+    first: Figures | None = None,
 ) -> tuple[float, Figures]:
     """Search the scale of a merged change with the lowest score, in steps from the first one.
 
@@ -370,12 +482,13 @@ def best_scale(
         measure: the figures of a model.
         rank: the sort key of merges, the best one first.
         over: whether no more scales may be measured.
+        first: the figures of `merged`, if they are known.
 
     Returns:
         The scale and its figures.
     """
     starts, place, best = base.state_dict(), 0.0, 0.0
-    measured = {place: measure(merged)}
+    measured = {place: first or measure(merged)}
     for move in (1.0, -1.0, 0.5, -0.5):
         while (step := best + move) not in measured and len(measured) < MOST and not over():
             _scale(merged, starts, STEP ** (step - place))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from transformers import PreTrainedModel, ViTForImageClassification
 
 import rotation_merge as rm
 from rotation_merge.model.open import open_model
+from rotation_merge.run.data import data_in_memory
 from rotation_merge.run.demo import CHECKPOINTS
-from rotation_merge.run.evaluate import Curve, of_floats
+from rotation_merge.run.evaluate import Curve, difference, mean_error, of_floats, score
 
 SAMPLES = [{"input_ids": torch.randint(40, (6, 10), generator=torch.Generator().manual_seed(n))} for n in range(8)]
 
@@ -44,6 +46,41 @@ def test_padding_is_no_token_to_predict(models) -> None:
     row = torch.zeros_like(ids)
     padded = [{"input_ids": torch.cat([ids, row], 1), "labels": torch.cat([ids, row - 100], 1)}]
     assert rm.evaluate(models[0], padded) == pytest.approx(rm.evaluate(models[0], SAMPLES[:1]))
+
+
+def test_several_sets_have_a_mean_and_losses_an_error(models) -> None:
+    """Errors are those of drawing samples again; of texts with other numbers of tokens, too."""
+    (first, second), ids = models, SAMPLES[0]["input_ids"]
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.4, -100)
+    data = data_in_memory([{"input_ids": ids, "labels": labels}], first)
+    scores, other = score(first, data), score(second, data)
+    draws = np.random.default_rng(0).integers(len(ids), size=(400, len(ids)))
+    again = [score(first, data.with_batches([{k: x[row] for k, x in data.batches[0].items()}])).loss for row in draws]
+    assert fmean(scores.losses) == pytest.approx(scores.loss)
+    assert mean_error([scores.losses]) == pytest.approx(stdev(again), rel=0.25)
+    gap = difference([scores.losses] * 2, [other.losses] * 2)
+    assert gap.value == pytest.approx(scores.loss - other.loss)
+    of_pairs = stdev(a - b for a, b in zip(scores.losses, other.losses, strict=True)) / len(ids) ** 0.5
+    assert gap.error == pytest.approx(of_pairs / 2**0.5)
+    assert gap.margin == pytest.approx(gap.error * stats.t.ppf(0.975, 2 * len(ids) - 2))
+    assert mean_error([[1.0], [1.0, 2.0]]) is None
+    rows = rm.evaluate([str(CHECKPOINTS / "llama-0")], ["demo:c", "demo:python"], rm.EvaluateConfig(limit=8))
+    assert [(row["data"], row["examples"]) for row in rows] == [("demo:c", 8), ("demo:python", 8), ("mean of 2", 16)]
+    for name in ("loss", "accuracy"):
+        assert rows[2][name] == pytest.approx((rows[0][name] + rows[1][name]) / 2)
+    assert rows[2]["error"] == pytest.approx((rows[0]["error"] ** 2 + rows[1]["error"] ** 2) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize("task", ["similarity", "regression", "labels"])
+def test_errors_of_numbers_are_those_of_drawing_again(task: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    truth = torch.randn(200, 1, generator=draw)
+    logits = truth + torch.randn(200, 1, generator=draw)
+    truth = (truth > 0).float() if task == "labels" else truth
+    scores, draws = of_floats(logits, truth, task), np.random.default_rng(0).integers(200, size=(300, 200))
+    again = [of_floats(logits[rows], truth[rows], task).loss for rows in draws]
+    assert fmean(scores.losses) == pytest.approx(scores.loss)
+    assert mean_error([scores.losses]) == pytest.approx(stdev(again), rel=0.15)
 
 
 def test_models_in_a_list_have_the_classes_of_the_first(tmp_path: Path) -> None:

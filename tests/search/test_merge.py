@@ -22,6 +22,9 @@ from plugin_support import mergekit_yaml, one_error, state, write_state
 import rotation_merge as rm
 from rotation_merge.errors import DataError
 from rotation_merge.model.open import open_model
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import Scores, score
+from rotation_merge.search import judge
 from rotation_merge.search import run as search
 from rotation_merge.search.parents import FAR, NEAR, SHARED
 from rotation_merge.share.push import Publication, text_in
@@ -136,7 +139,7 @@ def test_python_takes_what_the_command_takes(tmp_path: Path, only: Callable, mon
     for models, name in ((adapters, None), ((adapters[0], Path(C)), "llama-0")):
         config = rm.MergeConfig(samples=8, length=24, batch_size=4, base=name)
         result = rm.merge(models, tmp_path / "out", "demo:english", config, anyway=True, force=True, watch=lines.append)
-        assert repr(result).startswith("Outcome(Use ")
+        assert repr(result).startswith(("Outcome(Use ", "Outcome(No clear difference "))
         recipe = yaml.safe_load((tmp_path / "out" / "recipe.yml").read_text())
         named = [str(model) if str(model) == C else f"{base}+{model}" for model in models]
         assert (recipe["base_model"], [entry["model"] for entry in recipe["models"]]) == (str(base), named)
@@ -166,7 +169,7 @@ def test_an_output_that_is_there_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("budget", "data", "tried"), [("10m", "demo:c", ["plain", "task_arithmetic", "ties"]), ("0.1s", "self", ["plain"])]
+    ("budget", "data", "tried"), [("10m", "demo:c", ["wudi", "plain", "task_arithmetic"]), ("0.1s", "self", ["wudi"])]
 )
 def test_after_the_deadline_nothing_new_is_tried(
     budget: str, data: str, tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable
@@ -183,10 +186,48 @@ def test_after_the_deadline_nothing_new_is_tried(
     monkeypatch.setattr(search.time, "perf_counter", lambda: clock[0])
     facts = outcome(ENGLISH, C, tmp_path / "out", "--data", data, "--base", BASE, "--budget", budget)
     assert {trial["name"]: trial["seconds"] for trial in facts["tried"]} == dict.fromkeys(tried, 250.0)
-    assert facts["left_out"]["wudi"] == facts["left_out"]["regmean"] == "the budget was spent"
+    assert facts["left_out"]["ties"] == facts["left_out"]["regmean"] == "the budget was spent"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (facts["unit"] == "divergence (nats)") == (data == "self")
     assert facts["ensemble"]["score"] < max(parent["score"] for parent in facts["parents"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "count", "best_scale"), [(360, 4, False), (900, 6, True), (60, 1, False)])
+def test_most_of_the_budget_goes_into_merging(
+    budget: int, count: int, best_scale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow machine, on which a merge takes 20 s, or 86, and a model 0.9 s for an example."""
+    clock, spoken, real = [0.0], dict[str, float](), {"merging": search.merge_recipe, "logits": judge._logits}
+
+    def merging(text: str, *arguments: Any, **options: Any) -> None:
+        clock[0] += 86.0 if "delegate: wudi" in text else 20.0
+        real["merging"](text, *arguments, **options)
+
+    def logits(model: Any, batch: Any, task: str) -> torch.Tensor:
+        clock[0] += 0.9 * len(batch["input_ids"])
+        return real["logits"](model, batch, task)
+
+    def loss(model: Any, data: Data) -> Scores:
+        clock[0] += 0.9 * data.examples
+        return score(model, data)
+
+    monkeypatch.setattr(search, "merge_recipe", merging)
+    monkeypatch.setattr(judge, "_logits", logits)
+    monkeypatch.setattr(judge, "score", loss)
+    monkeypatch.setattr(search.time, "perf_counter", lambda: clock[0])
+    config = rm.MergeConfig(samples=32, length=24, batch_size=2, base=BASE, budget=budget)
+    data, out = ["demo:english", "demo:c"], tmp_path / "out"
+    result = rm.merge([ENGLISH, C], out, data, config, anyway=True, watch=lambda text: spoken.update({text: clock[0]}))
+    names = [text.removesuffix(" ...") for text in spoken]
+    order = ["wudi", "plain", "task_arithmetic", "ties", "tsv", "regmean", "refit, plain"][:count]
+    assert [name for name in names if name in order] == order
+    assert {trial.name for trial in result.tried} == set(order)
+    assert any(trial.searched for trial in result.tried) == best_scale
+    assert clock[0] < budget + 90
+    assert clock[0] - spoken["measuring 2 models and the merge ..."] < budget / 3 + 30
+    alone = "No other merge than 'wudi' was tried before the deadline."
+    assert (alone in result.verdict.notes) == (alone in (out / "README.md").read_text()) == (count == 1)
 
 
 @pytest.mark.slow
@@ -221,7 +262,7 @@ def test_an_interrupted_search_keeps_scores_and_a_failing_candidate_is_left_out(
     assert {"config.json", "model.safetensors", "recipe.yml", "evaluation.json"} <= names
     facts = outcome(*arguments)
     assert {path.name for path in out.iterdir()} == names
-    assert [recipes.count(recipe) for recipe in (recipes[0], recipes[-1])] == [1, 4]
+    assert [recipes.count(recipe) for recipe in (recipes[1], recipes[-1])] == [1, 4]
     assert facts["relations"] == {C: pytest.approx(1.0, abs=0.1)}
     assert facts["left_out"]["ties"] == "it cannot be; try another"
     assert "the GPU ran out of memory" in facts["left_out"]["wudi"]

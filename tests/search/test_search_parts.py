@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 import yaml
-from cli_support import CHECKPOINTS
+from cli_support import CHECKPOINTS, run
 from plugin_support import make, state, write_state
 from safetensors.torch import load_file
 
+import rotation_merge as rm
 from rotation_merge.errors import DataError
 from rotation_merge.model.open import open_model
-from rotation_merge.record import Score, Verdict
+from rotation_merge.model.verdict import sentences
+from rotation_merge.record import Score, Verdict, read_as
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import score
+from rotation_merge.run.evaluate import difference, score
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import LAST, SCALES, candidates_of, left_out
-from rotation_merge.search.judge import Ensemble, Figures, Judge, forgetting
+from rotation_merge.search.judge import ENSEMBLE, Figures, Judge, forgetting
 from rotation_merge.search.parents import FAR, NEAR, SHARED, Parents, SearchConfig, split, write_data
 from rotation_merge.search.run import STEP, Outcome, Search, best_scale
 
@@ -108,7 +111,7 @@ def parents(relation: str, base: str | None = None) -> Parents:
 
 SAMPLED = ["regmean", "refit, plain", "refit, whole model", "learned"]
 ALIGNED = ["plain", "heads, neurons", "whole model", *SAMPLED]
-CHEAP = ["plain", "task_arithmetic", "ties", "wudi", "tsv"]
+CHEAP = ["wudi", "plain", "task_arithmetic", "ties", "tsv"]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +123,10 @@ CHEAP = ["plain", "task_arithmetic", "ties", "wudi", "tsv"]
         (NEAR, BASE, [*CHEAP, *ALIGNED[1:], LAST], []),
         (SHARED, None, ["plain", "regmean", "refit, plain"], ["share their coordinates", "no common base"]),
         (SHARED, BASE, [*CHEAP, "regmean", "refit, plain", LAST], ["share their coordinates"]),
-        (SHARED, C, [*CHEAP[:2], "regmean", "refit, plain"], ["share their coordinates", "only one task vector"]),
+        (SHARED, C, [*CHEAP[1:3], "regmean", "refit, plain"], ["share their coordinates", "only one task vector"]),
     ],
 )
-def test_cheap_candidates_come_first_and_none_is_the_plain_one_again(
+def test_what_usually_wins_comes_first_and_none_is_the_plain_one_again(
     relation: str, base: str | None, names: list[str], reasons: list[str]
 ) -> None:
     """Nothing is aligned in shared coordinates; changes need a base, which is none of the merged models."""
@@ -206,8 +209,11 @@ def test_judges_count_as_evaluate_does_and_a_parent_does_not_diverge_from_itself
     model, stranger = load(BASE), load(OTHER)
     data = read_samples(BASE, "demo:python", 8, 4, 32, module=model)
     judge, scores = Judge([data], labelled=True), score(model, data)
-    assert judge.measure(model) == Figures(pytest.approx(scores.loss), pytest.approx(scores.main))
-    assert judge.measure(Ensemble([model, model], data.task)).score == pytest.approx(scores.loss, abs=1e-5)
+    (losses,) = judge.measure(model).losses
+    assert losses == pytest.approx(scores.losses)
+    figures = judge.compare({"a": model, "b": model}, parents=True)
+    assert {(each.score, each.accuracy) for each in (figures["a"], figures["b"])} == {(fmean(losses), scores.main)}
+    assert figures[ENSEMBLE].score == pytest.approx(scores.loss, abs=1e-5)
     judge = Judge([read_samples(BASE, "self", 4, 4, 16, module=model)], labelled=False)
     judge.prepare({"a": model})
     assert judge.measure(model).score == pytest.approx(0.0, abs=1e-6)
@@ -221,6 +227,57 @@ def test_a_lower_loss_with_fewer_right_answers_is_said() -> None:
 
     assert words(0.5, 0.25, 0.375).endswith(". Its accuracy is lower than that of a (37.5% against 50.0%).)")
     assert "accuracy" not in words(0.5, 0.25, 0.5) + words(None, None, None)
+
+
+NO_DIFFERENCE, USE_IT = (
+    "No clear difference between the merge 'plain' and a alone",
+    "Use the merge 'plain': it is better than each model alone",
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([0.001, -0.02, 0.015, 0.0008], f"{NO_DIFFERENCE} (1.0008 against 1.0000: 0.0008 ± 0.023); more."),
+        ([0.1], f"{NO_DIFFERENCE} (0.9000 against 1.0000: 0.1000 ± an unknown error); more."),
+        ([0.5, 0.51, 0.49, 0.5], f"{USE_IT} (0.5000 against 1.0000: 0.5000 ± 0.013)."),
+        (
+            [-0.5, -0.51, -0.49, -0.5],
+            "Use a alone: it is better than every merge (1.0000 against 1.5000: 0.5000 ± 0.013).",
+        ),
+    ],
+)
+def test_a_verdict_says_whether_samples_tell_models_apart(
+    values: list[float], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By paired differences: the losses of single samples differ by more. The exit code says it, too."""
+    losses = [float(2**i) for i in range(len(values))]
+    gap = difference([[x - value for x, value in zip(losses, values, strict=True)]], [losses])
+    best = Score("plain", 1.0 + gap.value)
+    verdict = Verdict("", "", "", [Score("a", 1.0)], best, difference=gap, remedy="more")
+    assert sentences(verdict)[0].startswith(line)
+    assert read_as(Verdict, asdict(verdict)) == verdict
+    written = best.score < 1.0
+    monkeypatch.setattr(rm, "merge", lambda *_, anyway, **__: Outcome(verdict, [], {}, written=written or anyway))
+    done, anyway = (run("merge", ENGLISH, C, tmp_path / "out", "--json", *more) for more in ((), ("--anyway",)))
+    facts = json.loads(done.stdout)
+    assert (done.exit_code, anyway.exit_code) == (int(USE_IT not in line), 0)
+    assert (facts["clear"], facts["difference"]["value"]) == (NO_DIFFERENCE not in line, gap.value)
+    assert (facts["written"] is not None) == facts["worth_it"] == written
+
+
+def test_measuring_stops_when_there_is_no_time_and_then_all_models_are_measured_alike() -> None:
+    """One forward of each parent for a batch; the ensemble is made of the same answers."""
+    model, calls = load(BASE), list[int]()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    data = read_samples(BASE, "demo:python", 32, 4, 32, module=model)
+    judge = Judge([data, data], labelled=True)
+    assert (judge.rounds, judge.least, judge.examples) == (8, 1, 64)
+    judge.compare({"a": model, "b": model}, lambda: len(calls) < 12, parents=True)
+    assert (judge.rounds, judge.examples, len(calls)) == (3, 24, 12)
+    assert [len(losses) for losses in judge.measure(model).losses] == [12, 12]
+    judge = Judge([data], labelled=True)
+    assert (judge.compare({"a": model}, lambda: False)["a"].losses[0].__len__(), judge.rounds) == (8, 2)
 
 
 def figures(score: float, on_base: float, *texts: float) -> Figures:
