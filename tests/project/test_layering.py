@@ -27,17 +27,17 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("linalg",): (350, 338),
     ("symmetry",): (1200, 1315),
     ("architecture",): (1800, 1797),
-    ("record",): (250, 235),
-    ("model",): (4000, 5703),
-    ("run",): (2400, 3615),
+    ("record",): (250, 266),
+    ("model",): (4000, 5710),
+    ("run",): (2400, 3670),
     ("matching",): (3400, 4887),
     ("averaging",): (2000, 3057),
     ("carrying",): (1500, 2064),
     ("report",): (1400, 1665),
     ("mergekit_plugin",): (2500, 3717),
     ("diagnose",): (2100, 2075),
-    ("search", "share"): (1400, 1764),
-    ("api", "cli", "__init__"): (1400, 2672),
+    ("search", "share"): (1400, 2001),
+    ("api", "cli", "__init__"): (1400, 2684),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
