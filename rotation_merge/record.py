@@ -105,28 +105,6 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """By how much the loss of a model is above another's on the same samples.
-
-    Attributes:
-        error: standard error, from the samples' paired differences; None where there are too few samples.
-        margin: half of the 95% confidence interval.
-    """
-
-    value: float
-    error: float | None = None
-    margin: float | None = None
-
-    @property
-    def clear(self) -> bool:
-        """Whether the confidence interval lies on one side of zero."""
-        return self.margin is not None and abs(self.value) > self.margin
-
-    def __str__(self) -> str:
-        return f"{abs(self.value):.4f} ± {'an unknown error' if self.margin is None else f'{self.margin:.2g}'}"
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The parents, their ensemble, the plain merge and the best merge on held-out samples.
 
@@ -137,7 +115,7 @@ class Verdict:
         tried: merges, the best first, on the selection samples.
         left_out: by merges, why they were not tried.
         base: the base's loss on its own text.
-        difference: of the best merge from the best parent.
+        margin: half of the 95% interval of the best merge's difference from the best parent; None: too few samples.
         remedy: what makes a difference clear.
     """
 
@@ -152,7 +130,7 @@ class Verdict:
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     base: float | None = None
-    difference: Difference | None = None
+    margin: float | None = 0.0
     remedy: str = ""
 
     @property
@@ -167,7 +145,7 @@ class Verdict:
     @property
     def clear(self) -> bool:
         """Whether the samples tell the best merge from the best parent."""
-        return self.difference is None or self.difference.clear
+        return self.margin is not None and abs(self.best.score - self.best_parent.score) > self.margin
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ Row = dict[str, str]
 
 def sentences(verdict: Verdict) -> list[str]:
     """Which model to use, then notes on the figures."""
-    parent, best, gap = verdict.best_parent, verdict.best, verdict.difference
-    by = "" if gap is None else f": {gap}"
+    parent, best = verdict.best_parent, verdict.best
+    margin = "an unknown error" if verdict.margin is None else f"{verdict.margin:.2g}"
+    by = f": {abs(best.score - parent.score):.4f} ± {margin}"
     if not verdict.clear:
         scores = f"({best.score:.4f} against {parent.score:.4f}{by})"
         line = (

@@ -19,7 +19,7 @@ from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.open import open_model
-from rotation_merge.record import Difference, read_as, versions
+from rotation_merge.record import read_as, versions
 from rotation_merge.run.batches import Batch, check_labels, inputs_for
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -146,14 +146,17 @@ def mean_figures(sets: Sequence[Scores]) -> dict[str, float | None]:
     return {"loss": fmean(scores.loss for scores in sets), "error": error, **figures}
 
 
-def difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Difference:
-    """By how much a model's loss is above another's, from the losses of the same examples, set by set."""
+def margin(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float | None:
+    """Half of the 95% interval of the difference of two models' losses, from those of the same examples, set by set.
+
+    Returns:
+        None where a set has fewer than two examples.
+    """
     from scipy.stats import t
 
     sets = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
-    value, error = fmean(map(fmean, sets)), mean_error(sets)
-    degrees = sum(map(len, sets)) - len(sets)
-    return Difference(value, error, None if error is None else error * float(t.ppf(CONFIDENCE, degrees)))
+    error, degrees = mean_error(sets), sum(map(len, sets)) - len(sets)
+    return None if error is None else error * float(t.ppf(CONFIDENCE, degrees))
 
 
 def _parts(model: Any, data: Data) -> Iterator[Batch]:

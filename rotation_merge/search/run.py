@@ -30,7 +30,7 @@ from rotation_merge.model.writing import staged
 from rotation_merge.record import DISTANCES, REPORT_FILE, Score, Verdict
 from rotation_merge.report.files import read_report
 from rotation_merge.run.batches import data_hash
-from rotation_merge.run.evaluate import difference, keep_figures
+from rotation_merge.run.evaluate import keep_figures, margin
 from rotation_merge.run.functions import read_config
 from rotation_merge.run.sample_kinds import SELF, SYNTHETIC
 from rotation_merge.search.candidates import Candidate, candidates_of, left_out, with_files
@@ -350,7 +350,7 @@ class Search:
         count, sources = judge.examples, (Path(source).name for source in self.config.data)
         scores = {name: _score(name, of_model) for name, of_model in figures.items()}
         best_parent = min(self.config.models, key=lambda name: figures[name].score)
-        gap = difference(reported[best.name].losses, figures[best_parent].losses)
+        half_interval = margin(reported[best.name].losses, figures[best_parent].losses)
         verdict = Verdict(
             judge.unit,
             judge.figure,
@@ -363,8 +363,8 @@ class Search:
             self.left_out,
             [*self._only(best), *(self._why(trial) for trial in tried if trial.figures.score < best.figures.score)],
             None if parents.base_figures is None else parents.base_figures.on_base,
-            gap,
-            "" if gap.clear else self._remedy(count),
+            half_interval,
+            self._remedy(count),
         )
         return Outcome(verdict, tried, dict(parents.relations), judge.labelled, parents.base_figures)
 

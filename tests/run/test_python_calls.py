@@ -18,7 +18,7 @@ import rotation_merge as rm
 from rotation_merge.model.open import open_model
 from rotation_merge.run.data import data_in_memory
 from rotation_merge.run.demo import CHECKPOINTS
-from rotation_merge.run.evaluate import Curve, difference, mean_error, of_floats, score
+from rotation_merge.run.evaluate import Curve, margin, mean_error, of_floats, score
 
 SAMPLES = [{"input_ids": torch.randint(40, (6, 10), generator=torch.Generator().manual_seed(n))} for n in range(8)]
 
@@ -58,11 +58,9 @@ def test_several_sets_have_a_mean_and_losses_an_error(models) -> None:
     again = [score(first, data.with_batches([{k: x[row] for k, x in data.batches[0].items()}])).loss for row in draws]
     assert fmean(scores.losses) == pytest.approx(scores.loss)
     assert mean_error([scores.losses]) == pytest.approx(stdev(again), rel=0.25)
-    gap = difference([scores.losses] * 2, [other.losses] * 2)
-    assert gap.value == pytest.approx(scores.loss - other.loss)
     of_pairs = stdev(a - b for a, b in zip(scores.losses, other.losses, strict=True)) / len(ids) ** 0.5
-    assert gap.error == pytest.approx(of_pairs / 2**0.5)
-    assert gap.margin == pytest.approx(gap.error * stats.t.ppf(0.975, 2 * len(ids) - 2))
+    half = of_pairs / 2**0.5 * stats.t.ppf(0.975, 2 * len(ids) - 2)
+    assert margin([scores.losses] * 2, [other.losses] * 2) == pytest.approx(half)
     assert mean_error([[1.0], [1.0, 2.0]]) is None
     rows = rm.evaluate([str(CHECKPOINTS / "llama-0")], ["demo:c", "demo:python"], rm.EvaluateConfig(limit=8))
     assert [(row["data"], row["examples"]) for row in rows] == [("demo:c", 8), ("demo:python", 8), ("mean of 2", 16)]

@@ -22,7 +22,7 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.verdict import sentences
 from rotation_merge.record import Score, Verdict, read_as
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import difference, score
+from rotation_merge.run.evaluate import margin, score
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import LAST, SCALES, candidates_of, left_out
@@ -252,9 +252,9 @@ def test_a_verdict_says_whether_samples_tell_models_apart(
 ) -> None:
     """By paired differences: the losses of single samples differ by more. The exit code says it, too."""
     losses = [float(2**i) for i in range(len(values))]
-    gap = difference([[x - value for x, value in zip(losses, values, strict=True)]], [losses])
-    best = Score("plain", 1.0 + gap.value)
-    verdict = Verdict("", "", "", [Score("a", 1.0)], best, difference=gap, remedy="more")
+    half = margin([[x - value for x, value in zip(losses, values, strict=True)]], [losses])
+    best = Score("plain", 1.0 - fmean(values))
+    verdict = Verdict("", "", "", [Score("a", 1.0)], best, margin=half, remedy="more")
     assert sentences(verdict)[0].startswith(line)
     assert read_as(Verdict, asdict(verdict)) == verdict
     written = best.score < 1.0
@@ -262,7 +262,7 @@ def test_a_verdict_says_whether_samples_tell_models_apart(
     done, anyway = (run("merge", ENGLISH, C, tmp_path / "out", "--json", *more) for more in ((), ("--anyway",)))
     facts = json.loads(done.stdout)
     assert (done.exit_code, anyway.exit_code) == (int(USE_IT not in line), 0)
-    assert (facts["clear"], facts["difference"]["value"]) == (NO_DIFFERENCE not in line, gap.value)
+    assert (facts["clear"], facts["margin"]) == (NO_DIFFERENCE not in line, half)
     assert (facts["written"] is not None) == facts["worth_it"] == written
 
 
