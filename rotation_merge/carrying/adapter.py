@@ -9,26 +9,27 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.architecture.registry import every_name
-from rotation_merge.carrying.delta import Change, Delta
-from rotation_merge.errors import AlignmentError, CheckpointError, short
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.places import BIAS, FACTORS, AdapterPlaces
+from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapter_parts import READS_BY_CLASS, AdapterPart, adapter_parts, pieces
 from rotation_merge.model.adapters import B_LAYOUT, PREFIX, Adapter, adapter_of
 from rotation_merge.model.apply import read_tensor
-from rotation_merge.model.fold import weight_key
-from rotation_merge.model.forms import names_in, restructured
+from rotation_merge.model.forms import restructured
 from rotation_merge.model.labels import LabelRows, in_order
 from rotation_merge.model.low_rank import LowRank, dense, stacks, transposed
 from rotation_merge.model.open import check_shape
+from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import with_rows_of
-from rotation_merge.run.functions import architecture_of
 
 NOTHING_LEFT = 1e-4
 """Share of a change's largest singular value below which singular values are rounding, 1e-8 of its squared norm."""
@@ -62,7 +63,7 @@ def carry_adapter(
     norms = list[tuple[float, float]]()
     moving = _MovingAdapter(adapter, _in_form_of(parts, delta), parts, rows)
     moving.delta = replace(moving.changed(), record=lambda *squares: norms.append(squares))
-    tensors, biases = moving.tensors()
+    tensors, biases, entries = moving.tensors()
     notes = [f"{len(norms)} changed tensors were carried."]
     notes += filter(None, [change_note("The change", norms)])
     facts = {**adapter.config, "base_model_name_or_path": str(delta.base.reference), "revision": None}
@@ -71,9 +72,8 @@ def carry_adapter(
     if any(_swapped(part) and not transposed(part.info) for part in parts):
         facts["peft_version"] = ".".join(map(str, READS_BY_CLASS))
     if biases:
-        facts |= {"lora_bias": True, "init_lora_weights": True}
-        notes.append(f"{biases} modules got a bias (peft's lora_bias), because norms shift their inputs.")
-    return moving.apart(Adapter(facts, tensors)), notes
+        notes.append(f"{biases} biases of modules change ({' and '.join(entries)}), because norms shift their inputs.")
+    return moving.apart(Adapter({**facts, **entries}, tensors)), notes
 
 
 def _swapped(part: AdapterPart) -> bool:
@@ -206,22 +206,41 @@ class _MovingAdapter:
 
     # --- the adapter of the new base
 
-    def tensors(self) -> tuple[dict[str, Tensor], int]:
-        """The carried adapter's tensors, and how many modules got a bias that it had not."""
+    def tensors(self) -> tuple[dict[str, Tensor], int, dict[str, Any]]:
+        """The carried adapter's tensors, how many modules got a change of bias that they had not, and new entries.
+
+        peft merges `lora_bias` only where all modules have a bias; elsewhere changed biases are stored themselves.
+        """
         changes, tensors = self.adapter.changes.values(), dict[str, Tensor]()
         biases = {name: self._bias(parts[0].info) for name, parts in self.low.items()}
         has_biases = any(change.bias in self.adapter.shapes for change in changes if change.a)
         count = 0 if has_biases else sum(bias is not None for bias in biases.values())
+        themselves = self._stored_biases(biases) if count else {}
         for name, parts in self.low.items():
             moved = self.delta.change(self.blocks[name], parts[0].info)
             assert isinstance(moved, LowRank)
             for part in parts:
                 tensors |= self._factors(part, moved if part.expert is None else moved.of_expert(part.expert))
-                if count or part.change.bias in self.adapter.shapes:
+                if part.change.bias in self.adapter.shapes or (count and not themselves):
                     tensors |= self._lora_bias(part, biases[name])
         for part in (part for part in self.parts if part.change.value):
             tensors[part.change.value] = self._whole(part)
-        return tensors, count
+        entries = {"bias": "all"} if themselves else {"lora_bias": True, "init_lora_weights": True}
+        return tensors | themselves, count, entries if count else {}
+
+    def _stored_biases(self, biases: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Changed biases as peft stores those of the base; empty where `lora_bias` does, or has to."""
+        infos = {name: self._bias_info(self.low[name][0].info) for name in biases}
+        read = {name: read_tensor(info, self.delta.base.tensors) for name, info in infos.items() if info is not None}
+        stored = {name: read.get(name) for name in biases}
+        cut = any(part.form is not None or stacks(part.info) for parts in self.low.values() for part in parts)
+        if cut or all(bias is not None for bias in stored.values()):
+            return {}
+        return {
+            f"{PREFIX}{self.low[name][0].change.module}.base_layer.bias": (bias.double() + change).to(bias.dtype)
+            for name, bias in stored.items()
+            if bias is not None and (change := biases[name]) is not None
+        }
 
     def apart(self, carried: Adapter) -> Adapter:
         """The carried adapter with modules of their own for maps that it has in one and the new base apart.
@@ -250,12 +269,16 @@ class _MovingAdapter:
 
         A norm that shifts the map's inputs adds to it.
         """
-        block = self.blocks[info.name]
-        bias = block.tensor(info.key.removesuffix("weight") + "bias")
-        if bias is None or bias.key == info.key or bias.name in self.whole or bias.name not in self.delta.tuned:
+        bias = self._bias_info(info)
+        if bias is None or bias.name in self.whole or bias.name not in self.delta.tuned:
             return None
-        change = dense(replace(self.delta, record=None).change(block, bias), bias)
+        change = dense(replace(self.delta, record=None).change(self.blocks[info.name], bias), bias)
         return change if bool(change.any()) else None
+
+    def _bias_info(self, info: TensorInfo) -> TensorInfo | None:
+        """The bias beside a weight."""
+        bias = self.blocks[info.name].tensor(info.key.removesuffix("weight") + "bias")
+        return None if bias is None or bias.key == info.key else bias
 
     def _factors(self, part: AdapterPart, moved: LowRank) -> dict[str, Tensor]:
         """The factors of one module, by the adapter's names."""
@@ -296,136 +319,126 @@ class NewAdapter:
     """A change as an adapter of a base.
 
     Attributes:
-        places: parameters as the class of the base names them, by tensor.
-        low: by tensor, the changes of matrices.
-        vectors: by tensor, the changes of biases and norms.
+        places: of the base's tensors in an adapter.
+        low: by tensor, the changes of matrices by factors.
+        whole: by tensor, the changes of biases, norms, and what else is stored whole.
         rank: of every factor, at most.
         share: of the whole change's squared norm that is in it.
+        lost: by tensor without a place, its share of that norm.
     """
 
     base: View
-    places: Mapping[str, str]
+    places: AdapterPlaces
     low: Mapping[str, LowRank]
-    vectors: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
     rank: int
     share: float
+    lost: Mapping[str, float]
 
     @cached_property
     def delta(self) -> Delta:
         """The change that it makes, with its factors."""
         tensors = self.base.tensors
-        tuned = tensors.replaced({name: tensors[name].double() + change for name, change in self.vectors.items()})
+        tuned = tensors.replaced({name: tensors[name].double() + change for name, change in self.whole.items()})
         return Delta(self.base, tensors, tuned, low=self.low, precision=torch.float64)
 
     @property
     def weights(self) -> Adapter:
-        """The adapter as it is written: biases of its maps in peft's `lora_bias`, norms in `modules_to_save`."""
-        base, infos = self.base, self.base.architecture.named()
-        maps = {_module(self.places[name]): low.to(torch.float32) for name, low in self.low.items()}
-        vectors = {_module(self.places[name]): change for name, change in self.vectors.items()}
-        norms, biased = sorted(vectors.keys() - maps.keys()), bool(vectors.keys() & maps.keys())
-        tuned, parts = self.delta.tuned, {n: place for n, place in self.places.items() if _module(place) in norms}
-        beside = {f"{PREFIX}{place}": tuned[name].to(base.dtypes[name]) for name, place in parts.items()}
-        for module, factors in maps.items() if biased else ():
-            beside[f"{PREFIX}{module}.lora_B.bias"] = vectors.get(module, torch.zeros(len(factors.b))).float()
-        classes = base.config.get("architectures") or [""]
+        """The adapter as it is written, with `modules_to_save` for what is stored whole."""
+        base, places, infos = self.base, self.places, self.base.architecture.named()
+        maps = {places.module(name): low.to(torch.float32) for name, low in self.low.items()}
+        biases = {name: change for name, change in self.whole.items() if places.kind(infos[name]) == BIAS}
+        saved = sorted({places.module(name) for name in self.whole.keys() - biases.keys()})
+        parts = {places.parameters[name]: name for path in saved for name in places.tensors[path].values()}
+        beside = {f"{PREFIX}{place}": self.delta.tuned[name].to(base.dtypes[name]) for place, name in parts.items()}
+        of_biases, entries = self._biases(maps, biases)
         config = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
+            "task_type": "CAUSAL_LM" if (base.config.get("architectures") or [""])[0].endswith("CausalLM") else None,
             "base_model_name_or_path": str(base.reference),
-            "modules_to_save": norms or None,
-            "lora_bias": biased,
+            "modules_to_save": saved or None,
             "fan_in_fan_out": any(transposed(infos[name]) and not low.embedding for name, low in self.low.items()),
             "lora_dropout": 0.0,
-            "bias": "none",
+            **entries,
         }
-        return adapter_of(maps, config, beside, rank=self.rank)
+        return adapter_of(maps, config, {**beside, **of_biases}, rank=self.rank)
+
+    def _biases(
+        self, maps: Mapping[str, LowRank], biases: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and entries of the config for biases: peft's `lora_bias`, or the changed biases themselves.
+
+        peft merges the former only where all modules with factors have a bias.
+        """
+        base, by_module = self.base, {self.places.module(name): name for name in biases}
+        if by_module.keys() <= maps.keys() and all(self.places.has_bias(path) for path in maps):
+            shifts = {path: torch.zeros(len(factors.b)) for path, factors in maps.items()} if biases else {}
+            shifts |= {path: biases[name].float() for path, name in by_module.items()}
+            tensors = {f"{PREFIX}{path}.lora_B.bias": shift for path, shift in shifts.items()}
+            return tensors, {"lora_bias": bool(biases), "bias": "none"}
+        inner = {path: ".base_layer" if path in maps else "" for path in by_module}
+        values = {
+            f"{PREFIX}{path}{inner[path]}.bias": self.delta.tuned[name].to(base.dtypes[name])
+            for path, name in by_module.items()
+        }
+        return values, {"lora_bias": False, "bias": "all"}
 
 
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
+def _equal(tensors: Tensors, first: str, second: str) -> bool:
+    return {first, second} <= tensors.keys() and torch.equal(tensors[first], tensors[second])
 
 
-def new_adapter(delta: Delta, places: Mapping[str, str], rank: int, trained: Collection[str] = ()) -> NewAdapter:
-    """A change as a new adapter of the base that it is for.
-
-    Matrices are cut down to `rank`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they
-    are; so are tensors without a module of their own in the model's class (experts in one tensor, position tables), and
-    an embedding that is the head as well: peft would change one of the two.
+def new_adapter(delta: Delta, places: AdapterPlaces, rank: int, trained: Collection[str] = ()) -> NewAdapter:
+    """A change as a new adapter of the base that it is for; what it has no place for is counted as lost.
 
     Args:
-        places: as `adapter_places` gives them.
-        rank: of every factor, at most.
+        rank: of every factor, at most; matrices are cut down to it.
         trained: names of tensors that are given factors of the whole rank in any case.
     """
-    low, vectors = dict[str, LowRank](), dict[str, Tensor]()
-    total, kept, filled = 0.0, dict[str, float](), set[str]()
+    low, vectors, total = dict[str, LowRank](), dict[str, Tensor](), 0.0
+    kept, lost = dict[str, float](), dict[str, float]()
+    tied_to = {tied: [info.name] for info in delta.base.architecture.tensors() for tied in info.tied}
     for block in delta.base.architecture.blocks:
-        for info in sorted(block.tensors, key=lambda info: info.key.endswith(".bias")):
+        for info in block.tensors:
             if read_tensor(info, delta.base.tensors) is None:
                 continue
-            name, change, place = info.name, delta.change(block, info), places.get(info.name, "")
+            name, change, kind = info.name, delta.change(block, info), places.kind(info)
+            if any(tied in lost and _equal(delta.tuned, name, tied) for tied in (*info.tied, *tied_to.get(name, ()))):
+                continue  # a tensor under another name, which is counted once
             whole = dense(change, info).double()
             squares = float(whole.square().sum())
             total += squares
-            changes = isinstance(change, LowRank) or squares > 0 or name in trained
-            if isinstance(change, Tensor):
-                change = of_low_rank(whole, info, rank, name not in trained) if changes and whole.ndim > 1 else whole
-            if not changes or not _fits(place, change, filled):
+            if not squares and name not in trained:
                 continue
-            filled.add(place)
-            kept[name] = squares - float((whole - dense(change, info)).square().sum())
-            if isinstance(change, LowRank):
+            if kind == FACTORS:
+                if isinstance(change, Tensor):
+                    change = of_low_rank(whole, info, rank, name not in trained, places.embeds(info))
                 low[name] = change
+                kept[name] = squares - float((whole - dense(change, info)).square().sum())
+            elif kind:
+                vectors[name], kept[name] = whole, squares
             else:
-                vectors[name] = change
-    if {_module(places[name]) for name in vectors} & {_module(places[name]) for name in low}:
-        low = {name: change for name, change in low.items() if not change.embedding}
-    share = sum(kept[name] for name in (*low, *vectors)) / total if total else 1.0
-    return NewAdapter(delta.base, places, low, vectors, rank, share)
+                lost[name] = squares
+    unchanged = next((info for info in delta.base.architecture.tensors() if places.kind(info) == FACTORS), None)
+    if not low and unchanged is not None:  # peft loads no adapter without factors
+        nothing = torch.zeros(delta.base.shapes[unchanged.name])
+        low[unchanged.name] = of_low_rank(nothing, unchanged, 1, embedding=places.embeds(unchanged))
+    total = total or 1.0
+    lost = {name: squares / total for name, squares in lost.items()}
+    return NewAdapter(delta.base, places, low, vectors, rank, sum(kept.values()) / total, lost)
 
 
-def _fits(place: str, change: Change, filled: Collection[str]) -> bool:
-    """Whether an adapter has a place for a change: for that of a bias beside those of weights (`filled`)."""
-    if isinstance(change, LowRank):
-        return place.endswith(".weight")
-    return change.ndim == 1 and (weight_key(place) in filled if place.endswith(".bias") else bool(place))
-
-
-def adapter_places(base: View) -> dict[str, str]:
-    """Parameters as the model's class names them, by tensor; of those that an adapter may change.
-
-    Raises:
-        CheckpointError: the class of the base cannot be built.
-    """
-    try:
-        with torch.device("meta"):
-            model = base.model_class(base.transformers_config)
-    except Exception as error:  # models and configs raise errors of many classes
-        problem, remedy = f"its class cannot be built ({short(error)})", "carry it as a whole model, not as an adapter"
-        raise CheckpointError(problem, where=base.name, remedy=remedy) from error
-    infos = {name: info for name, (_, info, _) in base.architecture.places().items() if not stacks(info)}
-    names = names_in(base.architecture, architecture_of(model, untie=True))
-    known = {name: parameter for parameter, name in names.items() if name in infos}
-    if base.tied_head is None:
-        return known
-    return {name: parameter for name, parameter in known.items() if infos[name].vocabulary_axis is None}
-
-
-def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
+def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False, embedding: bool = False) -> LowRank:
     """The nearest change of this rank (Eckart and Young), its A like that of a fresh LoRA.
 
     The rows of A are orthogonal and as long as if they were drawn (uniform, 1/sqrt(in)), so that in training every
-    direction learns equally fast, whatever the change has in it already. Tables of positions and tokens that belong to
-    no layer (1, n, width) and convolutions of single channels (channels, 1, kernel) have no place in an adapter and
-    stay whole.
+    direction learns equally fast, whatever the change has in it already.
 
     Args:
         trimmed: of the rank that the change has, where that is less.
+        embedding: the weight is an embedding's.
     """
-    if change.ndim > 2 and not stacks(info) and (transposed(info) or (change.shape[1] == 1 and change.ndim == 3)):
-        return change
-    matrix = change.mT if transposed(info) else change
+    matrix = change.mT if embedding or transposed(info) else change
     shape = matrix.shape
     if matrix.ndim > 2 and not stacks(info):
         matrix = matrix.flatten(1)
@@ -435,5 +448,4 @@ def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = Fal
     a, b = 3**-0.5 * v[..., :rank, :], 3**0.5 * u[..., :rank] * s[..., None, :rank]
     if matrix.shape != shape:
         a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *[1] * (len(shape) - 2))
-    embeds = transposed(info) and info.axes[0].label in ("vocabulary", "positions", "types")
-    return LowRank(a, b, embedding=embeds)
+    return LowRank(a, b, embedding=embedding)

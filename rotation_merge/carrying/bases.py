@@ -12,10 +12,11 @@ import yaml
 from mergekit.common import dtype_from_name
 
 from rotation_merge.architecture.registry import says_tied
-from rotation_merge.carrying.adapter import NewAdapter, adapter_places, new_adapter
+from rotation_merge.carrying.adapter import NewAdapter, new_adapter
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.judge import parted
+from rotation_merge.carrying.places import AdapterPlaces
 from rotation_merge.carrying.tokens import (
     chat_folder,
     check_adapter_tokens,
@@ -23,7 +24,7 @@ from rotation_merge.carrying.tokens import (
     check_tuned_tokens,
     with_chat,
 )
-from rotation_merge.errors import DataError, RecipeError
+from rotation_merge.errors import CheckpointError, DataError, RecipeError
 from rotation_merge.matching.aligned_output import pair_report
 from rotation_merge.matching.alignment import Alignment, load_for
 from rotation_merge.matching.match_on import matcher
@@ -301,9 +302,17 @@ class Transfer:
         """A change of the new base as an adapter of this rank; arguments as of `new_adapter`."""
         return new_adapter(delta, self._places, self.rank, trained)
 
+    def unloadable(self, carried: Adapter) -> list[str]:
+        """A line where peft does not load a carried adapter; it may be one that it did not load before."""
+        try:
+            problem = self._places.problem(carried)
+        except CheckpointError:  # no class of transformers is that of the base
+            return []
+        return [f"This version of peft does not load it: {problem}."] if problem else []
+
     @cached_property
-    def _places(self) -> dict[str, str]:
-        return adapter_places(self.base)
+    def _places(self) -> AdapterPlaces:
+        return AdapterPlaces.of(self.base)
 
     def applied(self, delta: Delta) -> View:
         """The new base with a change, in the dtype that it is stored in; as an adapter changes it, unrounded."""

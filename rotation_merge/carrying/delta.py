@@ -192,7 +192,7 @@ class Delta:
             return self._stored(block, part, folded)
 
         a, b = map(moved, factor_infos(info), (factors.a, factors.b))
-        return LowRank(a, b, self.scale * factors.scale)
+        return replace(factors, a=a, b=b, scale=self.scale * factors.scale)
 
     @property
     def fold(self) -> Fold:

@@ -81,7 +81,7 @@ class ChangeCandidate:
         delta: of the new base, as it is written: of an adapter cut to its rank.
         scale: that was chosen for it, or given.
         loss: sum of its losses on the samples that chose the scale.
-        share: of the whole change's squared norm, which the rank keeps.
+        share, lost: of the whole change's squared norm, what the adapter keeps, and by tensor what it has no place for.
     """
 
     method: str
@@ -89,6 +89,7 @@ class ChangeCandidate:
     scale: float = 0.0
     loss: float = 0.0
     share: float = 1.0
+    lost: Mapping[str, float] = field(default_factory=dict)
 
 
 def sampled_change(
@@ -153,7 +154,7 @@ class _Sampling:
         factors = (method,) if method == "weights" and transfer.adapter is not None else ()  # which it keeps
         cuts = {name: transfer.as_adapter(changes[name]) for name in changes if transfer.rank and name not in factors}
         whole = [ChangeCandidate(name, delta) for name, delta in changes.items() if name not in cuts]
-        return whole + [ChangeCandidate(name, cut.delta, share=cut.share) for name, cut in cuts.items()]
+        return whole + [ChangeCandidate(name, cut.delta, share=cut.share, lost=cut.lost) for name, cut in cuts.items()]
 
     def _between(self, tuned: Tensors) -> Delta:
         """The change from the new base to another model in its storage form."""
@@ -339,9 +340,4 @@ def adapter_in_training(model: Any, written: Adapter) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
             student = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
-    for layer in student.modules():  # an adapter has a `lora_bias` for all of its modules or for none
-        for name, has_bias in getattr(layer, "lora_bias", {}).items():
-            if has_bias and getattr(layer.get_base_layer(), "bias", None) is None:  # nor could it be merged or stored
-                layer.lora_bias[name] = False
-                layer.lora_B[name].bias = None
     return student

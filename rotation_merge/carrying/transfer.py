@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rotation_merge.carrying.adapter import carry_adapter
@@ -11,6 +11,7 @@ from rotation_merge.carrying.bases import Bases, Transfer
 from rotation_merge.carrying.config import HOW, NONE
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
+from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import notes, updated_card
@@ -27,6 +28,9 @@ ASK = (
 )
 
 
+AS_MODEL = "carry it as a whole model, not as an adapter"
+
+
 def carried(transfer: Transfer, place: str | None = None, progress: Progress | None = None) -> View | Adapter:
     """Work as a model or an adapter of the new base, with notes and report; a model's tensors are computed lazily.
 
@@ -40,28 +44,42 @@ def carried(transfer: Transfer, place: str | None = None, progress: Progress | N
     if not transfer.rank and not config.untie:
         bases.check_head(transfer.tuned)
     delta, notes, method, share = transfer.delta.scaled(config.factor or 0.0), list[str](), "weights", 1.0
+    lost: Mapping[str, float] = {}
     if config.needs_samples:
         chosen, lift, notes = sampled_change(transfer, place, progress)
         used = {"of": f"carrying {transfer.name}", "source": config.data, "samples": config.sample_count}
         report = replace(transfer.report, data=[*transfer.report.data, used], lift=lift.facts())
         transfer, delta, method = replace(transfer, report=report), chosen.delta.scaled(chosen.scale), chosen.method
-        share = chosen.share
+        share, lost = chosen.share, chosen.lost
     value: View | Adapter
     if not transfer.rank:
         record = (lambda *squares: transfer.norms.append(squares)) if method == "weights" else None
         value = transfer.applied(replace(delta, record=record))
     elif adapter is not None and config.method == "weights" and method in ("weights", NONE):
         value, more = carry_adapter(adapter, delta, bases.donor.config, bases.donor.rows)
-        notes = [*notes, *more]
+        notes = [*notes, *more, *transfer.unloadable(value)]
         if config.rank not in (0, adapter.rank):
             notes.append(f"The adapter keeps its rank {adapter.rank}: another rank is for whole fine-tunes.")
     else:
         cut = transfer.as_adapter(delta)
         share *= cut.share  # what was judged was cut already
         value, notes = cut.weights, [*notes, f"Rank {cut.rank} keeps {share:.1%} of the change (squared norm)."]
+        notes += left_out(lost or cut.lost)
+        if problem := cut.places.problem(value):
+            raise CheckpointError(f"peft does not load the adapter ({problem})", where=transfer.name, remedy=AS_MODEL)
         if delta.base.tied_head:
             notes.append(f"The embedding stays the new base's, as `{delta.base.tied_head}` is tied to it.")
     return _noted(transfer, value, notes)
+
+
+def left_out(lost: Mapping[str, float]) -> list[str]:
+    """A line on the tensors whose changes have no place in an adapter, if there are any: by name, their shares."""
+    if not lost:
+        return []
+    names = sorted(lost, key=lambda name: -lost[name])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    listed = ", ".join(map(code, names[:3]))
+    return [f"{sum(lost.values()):.1%} of the change has no place in the adapter, whatever its rank: {listed}{more}."]
 
 
 def _noted(transfer: Transfer, value: View | Adapter, lines: Sequence[str]) -> View | Adapter:

@@ -263,6 +263,9 @@ class Adapter:
             return change
         factor = change.b or key.removesuffix("bias") + "weight"
         a, b = self.shapes.get(change.a, ()), self.shapes.get(factor, ())
+        if len(a) > 2 and len(b) > 2 and b[1] > 0 and a[0] > b[1] and a[0] % b[1] == 0:
+            problem = f"changes '{change.module}', a convolution in groups, which peft cannot merge either"
+            raise CheckpointError(problem, where=self.path, remedy="train an adapter without that module")
         if len(b) < 2 or b[1] < 1 or any(n != 1 for n in b[2:]) or (change.a and (len(a) < 2 or a[0] != b[1])):
             raise self._damaged(f"the factors of '{change.module}' are {list(a)} and {list(b)}")
         if change.magnitude and math.prod(self.shapes[change.magnitude]) != b[0]:

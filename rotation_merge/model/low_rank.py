@@ -14,6 +14,9 @@ READS = {"read", "o", "out"}
 
 WRITES = {"write", "q", "k", "v", "in", "gate"}
 
+TABLES = ("vocabulary", "positions", "types")
+"""First axes of embeddings, whose weights are stored [in, out], and of heads, which read what stands last."""
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -91,7 +94,8 @@ def transposed(info: TensorInfo) -> bool:
     if len(info.axes) < 2:
         return False
     first, last = ({part.role for part in info.axes[dim].parts} for dim in (stacks(info), -1))
-    return bool(first & READS or last & WRITES)
+    table = info.axes[0].label in TABLES and not last & READS
+    return bool(first & READS or ((table or last & WRITES) and not first & WRITES))
 
 
 def stacks(info: TensorInfo) -> int:

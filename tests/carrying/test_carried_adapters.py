@@ -20,7 +20,7 @@ from plugin_support import load as read
 from plugin_support import rearranged, state, write_adapter, write_state
 from residual_support import case
 from safetensors.torch import load_file
-from tiny_models import inputs, load, make, outputs, save
+from tiny_models import difference, inputs, load, make, outputs, save
 from torch import Tensor
 
 import rotation_merge as rm
@@ -98,7 +98,7 @@ class Home:
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Home]:
     """The home of a family and options, made once."""
-    names = {"llama": "llama", "gpt2": "untied", "vit": "classifier", "llama4": "plain"}
+    names = {"llama": "llama", "gpt2": "untied", "vit": "classifier", "llama4": "plain", "gpt_neox": "parallel"}
 
     @functools.cache
     def home(family: str, options: AlignConfig) -> Home:
@@ -133,6 +133,8 @@ FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
     "trained biases": ("gpt2", ROTATION, conv1d("c_attn", "c_fc", bias="lora_only")),
     "convolutions": ("vit", ROTATION, on("projection", "dense")),
     "experts (in, out) that do not say so": ("llama4", AlignConfig(), on(target_parameters=["experts.down_proj"])),
+    "shifts beside embeddings": ("gpt2", ROTATION, conv1d("c_attn", "wte")),
+    "shifts beside maps without biases": ("gpt_neox", ROTATION, on("query_key_value", "dense", "embed_out")),
     "all biases": ("gpt2", PERMUTATION, conv1d("c_attn", bias="all")),
 }
 
@@ -153,7 +155,6 @@ REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
         *("llama", ROTATION, on("q_proj", modules_to_save=["norm"])),
         r"'model.*norm.weight' cannot be carried in an adapter: it belongs to a rotated stream",
     ),
-    "constants beside embeddings": ("gpt2", ROTATION, conv1d("c_attn", "wte"), "adds a constant"),
 }
 
 
@@ -362,16 +363,56 @@ def test_at_full_rank_an_adapter_says_it_all(options: AlignConfig, homes: Callab
         torch.testing.assert_close(logits, expected, atol=1e-2, rtol=1e-2)  # maps are stored in single
 
 
-@pytest.mark.slow
-def test_biases_and_what_has_no_place(homes: Callable[..., Home], tmp_path: Path) -> None:
-    """Beside biases peft has no place for embeddings: their change is counted as lost."""
-    gpt2 = homes("gpt2", ROTATION)
-    written, _ = gpt2.carried(tuned(gpt2)[0], rank=96)
-    changed = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in written.tensors}
-    lost = {name for name, x in gpt2.new.items() if name.rpartition(".")[0] not in changed and x.ndim > 1}
-    assert lost
-    assert all("wte" in key or "wpe" in key or "lm_head" in key for key in lost), lost
-    assert share_in(gpt2, tmp_path, 96, "rotation") < 100
+MAMBA = [("falcon_h1", "plain"), ("mamba", "plain")]
+OF_EVERY_KIND = [
+    *[("llama", "qwen2, untied"), ("qwen3_5", "untied"), ("gpt_neox", "parallel"), ("bart", "generation"), *MAMBA],
+    *(
+        pytest.param(*names, marks=pytest.mark.slow)
+        for names in [
+            *[("mamba2", "groups"), ("granitemoehybrid", "experts"), ("nemotron_h", "dense"), ("lfm2", "dense")],
+            *[("olmoe", "grouped"), ("qwen3_next", "moe"), ("deepseek", "v3"), ("llama4", "normalised")],
+            *[("gemma4", "dense"), ("siglip", "both"), ("whisper", "generation"), ("deberta_v2", "v3, shared keys")],
+            *[("t5", "plain"), ("mpnet", "masked words"), ("clip", "both"), ("gemma", "tied"), ("gpt2", "untied")],
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), OF_EVERY_KIND)
+def test_an_adapter_loads_in_peft_and_says_what_it_lacks(family: str, name: str, tmp_path: Path) -> None:
+    """Everything of a fine-tune changes: peft runs the adapter as it merges it and as we read it with its base. At full
+    rank the tensors that stay the base's have all the share that the rank does not keep, and are named."""
+    qwen = case("llama", "qwen2")
+    chosen = (
+        replace(qwen, config={**qwen.config, "tie_word_embeddings": False})
+        if "untied" in name and family == "llama"
+        else case(family, name)
+    )
+    model, draw = make(chosen), torch.Generator().manual_seed(3)
+    _, before = save(model, tmp_path / "base")
+    noise = {key: 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for key, x in before.items()}
+    write_state({key: x + noise[key] for key, x in before.items()}, tmp_path / "base", tmp_path / "tuned")
+    written = rm.transfer(tmp_path / "tuned", tmp_path / "base", tmp_path / "base", rank=1000)
+    written.save_pretrained(tmp_path / "lora")
+
+    loaded = PeftModel.from_pretrained(load(chosen, tmp_path / "base"), tmp_path / "lora", autocast_adapter_dtype=False)
+    batch = inputs(chosen, model)
+    run = outputs(loaded.eval(), batch)
+    merged = outputs(loaded.merge_and_unload(), batch)
+    rm.average([f"{tmp_path / 'base'}+{tmp_path / 'lora'}"]).to(torch.float64).save_pretrained(tmp_path / "ours")
+    assert difference(run, merged) < 1e-9
+    assert difference(outputs(load(chosen, tmp_path / "ours"), batch), merged) < 1e-9
+
+    after = state(tmp_path / "ours")
+    lost = {key: noise[key] for key, x in before.items() if torch.equal(after[key].to(x), x)}
+    share = float(sum(x.square().sum() for x in lost.values()) / sum(x.square().sum() for x in noise.values()))
+    (kept,) = (line for line in written.notes if "Rank 1000 keeps" in line)
+    assert f"keeps {1 - share:.1%} of the change" in kept
+    said = [line for line in written.notes if "no place in the adapter" in line]
+    assert bool(said) == bool(lost)
+    if lost:
+        assert said[0].startswith(f"{share:.1%} of the change")
+        assert any(f"`{key}`" in said[0] for key in lost)
 
 
 @pytest.mark.slow
