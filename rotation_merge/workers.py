@@ -2,7 +2,7 @@
 
 Threads run the pieces here, joblib on a cluster. Each is computed with one torch thread, so that results have the same
 bytes however many workers there are, and results come in the order of the pieces. Workers of a cluster read the models
-themselves, from paths that all machines see.
+themselves, from paths that all machines see. Torch is imported by what computes, so that commands begin without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from threading import Thread
 from typing import Any
 
 import psutil
-import torch
 
 from rotation_merge import __version__
 from rotation_merge.errors import RotationMergeError, short
@@ -59,6 +58,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def workers_for(weights: int) -> int:
     """The number of blocks of this size to compute at once: limited by torch's threads and free memory."""
+    import torch
+
     allowed = int(SHARE * free_memory() / (BYTES_A_WEIGHT * max(weights, 1)))
     return max(1, min(torch.get_num_threads(), allowed))
 
@@ -118,6 +119,8 @@ def in_order(functions: Sequence[Callable[[Any], Any]], items: Iterable[Any]) ->
     Args:
         functions: which give the same; the next item goes to the one that is free.
     """
+    import torch
+
     gradients, threads = torch.is_grad_enabled(), torch.get_num_threads()
     jobs: SimpleQueue[tuple[Future[Any], Any] | None] = SimpleQueue()
     waiting: deque[Future[Any]] = deque()
@@ -155,6 +158,8 @@ def _serve(jobs: SimpleQueue[tuple[Future[Any], Any] | None], call: Callable[[An
 
 def on_one_thread(gradients: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     """A function's result, computed with one torch thread and the caller's gradient mode."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -203,6 +208,7 @@ def on_backend(name: str, device: str = "cpu") -> Iterator[Spread]:
 
         def spread(work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
             import cloudpickle
+            import torch
 
             work = work if device == "cpu" else work.on(device, "cpu")
             pickled = cloudpickle.dumps(work), cloudpickle.dumps(step)

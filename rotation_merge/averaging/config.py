@@ -9,6 +9,13 @@ from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import EACH, RECIPE, Config, Count, Length, NotNegative, Rate, option
 
+ADAPTER_METHODS = (
+    *("linear", "breadcrumbs", "breadcrumbs_ties", "dare_linear", "dare_ties", "della", "della_linear"),
+    *("task_arithmetic", "ties", "wudi", "tsv", "iso"),
+)
+"""Methods that merge adapters: mergekit's that work on task vectors, and ours."""
+AdapterMethod = Literal[ADAPTER_METHODS]  # type: ignore[valid-type]
+
 AUTO = "auto"
 """A rank that is chosen by the share of the squared norm that it keeps."""
 

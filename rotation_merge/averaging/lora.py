@@ -23,7 +23,7 @@ from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskAr
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.config import AUTO, AdapterMergeConfig
+from rotation_merge.averaging.config import ADAPTER_METHODS, AUTO, AdapterMergeConfig
 from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.parameters import checked, numbers_for
 from rotation_merge.averaging.registry import TASK_VECTORS
@@ -45,8 +45,6 @@ _ENTRYWISE = {
     for method in registry.registered_methods()
     if isinstance(method, GeneralizedTaskArithmeticMerge)
 }
-METHODS = (LINEAR, *sorted(_ENTRYWISE), *TASK_VECTORS)
-"""Methods that merge adapters."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def merge_adapters(
 
     Args:
         adapters: folders or hub names in peft's format, or `.safetensors` files in kohya's or diffusers'; two at least.
-        method: one of `METHODS`; `linear` is the weighted mean of the changes.
+        method: one of `ADAPTER_METHODS`; `linear` is the weighted mean of the changes.
         weights: one for each adapter; 1 if not given.
         config: rank of the result; or name its fields as options.
         parameters: of the method, such as `lambda`, `density`, `ridge`.
@@ -173,7 +171,7 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
     """
     method = _ENTRYWISE["task_arithmetic"] if name == LINEAR else _ENTRYWISE.get(name) or TASK_VECTORS.get(name)
     if method is None:
-        remedy = f"{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
+        remedy = f"{nearest(str(name), ADAPTER_METHODS)}; there are {', '.join(ADAPTER_METHODS)}"
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
     specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight" and name != LINEAR}
     for key in (key for key in parameters if key not in specs):

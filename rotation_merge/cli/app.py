@@ -13,7 +13,7 @@ from typing import Any, cast
 import click
 
 from rotation_merge import __version__
-from rotation_merge.cli.show import Answer, note, silence_libraries, verbosity
+from rotation_merge.cli.show import JSON, Answer, note, silence_libraries, verbosity
 from rotation_merge.errors import INTERRUPTED, RotationMergeError, nearest
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ COMMANDS = {
 }
 """Commands by name; each lives in a module of the same name, as `command`."""
 
-JSON = f"{__name__}.json"
 BROKEN_PIPE = 141
 """Exit code of a process whose output nobody reads any more."""
 

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import MODELS_OR_RECIPE
-from rotation_merge.cli.show import Answer
+from rotation_merge.cli.show import Answer, print_ahead
+from rotation_merge.mergekit_plugin.document import documents, read_recipe
+from rotation_merge.mergekit_plugin.schema import early_faults
 
 
 def check(
@@ -23,18 +25,19 @@ def check(
     checks that need weights are skipped. For a recipe without mistakes it names the preset, near or far, that fits the
     models, and the lengths of the changes that the recipe merges.
     """
+    parsed = documents(read_recipe(recipe))
+    early = early_faults(parsed)
+    printed = early if print_ahead(f"{recipe}:{fault}" for fault in early) else []
     from rotation_merge.diagnose.check import advice, needs_of
-    from rotation_merge.diagnose.donors import read_recipe
-    from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_text
+    from rotation_merge.diagnose.sources import HUB_NOTE, absent_models, check_documents
     from rotation_merge.report.remote import remote_headers
 
-    text = read_recipe(recipe)
-    with remote_headers(absent_models(text), offline) as (remote, refused, cache):
-        faults = check_text(text, refused)
+    with remote_headers(absent_models(parsed), offline) as (remote, refused, cache):
+        faults = check_documents(parsed, refused)
         needs = needs_of(recipe, remote, cache) if remote else None
     bad = [fault for fault in faults if fault.error]
     facts: dict[str, Any] = {"recipe": recipe, "ok": not bad, "faults": list(map(asdict, faults)), "presets": []}
-    lines = [f"{recipe}:{fault}{'' if fault.error else ' (a note)'}" for fault in faults]
+    lines = [f"{recipe}:{fault}{'' if fault.error else ' (a note)'}" for fault in faults if fault not in printed]
     if needs is not None:
         facts["needs"] = needs
         facts["licences"] = {name: (info.card_data or {}).get("license") for name, info in remote.items()}

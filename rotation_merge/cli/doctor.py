@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from rotation_merge.cli.command import cli_command
-from rotation_merge.cli.paths import MODEL, MODELS_OR_RECIPE, NEW_FOLDER
+from rotation_merge.cli.paths import NEW_FOLDER, PARENT, PATIENT
 from rotation_merge.cli.show import Answer
 from rotation_merge.errors import RotationMergeError
 
 
 def doctor(
-    patient: Annotated[str, MODELS_OR_RECIPE, "MERGED | RECIPE"],
-    parents: Annotated[tuple[str, ...], MODEL] = (),
+    patient: Annotated[str, PATIENT, "MERGED | RECIPE"],
+    parents: Annotated[tuple[str, ...], PARENT] = (),
     *,
     mend: Annotated[bool, "correct headers, configs and small files, in place"] = False,
     out: Annotated[str | None, NEW_FOLDER, "correct a copy instead"] = None,

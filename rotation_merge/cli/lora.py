@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Annotated
 
 import rotation_merge as rm
-from rotation_merge.averaging.config import AdapterMergeConfig
+from rotation_merge.averaging.config import AdapterMergeConfig, AdapterMethod
 from rotation_merge.cli.command import cli_command
-from rotation_merge.cli.paths import MODEL, NEW_ADAPTER
+from rotation_merge.cli.paths import ADAPTER_INPUT, NEW_ADAPTER
 from rotation_merge.cli.show import Answer, Table
 from rotation_merge.errors import RecipeError
 
 
 @cli_command("rotation-merge lora ./german ./french ./merged --method tsv --rank 16")
 def command(
-    adapters: Annotated[tuple[str, ...], MODEL, "A B [C ...]"],
+    adapters: Annotated[tuple[str, ...], ADAPTER_INPUT, "A B [C ...]"],
     out: Annotated[str, NEW_ADAPTER],
     *,
-    method: Annotated[str, "--method", "-m", "method that merges the changes"] = "linear",
+    method: Annotated[AdapterMethod, "--method", "-m", "method that merges the changes"] = "linear",
     weights: Annotated[str | None, "W,W,...", "weight of each adapter; all 1 if not given"] = None,
     parameter: Annotated[
         tuple[str, ...], "--parameter", "-p", "NAME=VALUE", "parameter of the method, as in a recipe"

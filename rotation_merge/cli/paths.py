@@ -12,6 +12,7 @@ import click
 
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORD, WORK, Output, check_output, locked
+from rotation_merge.model.hub import check_path
 
 ADAPTER = "adapter"
 """A folder, or a file if its name ends in `.safetensors`."""
@@ -24,17 +25,30 @@ class Reads(click.ParamType):
     Attributes:
         name: placeholder in the help.
         recipe: whether it may be a recipe, with all that it reads.
+        present: whether a path that is not there is refused before the command begins.
         named: whether the value is NAME or NAME=FILE, with commas between.
     """
 
     name: str
     recipe: bool = False
     named: bool = False
+    present: bool = False
+
+    def check(self, values: Sequence[str]) -> None:
+        """Refuse models that are neither here nor on the hub.
+
+        Raises:
+            CheckpointError: names the first.
+        """
+        for value in values if self.present else ():
+            for part in [value] if os.path.exists(value) else value.split("+"):
+                if not (self.recipe and part.endswith((".yml", ".yaml"))):
+                    check_path(part.partition("@")[0])
 
     def inputs(self, values: Sequence[str]) -> list[str]:
         """The names of what a parameter's values read."""
         if self.recipe and len(values) == 1 and is_document(values[0]):
-            from rotation_merge.diagnose.donors import read_recipe
+            from rotation_merge.mergekit_plugin.document import read_recipe
             from rotation_merge.mergekit_plugin.recipe import inputs_in
 
             with suppress(RecipeError):
@@ -94,14 +108,18 @@ def checked_outputs(outputs: Sequence[Output] | None = None) -> Iterator[None]:
     """
     context = click.get_current_context()
     values: dict[str, Any] = {name: value for name, value in context.params.items() if value is not None}
-    inputs, checked, force = list[str](), [*(outputs or ())], bool(values.get("force"))
-    for parameter in context.command.params:
-        kind, value = parameter.type, values.get(str(parameter.name))
-        if isinstance(kind, Reads) and value is not None:
-            inputs += kind.inputs((value,) if isinstance(value, str) else value)
-        elif isinstance(kind, Writes) and value is not None and outputs is None:
+    named = [(param.type, values[str(param.name)]) for param in context.command.params if str(param.name) in values]
+    checked, force = [*(outputs or ())], bool(values.get("force"))
+    for kind, value in named if outputs is None else ():
+        if isinstance(kind, Reads):
+            kind.check((value,) if isinstance(value, str) else value)
+        elif isinstance(kind, Writes):
             checked += kind.outputs(value)
             force = force or (kind.resumed and os.path.isdir(f"{checked[0].path}{UNFINISHED}"))
+    inputs = list[str]()
+    for kind, value in named if checked else ():
+        if isinstance(kind, Reads):
+            inputs += kind.inputs((value,) if isinstance(value, str) else value)
     for output in checked:
         check_output(output, inputs, force)
     with locked(*(output.path for output in checked if output.kind in (FILE, FOLDER))):
@@ -115,8 +133,9 @@ def _is_statistics(path: str) -> bool:
     return has_format(path, FORMAT)
 
 
-MODEL, ALIGNMENT, SAMPLES = Reads("model"), Reads("file"), Reads("data")
-MODELS_OR_RECIPE, NAMED_ALIGNMENTS = Reads("model", recipe=True), Reads("names", named=True)
+MODEL, ALIGNMENT, SAMPLES = Reads("model", present=True), Reads("file"), Reads("data")
+ADAPTER_INPUT, PARENT, PATIENT = Reads("adapter"), Reads("model"), Reads("model", recipe=True)
+MODELS_OR_RECIPE, NAMED_ALIGNMENTS = Reads("model", recipe=True, present=True), Reads("names", named=True)
 BOTH = (UNFINISHED, MATCHING_UNFINISHED)
 NEW_FOLDER, NEW_ADAPTER, NEW_MODEL = Writes(FOLDER, "dir"), Writes(ADAPTER, "out"), Writes(FOLDER, "out", work=BOTH)
 NEW_ALIGNMENT = Writes(FILE, "file", work=BOTH)

@@ -75,6 +75,21 @@ class Answer:
     __str__ = text
 
 
+JSON = f"{__name__}.json"
+"""Whether the running command was given --json, in its context's `meta`."""
+
+
+def print_ahead(lines: Iterable[str]) -> bool:
+    """Print lines of a command's answer before the rest is known; False from Python, and with --json."""
+    context = click.get_current_context(silent=True)
+    if context is None or context.meta.get(JSON):
+        return False
+    for line in lines:
+        click.echo(printable(line))
+    sys.stdout.flush()
+    return True
+
+
 def words(value: Any) -> str:
     """A value as people read it."""
     if isinstance(value, float):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import RecipeError, nearest_path, short
+from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.delegates import OWN
-from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
+from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, read_recipe
 from rotation_merge.mergekit_plugin.donors import Donor, listed_donors
 from rotation_merge.mergekit_plugin.keys import DONOR_ONLY, MATCHING, OPTIONS, PRESETS, UNMOVED, names
 from rotation_merge.mergekit_plugin.recipe import Recipe, title
@@ -38,21 +36,6 @@ def donors_of(path: str) -> list[Donor]:
     if not donors:
         raise RecipeError("names no donor under 'models'", where=path, remedy=remedy)
     return donors
-
-
-def read_recipe(path: str) -> str:
-    """A recipe's text.
-
-    Raises:
-        RecipeError: the file cannot be read as text.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        absent, remedy = isinstance(error, FileNotFoundError), "name a recipe, a YAML file"
-        problem = "no such file" if absent else f"cannot be read ({short(error)})"
-        remedy = nearest_path(path, remedy, of=os.path.isfile) if absent else remedy
-        raise RecipeError(problem, where=path, remedy=remedy) from error
 
 
 @dataclass(frozen=True)

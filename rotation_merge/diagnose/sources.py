@@ -6,7 +6,7 @@ Models are present, complete, of one architecture and size, and compatible with 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from rotation_merge.errors import RotationMergeError, nearest_path
 from rotation_merge.matching.alignment import load_file
 from rotation_merge.matching.pair import shape_faults
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.mergekit_plugin.document import Document, Fault, Path, documents, dotted, is_ours, walk
+from rotation_merge.mergekit_plugin.document import Document, Fault, Path, dotted, is_ours, walk
 from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.recipe import MODEL_INPUT, Recipe, named_inputs, read
 from rotation_merge.mergekit_plugin.rules import explain
@@ -40,13 +40,9 @@ FAULTS = ("layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"
 
 
-def check_text(text: str, refused: Refused) -> list[Fault]:
-    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
-
-    Raises:
-        RecipeError: the text is not YAML.
-    """
-    parsed, names = documents(text), set[str]()
+def check_documents(parsed: Sequence[Document], refused: Refused) -> list[Fault]:
+    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text."""
+    names = set[str]()
     for document in (document for document in parsed if isinstance(document.value, dict)):
         _check_sources(document, read(document), names, refused)
         if isinstance(name := document.value.get("name"), str):
@@ -65,13 +61,9 @@ def _check_sources(document: Document, recipe: Recipe | None, earlier: set[str],
         _compile(document, session)
 
 
-def absent_models(text: str) -> list[str]:
-    """Names on the hub of the models and adapters of a recipe that have not been downloaded, except GGUF files.
-
-    Raises:
-        RecipeError: the text is not YAML.
-    """
-    values = [document.value for document in documents(text) if isinstance(document.value, dict)]
+def absent_models(parsed: Sequence[Document]) -> list[str]:
+    """Names on the hub of the models and adapters of a recipe that have not been downloaded, except GGUF files."""
+    values = [document.value for document in parsed if isinstance(document.value, dict)]
     merges, names = {value.get("name") for value in values}, list[str]()
     for name in (name for value in values for _, name in references(value) if name not in merges):
         with suppress(RotationMergeError):  # said where the recipe is checked

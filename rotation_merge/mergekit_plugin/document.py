@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path as File
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from mergekit.common import ModelReference
 from pydantic import BaseModel
 
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path, short
 from rotation_merge.mergekit_plugin import METHOD
+
+if TYPE_CHECKING:
+    from mergekit.common import ModelReference
 
 Path = tuple[str | int, ...]
 """Keys and indices that lead from a document's root to a value."""
@@ -38,6 +43,8 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def with_models(value: Any, stand_in: Callable[[ModelReference], ModelReference]) -> Any:
     """mergekit's form of a recipe, or a part of it, with other models in their places."""
+    from mergekit.common import ModelReference
+
     if isinstance(value, ModelReference):
         return stand_in(value)
     if isinstance(value, BaseModel):
@@ -125,6 +132,21 @@ def dotted(path: Path) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
+def read_recipe(path: str) -> str:
+    """A recipe's text.
+
+    Raises:
+        RecipeError: the file cannot be read as text.
+    """
+    try:
+        return File(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        absent, remedy = isinstance(error, FileNotFoundError), "name a recipe, a YAML file"
+        problem = "no such file" if absent else f"cannot be read ({short(error)})"
+        remedy = nearest_path(path, remedy, of=os.path.isfile) if absent else remedy
+        raise RecipeError(problem, where=path, remedy=remedy) from error
+
+
 def documents(text: str) -> list[Document]:
     """Parse a recipe; mergekit-multi's hold several documents.
 
@@ -152,6 +174,39 @@ def documents(text: str) -> list[Document]:
     if not parsed:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
     return parsed
+
+
+def recipes_in(path: str, text: str, chosen: Callable[[Any], bool]) -> list[Document]:
+    """The documents of a recipe file that are ours.
+
+    Args:
+        chosen: says of a document's value whether it is.
+
+    Raises:
+        RecipeError: the text is not YAML; names file, line and column.
+    """
+    try:
+        return [document for document in documents(text) if chosen(document.value)]
+    except RecipeError as error:
+        raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
+
+
+def raise_first(path: str, recipes: Iterable[Document]) -> None:
+    """Raise the first fault of a file's documents, with its line and column, and the number of others."""
+    recipes = list(recipes)
+    count = sum(fault.error for document in recipes for fault in document.faults)
+    for fault in (document.first for document in recipes if document.first):
+        more = f" ({count - 1} more: rotation-merge check {path})" if count > 1 else ""
+        place = ", ".join(filter(None, (path, f"line {fault.line}, column {fault.column}", fault.where)))
+        raise RecipeError(fault.what, where=place, remedy=f"{fault.remedy}{more}")
+
+
+def may_be(text: str, chosen: Callable[[Any], bool]) -> bool:
+    """Whether a document of a recipe is ours; where that is no YAML, its lines decide. `chosen` as of `recipes_in`."""
+    try:
+        return any(chosen(document.value) for document in documents(text))
+    except RecipeError:
+        return chosen(dict(re.findall(r"""^['"]?(\w+)['"]?\s*:\s*['"]?([\w-]+)""", text, re.M)))
 
 
 def _marked(root: yaml.Node) -> tuple[dict[Path, tuple[int, int]], list[Path]]:
@@ -189,19 +244,27 @@ def _entries(node: yaml.Node) -> list[tuple[str | int, yaml.Mark, yaml.Node]]:
     return [(index, entry.start_mark, entry) for index, entry in enumerate(entries)]
 
 
-def is_ours(value: Any, misspelt: bool = True) -> bool:
-    """Whether a recipe names our method, or an average of our own.
+def aligns(value: Any, misspelt: bool = True) -> bool:
+    """Whether a recipe names our method; nothing of mergekit is imported.
 
     Args:
-        misspelt: whether our method's name counts also misspelt, or under a misspelt key.
+        misspelt: whether its name counts also misspelt, or under a misspelt key.
     """
     method = value.get("merge_method", "") if isinstance(value, dict) else None
     if not isinstance(method, str):
         return False
     if not method:
         return misspelt and METHOD in value.values()
-    if method == METHOD or (misspelt and difflib.get_close_matches(method.lower(), [METHOD], cutoff=0.8)):
+    return method == METHOD or bool(misspelt and difflib.get_close_matches(method.lower(), [METHOD], cutoff=0.8))
+
+
+def is_ours(value: Any, misspelt: bool = True) -> bool:
+    """Whether a recipe names our method, or an average of our own; `misspelt` as of `aligns`."""
+    if aligns(value, misspelt):
         return True
+    method = value.get("merge_method") if isinstance(value, dict) else None
+    if not isinstance(method, str):
+        return False
     from mergekit.merge_methods import registry
 
     if method in getattr(registry, "_METHODS", (method,)):  # recipes of mergekit's own need nothing of ours

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -15,7 +14,7 @@ from mergekit.common import ModelReference
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.console import one_line
-from rotation_merge.mergekit_plugin.document import Document, documents, is_ours, walk
+from rotation_merge.mergekit_plugin.document import Document, is_ours, may_be, walk
 from rotation_merge.mergekit_plugin.host import check_host
 
 CHECK = "ROTATION_MERGE_CHECK"
@@ -130,7 +129,7 @@ def extend_command(module: Any) -> None:
                 raise RecipeError(f"is no recipe, but {out} is a file", where=path, remedy=remedy)
             with open(path, encoding="utf-8", errors="replace") as file:
                 text = file.read()
-        if not _may_be_ours(text):
+        if not may_be(text, is_ours):
             return stock(*args, **kwargs)
         with one_line():
             check_host()
@@ -141,11 +140,3 @@ def extend_command(module: Any) -> None:
             return stock(*args, **kwargs)
 
     command.callback = callback
-
-
-def _may_be_ours(text: str) -> bool:
-    """Whether a document of a recipe is ours; where that is no YAML, its lines decide."""
-    try:
-        return any(is_ours(document.value) for document in documents(text))
-    except RecipeError:
-        return is_ours(dict(re.findall(r"""^['"]?(\w+)['"]?\s*:\s*['"]?([\w-]+)""", text, re.M)))

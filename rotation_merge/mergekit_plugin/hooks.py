@@ -77,7 +77,12 @@ def extend_after(loader: "Loader", name: str) -> None:
         import atexit
         import gc
 
-        held = HOOKS[name] == "extend_command" and gc.isenabled() and "mergekit-" in sys.argv[0]
+        command = HOOKS[name] == "extend_command" and "mergekit-" in sys.argv[0]
+        held = command and gc.isenabled()
+        if command and name != "mergekit.scripts.merge_raw_pytorch":
+            from rotation_merge.mergekit_plugin.schema import refuse_early
+
+            refuse_early(sys.argv[1:])
         if held:
             gc.disable()
             atexit.register(gc.freeze)

@@ -17,10 +17,18 @@ from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.config import FILE, MODEL, Config
-from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Output
 from rotation_merge.matching.alignment import opened_file
-from rotation_merge.mergekit_plugin.document import Document, Path, documents, is_ours, walk
+from rotation_merge.mergekit_plugin.document import (
+    Document,
+    Path,
+    documents,
+    is_ours,
+    raise_first,
+    recipes_in,
+    walk,
+)
 from rotation_merge.mergekit_plugin.keys import BY_NAME, checked
 from rotation_merge.mergekit_plugin.rules import MODELS, check, check_structure, is_plain, unknown_names
 from rotation_merge.model.heads import head_names
@@ -156,17 +164,10 @@ def read(document: Document) -> Recipe | None:
 
 def check_file(path: str, text: str) -> None:
     """Check a recipe file; raises its first fault, with line and column, and the number of others."""
-    try:
-        ours = [document for document in documents(text) if is_ours(document.value)]
-    except RecipeError as error:
-        raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
-    for document in ours:
+    recipes = recipes_in(path, text, is_ours)
+    for document in recipes:
         check(document)
-    count = sum(fault.error for document in ours for fault in document.faults)
-    for fault in (document.first for document in ours if document.first):
-        more = f" ({count - 1} more: rotation-merge check {path})" if count > 1 else ""
-        place = ", ".join(filter(None, (path, f"line {fault.line}, column {fault.column}", fault.where)))
-        raise RecipeError(fault.what, where=place, remedy=f"{fault.remedy}{more}")
+    raise_first(path, recipes)
 
 
 def title(model: object, origin: object | None) -> str:

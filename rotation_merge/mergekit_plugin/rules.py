@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from mergekit.config import (
     OutputSliceDefinition,
 )
 from mergekit.merge_methods.base import BasePolicy, MergeMethod, ParameterScope, ParameterSpec
-from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
 from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
@@ -34,6 +32,7 @@ from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin import METHOD, delegates, keys
 from rotation_merge.mergekit_plugin.document import Document, Finding, Path, is_ours, walk
+from rotation_merge.mergekit_plugin.schema import unknown_keys
 
 MODELS = (InputModelDefinition, InputSliceDefinition)
 
@@ -45,11 +44,6 @@ ALLOWED: dict[type, tuple[str, ...]] = {
     OutputModuleDefinition: keys.OPTIONS,
 }
 """Parts of a recipe with parameters, and those of ours that are allowed there."""
-
-KEYS = {
-    key for kind in (*ALLOWED, TokenizerConfig, TokenEmbeddingConfig, ConditionalParameter) for key in kind.model_fields
-}
-"""Every key of mergekit's recipes."""
 
 ONE_OF_TWO = "leave out one of the two"
 
@@ -155,20 +149,22 @@ def check_structure(document: Document) -> None:
     """mergekit's own validation, every error at its place; unknown keys do not keep the rest from being read."""
     validate = MergeConfiguration.__pydantic_validator__.validate_python
     content = {key: value for key, value in document.value.items() if key != "name"}  # of mergekit-multi
+    unknown = list(unknown_keys(content))
     try:
-        document.config = validate(content, extra="forbid")
+        document.config = validate(content)
+        document.collect(unknown, ignored=not is_ours(content))
     except ValidationError as error:
-        with suppress(ValidationError, RuntimeError, ValueError):
-            document.config = validate(content)
-        document.collect(_structural(error, content), ignored=document.config is not None and not is_ours(content))
+        document.collect([*unknown, *_structural(error, content, [path for path, *_ in unknown])])
     except (RuntimeError, TypeError, ValueError) as error:
-        document.fault((), str(error), "see mergekit's documentation")
+        document.collect(unknown, ignored=True)
+        if document.first is None:
+            document.fault((), str(error), "see mergekit's documentation")
 
 
-def _structural(error: ValidationError, content: Any) -> Iterator[Finding]:
-    """pydantic's errors in words, one for each place: unknown keys first, for which others may be missing."""
-    present, reported = dict(walk(content)), list[Path]()
-    for problem in sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"):
+def _structural(error: ValidationError, content: Any, reported: list[Path]) -> Iterator[Finding]:
+    """pydantic's errors in words, one for each place where none is reported yet, which may cause others."""
+    present, reported = dict(walk(content)), [*reported]
+    for problem in error.errors():
         path: Path = ()
         for step in problem["loc"]:  # members of unions are steps, too
             path = (*path, step) if (*path, step) in present else path
@@ -181,9 +177,6 @@ def _structural(error: ValidationError, content: Any) -> Iterator[Finding]:
 def explain(error: Mapping[str, Any]) -> tuple[str, str]:
     """One of pydantic's errors: problem and remedy."""
     place, value = error["loc"], error.get("input")
-    if error["type"] == "extra_forbidden":
-        placed = "it belongs under 'parameters'" if len(place) == 1 and place[0] in keys.BY_NAME else ""
-        return f"there is no key '{place[-1]}' here", placed or nearest(str(place[-1]), KEYS)
     if error["type"] == "missing":
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
     if "parameters" in place[:-1]:

@@ -14,10 +14,10 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.loader import TensorLoader
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError, nearest_path
+from rotation_merge.errors import CheckpointError
 from rotation_merge.model import gguf
 from rotation_merge.model.contents import Contents, Header, header, tensor_files
-from rotation_merge.model.hub import is_hub_name, sent
+from rotation_merge.model.hub import check_path, is_hub_name, on_hub, sent
 from rotation_merge.model.sentence import module_files
 from rotation_merge.model.tensors import Tensors, by_name
 
@@ -37,7 +37,7 @@ def place_of(part: ModelPath, cache: str | None = None) -> str | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    repo, file = gguf.on_hub(part.path)
+    repo, file = on_hub(part.path)
     if os.path.exists(part.path) or not is_hub_name(repo):
         return part.path if os.path.exists(part.path) else None
     with suppress(LocalEntryNotFoundError, HFValidationError, OSError):
@@ -67,12 +67,10 @@ def fetched(part: ModelPath, cache: str | None = None, patterns: Sequence[str] =
     Raises:
         CheckpointError: there is no such file, folder or repository, or it is a GGUF that is damaged.
     """
-    path, (repo, _) = part.path, gguf.on_hub(part.path)
+    path = part.path
     if os.path.isfile(path) and not gguf.is_gguf(path):
         raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
-    if not os.path.exists(path) and not is_hub_name(repo):
-        kind, fits = ("file", os.path.exists) if gguf.is_gguf(path) else ("directory", os.path.isdir)
-        raise CheckpointError(f"no such {kind}", where=path, remedy=nearest_path(path, "check the path", fits))
+    check_path(path)
     return gguf.decoded(path if os.path.exists(path) else _downloaded(part, cache, patterns))
 
 
@@ -80,7 +78,7 @@ def _downloaded(part: ModelPath, cache: str | None, patterns: Sequence[str]) -> 
     """Where a model's folder, or its GGUF, is in the hub's cache; a GGUF is downloaded once."""
     from huggingface_hub import HfApi, snapshot_download
 
-    cached, (repo, file) = place_of(part, cache), gguf.on_hub(part.path)
+    cached, (repo, file) = place_of(part, cache), on_hub(part.path)
     if file and cached is not None:
         return cached
     names = gguf.split_files(file) if file else list(patterns)
@@ -106,7 +104,7 @@ def absent_parts(reference: ModelReference) -> list[ModelPath]:
 
 def _is_complete(part: ModelPath) -> bool:
     """Whether a name is of this disk, or of a repository whose weights are in the cache, not small files alone."""
-    if os.path.exists(part.path) or not is_hub_name(gguf.on_hub(part.path)[0]):
+    if os.path.exists(part.path) or not is_hub_name(on_hub(part.path)[0]):
         return True
     place = place_of(part) or ""
     names = os.listdir(place) if os.path.isdir(place) else [place]

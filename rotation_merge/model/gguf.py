@@ -17,7 +17,7 @@ from pathlib import Path
 from rotation_merge.errors import CheckpointError, named, nearest, short
 from rotation_merge.files import locked, write_json
 from rotation_merge.model.contents import Contents, reason
-from rotation_merge.model.hub import is_gguf_file
+from rotation_merge.model.hub import is_gguf_file, on_hub
 from rotation_merge.model.writing import staged
 
 LOG = logging.getLogger(__name__)
@@ -44,12 +44,6 @@ def split_files(path: str) -> list[str]:
     """All files of the model that a file is a part of, by its name (NAME-00001-of-00003.gguf)."""
     match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path)
     return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
-
-
-def on_hub(path: str) -> tuple[str, str]:
-    """The repository and the file of a model that is named `org/repo:file.gguf`; of any other name no file."""
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+):(.+\.gguf)", path, re.IGNORECASE)
-    return (match[1], match[2]) if match else (path, "")
 
 
 def refuse_absent(path: str, names: Iterable[str]) -> None:

@@ -25,6 +25,23 @@ def is_gguf_file(path: str) -> bool:
     return path.lower().endswith(".gguf")
 
 
+def on_hub(path: str) -> tuple[str, str]:
+    """The repository and the file of a model that is named `org/repo:file.gguf`; of any other name no file."""
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+):(.+\.gguf)", path, re.IGNORECASE)
+    return (match[1], match[2]) if match else (path, "")
+
+
+def check_path(path: str) -> None:
+    """Refuse the path of a model that is neither here nor the name of a repository.
+
+    Raises:
+        CheckpointError: names the path, and the nearest one.
+    """
+    if not os.path.exists(path) and not is_hub_name(on_hub(path)[0]):
+        kind, fits = ("file", os.path.exists) if is_gguf_file(path) else ("directory", os.path.isdir)
+        raise CheckpointError(f"no such {kind}", where=path, remedy=nearest_path(path, "check the path", fits))
+
+
 SECONDS = 5.0
 """The hub answers within so many, or it is not there."""
 REMEMBERED = 60.0

@@ -48,6 +48,37 @@ def test_help_is_quick_and_completion_is_clicks(code: str, variables: dict[str, 
     assert words in subprocess.run(shell, capture_output=True, text=True, env=environment).stdout
 
 
+TOLD = f"""import rotation_merge
+try:
+    if sys.argv[0] == "rotation-merge":
+        {MAIN}
+    from mergekit.scripts import run_yaml
+except SystemExit as end:
+    {LOADED}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("rotation-merge check half.yml", "not valid YAML"),
+        ("rotation-merge lora a b out --method tis", "did you mean 'ties'?"),
+        ("rotation-merge evaluate ./nowhere --data self", "./nowhere: no such directory"),
+        ("rotation-merge barrier ./nowhere ./nowhere --data self", "./nowhere: no such directory"),
+        ("mergekit-yaml half.yml out", "half.yml, line 3, column 1: not valid YAML"),
+        ("mergekit-yaml misspelt.yml out", "misspelt.yml, line 2, column 1, base_mdoel: there is no key"),
+    ],
+)
+def test_what_needs_no_model_is_told_before_torch_is_imported(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "half.yml").write_text("merge_method: rotation_merge\nmodels: [\n")
+    (tmp_path / "misspelt.yml").write_text("merge_method: rotation_merge\nbase_mdoel: a\n")
+    program = [sys.executable, "-c", f"import sys; sys.argv = {line.split()}\n{TOLD}"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == "set()\n"
+
+
 def test_python_has_the_answers_of_commands(pair: Pair, tmp_path: Path) -> None:
     """As data, and as the text that a command prints, of paths, too."""
     recipe = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml")
@@ -92,12 +123,13 @@ dtype: float23
 base_modle: x
 """
 FAULTS = {
+    "15:1: ": "did you mean 'base_model'?",
     "10:3: parameters.attention: ": "did you mean 'rotation'?",
     "12:3: ": "it must be all, or ranges",
     "13:3: ": "there is no parameter 'colour'",
     "14:1: ": "did you mean 'float32'?",
-    "15:1: ": "did you mean 'base_model'?",
 }
+"""The first one is printed while mergekit is still being imported."""
 
 
 def test_all_faults_are_named_at_once_at_their_places(pair: Pair, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from plugin_support import recipe_for, write_recipe
 from spoiling import config
 
 from rotation_merge.diagnose.sources import absent_models
+from rotation_merge.mergekit_plugin.document import documents
 
 NAMES = ("org/one", "org/two", "org/three")
 SMALL, SHARD = 10, 1
@@ -84,4 +85,5 @@ def test_offline_as_ever(published: dict[str, Path], home: Hub, tmp_path: Path) 
     assert facts["ok"]
     assert not [line for line in home.asked if "org/" in line]
     assert any("not in the hub's cache" in fault["what"] for fault in facts["faults"])
-    assert absent_models("merge_method: linear\nbase_model: org/b-GGUF:b.gguf\nmodels:\n- model: org/c\n") == ["org/c"]
+    text = "merge_method: linear\nbase_model: org/b-GGUF:b.gguf\nmodels:\n- model: org/c\n"
+    assert absent_models(documents(text)) == ["org/c"]

@@ -13,6 +13,7 @@ import torch
 from cli_support import error_of, output_of, run
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
+from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from plugin_support import lora, make, write_adapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError, merge_adapters
+from rotation_merge.averaging.config import ADAPTER_METHODS
+from rotation_merge.averaging.registry import TASK_VECTORS
 
 MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}
 BASE, WEIGHTS = "org/base", "adapter_model.safetensors"
@@ -27,6 +30,12 @@ KOHYA, DIFFUSERS = ("lora_down.weight", "lora_up.weight"), ("lora_A.weight", "lo
 FORMS = (DIFFUSERS, ("lora_embedding_A", "lora_embedding_B"), KOHYA)
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 Tensors = dict[str, Tensor]
+
+
+def test_all_methods_on_task_vectors_merge_adapters() -> None:
+    """Their names are written out, so that a misspelt one is told before mergekit is imported."""
+    methods = [m.spec.name for m in registry.registered_methods() if isinstance(m, GeneralizedTaskArithmeticMerge)]
+    assert ("linear", *sorted(methods), *TASK_VECTORS) == ADAPTER_METHODS
 
 
 def write_peft(

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import yaml
 from cli_support import run
+from mergekit import config
 from mergekit.config import MergeConfiguration
+from mergekit.tokenizer import config as tokenizer_config
 from plugin_support import recipe_for, write_recipe
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.document import Document, documents, is_ours
 from rotation_merge.mergekit_plugin.recipe import Recipe, read
+from rotation_merge.mergekit_plugin.schema import classes, every_key
 
 TEXT = """merge_method: rotation_merge
 base_model: A
@@ -105,3 +108,12 @@ def test_ours_are_our_method_as_it_is_meant_and_averages_as_they_are_written() -
     assert [is_ours({"merge_method": method}) for method in methods] == [True, True, True, False, False, False]
     exact = [is_ours({"merge_method": method}, misspelt=False) for method in methods]
     assert exact == [True, False, True, False, False, False]
+
+
+def test_keys_are_those_of_mergekits_classes() -> None:
+    """They are read from its source."""
+    for name, keys in classes().items():
+        kind = getattr(config, name, None) or getattr(tokenizer_config, name)
+        assert not hasattr(kind, "model_fields") or kind.model_fields.keys() == keys.keys(), name
+    assert classes()["MergeConfiguration"]["slices"].kinds == {"OutputSliceDefinition"}
+    assert {"tokens", "layer_range", "filter"} < every_key()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rotation_merge.diagnose.donors import donors_of, read_recipe
+from rotation_merge.diagnose.donors import donors_of
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
 from rotation_merge.mergekit_plugin import METHOD
-from rotation_merge.mergekit_plugin.document import documents
+from rotation_merge.mergekit_plugin.document import documents, read_recipe
 from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.rules import check_structure
 from rotation_merge.model.contents import Contents
