@@ -54,7 +54,7 @@ try:
         {MAIN}
     from mergekit.scripts import run_yaml
 except SystemExit as end:
-    {LOADED}
+    print({{'torch', 'transformers'}} & {{*sys.modules}})
 """
 
 
@@ -74,8 +74,7 @@ def test_what_needs_no_model_is_told_before_torch_is_imported(line: str, words: 
     (tmp_path / "misspelt.yml").write_text("merge_method: rotation_merge\nbase_mdoel: a\n")
     program = [sys.executable, "-c", f"import sys; sys.argv = {line.split()}\n{TOLD}"]
     done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert words in done.stderr.splitlines()[-1]
     assert done.stdout == "set()\n"
 
 
@@ -137,11 +136,12 @@ def test_all_faults_are_named_at_once_at_their_places(pair: Pair, tmp_path: Path
     text = RECIPE.replace("ANCHOR", str(pair[0])).replace("DONOR", str(pair[1]))
     path = write_recipe(text, tmp_path / "recipe.yml")
     *lines, last = output("check", path, code=1).splitlines()
+    lines = [line for line in lines if not line.endswith("(a note)")]
     assert last == f"{len(FAULTS)} faults"
     for line, (place, words) in zip(lines, FAULTS.items(), strict=True):
         assert line.startswith(f"{path}:{place}"), line
         assert words in line
-    first = json.loads(output("check", path, "--json", code=1))["faults"][0]
+    first = next(f for f in json.loads(output("check", path, "--json", code=1))["faults"] if f["error"])
     assert (first["line"], first["column"], first["where"]) == (10, 3, "parameters.attention")
     assert first["remedy"]
 
