@@ -97,7 +97,8 @@ def words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {words(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(words, value))
+        parts = list(map(words, value))
+        return (" " if all(part.endswith(".") for part in parts) else ", ").join(parts)
     return "" if value is None else printable(str(value))
 
 
@@ -113,11 +114,21 @@ def note(text: str) -> None:
     tqdm.write(printable(text), file=sys.stderr)
 
 
+def _concerns_users(record: logging.LogRecord) -> bool:
+    """Whether a record of a log is an error, or of this package."""
+    return record.levelno >= logging.ERROR or record.name.startswith("rotation_merge")
+
+
 def verbosity(hidden: bool = False) -> click.Option:
-    """The option -v: logs of this package; twice: of every library."""
+    """The option -v: logs of this package; twice: of every library, whose warnings are left out otherwise."""
 
     def configure(context: click.Context, option: click.Parameter, count: int) -> None:
-        logging.basicConfig(level=logging.WARNING)
+        root = logging.getLogger()
+        if not root.handlers:
+            logging.basicConfig(level=logging.WARNING)
+            root.handlers[0].addFilter(_concerns_users)
+        if count > 1:
+            root.handlers[0].removeFilter(_concerns_users)
         if count:
             logging.getLogger("rotation_merge").setLevel(logging.INFO if count == 1 else logging.DEBUG)
         if count > 1:

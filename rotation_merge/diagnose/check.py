@@ -64,7 +64,8 @@ def _changes(recipe: Recipe, models: Models, donors: Sequence[ModelReference]) -
     automatic = (recipe.config.parameters or {}).get("lengths", "auto") == "auto"
     shortened = isinstance(method, TaskVectorMethod) and automatic
     name, each = method.spec.name, ", ".join(f"{model} {length:.3g}" for model, length in changes.lengths.items())
-    words = f"lengths of changes to {recipe.base} in a few matrices: {each} (ratio {changes.ratio:.2g})"
+    words = f"lengths of changes to {recipe.base} in a few matrices, as shares of its norm: {each}"
+    words += f" (ratio {changes.ratio:.2g})"
     if changes.ratio > RATIO and shortened:
         words += f"; with {name} the longer ones are {SHORTENED} ('lengths: keep' leaves them)"
     elif changes.ratio > RATIO:

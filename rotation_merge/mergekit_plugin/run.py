@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import click
 import yaml
@@ -14,6 +15,7 @@ from mergekit import merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from transformers.utils import logging as hf_logging
 
 from rotation_merge.errors import AlignmentError, RecipeError, RotationMergeError, printable, short
 from rotation_merge.files import FILE, FOLDER, TemporaryFolder, check_output, locked, write_text
@@ -73,6 +75,9 @@ def run(
     for output in outputs:
         check_output(output, inputs, output.kind == FOLDER, cache=options.transformers_cache)
     with locked(*(output.path for output in outputs if output.kind in (FILE, FOLDER))):
+        if not LOG.isEnabledFor(logging.INFO):  # its advice is for programmers
+            session.run.endings.append(partial(hf_logging.set_verbosity, hf_logging.get_verbosity()))
+            hf_logging.set_verbosity_error()
         try:
             report, defects = _written(stock, session, out_path, config_source or config.to_yaml())
         finally:

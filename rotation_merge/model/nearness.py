@@ -82,7 +82,7 @@ class SampledChanges:
     """Changes of a few matrices from a base to its fine-tunes.
 
     Attributes:
-        lengths: by model, the norm of its changes to all of them.
+        lengths: by model, the norm of its changes to all of them, over that of the base's matrices.
         cosine: mean over the matrices and over pairs of models, of the angle between their changes; 0 of one model.
     """
 
@@ -98,16 +98,17 @@ class SampledChanges:
 
 def sampled_changes(base: View, models: Mapping[str, View]) -> SampledChanges:
     """Changes of the matrices that `nearness` looks at."""
-    squares, cosines = dict.fromkeys(models, 0.0), []
+    squares, cosines, whole = dict.fromkeys(models, 0.0), [], 0.0
     for name in _spread(base.architecture, base, next(iter(models.values()))):
         start = base[name].double()
         tensors = {key: model[name] for key, model in models.items() if name in model}
         if any(tensor.shape != start.shape for tensor in tensors.values()):
             continue
         changes = {key: (tensor.double() - start).flatten() for key, tensor in tensors.items()}
+        whole += float(start.square().sum())
         for key, change in changes.items():
             squares[key] += float(change.square().sum())
         moved = [change for change in changes.values() if bool(change.any())]
         cosines += [float(a @ b / (a.norm() * b.norm())) for a, b in itertools.combinations(moved, 2)]
-    lengths = {key: math.sqrt(square) for key, square in squares.items()}
+    lengths = {key: math.sqrt(square / (whole or 1.0)) for key, square in squares.items()}
     return SampledChanges(lengths, sum(cosines) / len(cosines) if cosines else 0.0)

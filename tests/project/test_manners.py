@@ -87,6 +87,10 @@ def test_long_work_says_in_a_log_how_far_it_is(
     assert capsys.readouterr().err.splitlines() == ["matching 3 of 8, 31 s so far", "matching 5 of 8, 95 s so far"]
 
 
+def test_sentences_of_a_list_are_joined_as_sentences() -> None:
+    assert show.words([["Two words.", "A line."], ["a", "b."]]) == "Two words. A line., a, b."
+
+
 def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(compiling, "fetched", lambda model, *_: asked.append(model.path) or LLAMAS[0])
@@ -145,6 +149,18 @@ def levels() -> Iterator[None]:
 
 def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("rotation_merge") and r.levelno == level]
+
+
+@pytest.mark.usefixtures("levels")
+def test_warnings_of_libraries_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are asked for by -vv."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for flags, shown in (((), False), (("-vv",), True)):
+        run("check", "nowhere.yml", *flags)
+        (handler,) = logging.getLogger().handlers
+        for name, expected in (("mergekit.architecture", shown), ("root", shown), ("rotation_merge.files", True)):
+            record = logging.LogRecord(name, logging.WARNING, "", 0, "", (), None)
+            assert bool(handler.filter(record)) == expected, name
 
 
 @pytest.mark.usefixtures("levels")
