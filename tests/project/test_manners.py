@@ -88,7 +88,8 @@ def test_long_work_says_in_a_log_how_far_it_is(
 
 
 def test_sentences_of_a_list_are_joined_as_sentences() -> None:
-    assert show.words([["Two words.", "A line."], ["a", "b."]]) == "Two words. A line., a, b."
+    assert show.words(["Two words.", "A line."]) == "Two words. A line."
+    assert show.words(["a", "b."]) == "a, b."
 
 
 def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
