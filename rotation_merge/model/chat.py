@@ -93,10 +93,14 @@ def _entries(content: Any) -> dict[str, Any]:
 
 
 def same_vocabulary_files(contents: Contents, parent: Contents) -> bool:
-    """Whether the files of a vocabulary are equal, so that they need not be read."""
-    names = [name for name in VOCABULARIES if contents.has(name) or parent.has(name)]
+    """Whether the files of a vocabulary are equal, so that they need not be read; `tokenizer.json` decides alone."""
+    folders = (contents, parent)
+    names = [name for name in VOCABULARIES if any(folder.has(name) for folder in folders)]
+    if all(folder.has(TOKENIZER_JSON) for folder in folders):
+        names = [TOKENIZER_JSON]
     same = (
-        contents.has(name) and parent.has(name) and filecmp.cmp(contents.path(name), parent.path(name), shallow=False)
+        all(folder.has(name) for folder in folders)
+        and filecmp.cmp(contents.path(name), parent.path(name), shallow=False)
         for name in names
     )
     return bool(names) and all(same)

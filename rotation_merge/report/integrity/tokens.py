@@ -75,12 +75,11 @@ def _ids_beyond(contents: Contents, vocabulary: Vocabulary, rows: int) -> Iterat
 
 def check_ids(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
     """Ids of special tokens that come from a parent with another vocabulary, where they are ids of other tokens."""
-    vocabulary, others = (
-        Vocabulary.of(contents),
-        [parent for parent in parents if not same_vocabulary_files(contents, parent)],
-    )
+    if all(same_vocabulary_files(contents, parent) for parent in parents):
+        return
+    vocabulary = Vocabulary.of(contents)
     by_role = _ids_by_role(contents, vocabulary)
-    for file in (CONFIG, GENERATION) if others else ():
+    for file in (CONFIG, GENERATION):
         numbers: dict[str, dict[int, int]] = {}
         words: list[str] = []
         for path, ids in _stated(contents.mapping(file), {}):

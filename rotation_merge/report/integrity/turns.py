@@ -13,6 +13,7 @@ from rotation_merge.model.chat import (
     Vocabulary,
     closing_tokens,
     ends_of_text,
+    same_vocabulary_files,
     special_tokens,
     templates_of,
 )
@@ -40,7 +41,8 @@ def check_turns(contents: Contents, parents: Sequence[Contents]) -> Iterator[Def
             names += closing[-1:]
         sources = [parent for parent in parents if template.strip() in map(str.strip, templates_of(parent).values())]
         for parent in sources:
-            names += [Vocabulary.of(parent).names.get(id_, "") for id_ in sorted(ends_of_text(parent))]
+            known = vocabulary if same_vocabulary_files(contents, parent) else Vocabulary.of(parent)
+            names += [known.names.get(id_, "") for id_ in sorted(ends_of_text(parent))]
         yield from _other_roles(contents, template, sources)
         yield from _unknown_tokens(vocabulary, file, template)
     yield from _endless(contents, ends, {name: vocabulary.ids[name] for name in names if name in vocabulary.ids})
