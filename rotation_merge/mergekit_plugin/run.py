@@ -47,6 +47,7 @@ from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Contents, Defect, check_folder, check_parents
 from rotation_merge.report.integrity.mending import COPIED, complete_files
+from rotation_merge.report.integrity.values import check_values
 from rotation_merge.report.plots import save_distances
 from rotation_merge.run.ledger import kept_beside
 from rotation_merge.workers import keep_freed_memory
@@ -277,7 +278,7 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
     cache = options.transformers_cache
     folders = {str(model): folder_of(model.model, cache) for model in models if model.lora is None}
     stored = {name: place for name, place in folders.items() if place is not None}
-    defects = [*check_parents(stored), *check_folder(folder, parents)]
+    defects = [*check_parents(stored), *check_folder(folder, parents), *check_values(Contents(folder))]
     lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
     loras = filter(None, (model.lora for model in models))
     places = filter(None, (place_of(lora, cache) for lora in loras))

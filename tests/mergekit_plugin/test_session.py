@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
 from rotation_merge.architecture import build, registry
-from rotation_merge.diagnose.doctor import diagnose, open_case
+from rotation_merge.diagnose.doctor import Cause, diagnose, open_case
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.run import merge_recipe, say_defects
 from rotation_merge.model import contents
@@ -376,16 +376,19 @@ def test_whole_weights_that_peft_leaves_out_are_named(
 
 
 def said_of_stock(models: Sequence[Path], out: Path, caplog: pytest.LogCaptureFixture, **keys: Any) -> str:
-    """What is said of a mean by mergekit's own method; doctor says the same of it and of its recipe."""
+    """What is said of a merge by one of mergekit's own methods."""
     parts = [{"model": str(path), "parameters": {"weight": 0.5}} for path in models]
     text = yaml.safe_dump({"merge_method": "linear", "models": parts, **keys})
     with caplog.at_level(logging.INFO):
         merge_recipe(text, str(out))
-    (recipe := out.parent / "recipe.yml").write_text(text)
-    for patient in (recipe, out):
-        for cause in diagnose(open_case(str(patient), list(map(str, models))))[:1]:
-            assert cause.what in caplog.text
     return caplog.text
+
+
+def causes(out: Path, *parents: Path) -> list[Cause]:
+    """Of a merge with its recipe, and of the recipe alone."""
+    listed = [diagnose(open_case(str(patient))) for patient in (out / "mergekit_config.yml", out)]
+    (out / "mergekit_config.yml").unlink()
+    return [*(causes[0] for causes in listed if causes), *diagnose(open_case(str(out), list(map(str, parents))))[:1]]
 
 
 @pytest.mark.parametrize(("method", "count", "keys"), [("fp8", 2, {"dtype": "bfloat16"}), ("bitsandbytes", 1, {})])
@@ -407,7 +410,36 @@ def test_averaged_codes_are_no_model(
     mend(str(out), list(map(str, models)))
     assert "quantization_config" in read(out / "config.json")
     edit(out / "config.json", quantization_config=None)
-    assert diagnose(open_case(str(out), list(map(str, models))))[0].name == "quantised parents"
+    assert [cause.name for cause in causes(out, *models)] == 3 * ["quantised parents"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(1e3, "float16 ends at 65504, which sums in the merge exceed"), (float("nan"), "tuned holds it")],
+)
+def test_values_are_looked_at(
+    value: float,
+    words: str,
+    parents: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And doctor says where NaN comes from."""
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
+    base, tuned = parents
+    rewrite(tuned, {name: tensor + value * torch.randn_like(tensor) for name, tensor in state(base).items()})
+    keys = {
+        "merge_method": "ties",
+        "base_model": str(base),
+        "dtype": "float16",
+        "parameters": {"rescale": True, "density": 0.5},
+    }
+    text = said_of_stock([tuned], out := tmp_path / "out", caplog, **keys)
+    assert "values that are NaN or infinite" in text
+    assert "complete" not in text
+    (cause,) = (cause for cause in diagnose(open_case(str(out))) if cause.name == "NaN")
+    assert words in cause.remedy
 
 
 def test_a_parent_with_two_copies_of_a_tensor(
@@ -418,6 +450,7 @@ def test_a_parent_with_two_copies_of_a_tensor(
     overlaid(parents[0])
     text = said_of_stock(parents, tmp_path / "out", caplog, dtype="float32")
     assert f"tensor '{TWICE}' is in" in text
+    assert [cause.name for cause in causes(tmp_path / "out", *parents)] == 3 * ["tensor twice"]
     ours, stock = tmp_path / "ours", state(tmp_path / "out")[TWICE]
     recipe = recipe_for("linear", *parents, attention="none", ffn="none", scaling=False)
     merge_recipe(yaml.safe_dump(recipe), str(ours))

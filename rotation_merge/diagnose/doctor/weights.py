@@ -14,6 +14,7 @@ from torch import Tensor
 from rotation_merge.diagnose.doctor.case import Case, Cause, is_small
 from rotation_merge.diagnose.doctor.span import of_layers
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.linalg.finite import all_finite
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.rules import check_structure, sums_of_weights
@@ -23,6 +24,7 @@ from rotation_merge.run.proof import LARGEST, random_batch
 from rotation_merge.workers import Progress
 
 HALF = torch.finfo(torch.float16).max
+BEYOND = f"float16 ends at {HALF:.0f}"
 FADED, SWOLLEN = 0.6, 2.0
 """A layer's output over the parents' mean, from which on it counts as faded, and as swollen."""
 STOPS = {"NaN", "dtype overflow", "do not fit"}
@@ -34,6 +36,11 @@ def of_weights(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
     models = {case.name: case.merged_model} if case.merged_model is not None else case.models
     for name, model in models.items():
         yield from _values(case, name, model, progress)
+    yield from _sums(case)
+
+
+def _sums(case: Case) -> Iterator[Cause]:
+    """Weights of the recipe that do not add up as its method needs."""
     document = Document(dict(case.recipe))
     if case.recipe and case.delegate in delegates.names():
         check_structure(document)
@@ -57,17 +64,32 @@ def _values(case: Case, name: str, model: View, progress: Progress | None) -> It
                 remedy = "take it from a parent, or merge again"
                 yield Cause("zero tensor", 0.9, f"tensor '{tensor_name}' holds nothing but zeros", name, remedy)
         if low.isnan() or high.isnan():
-            remedy = "a parent holds NaN, or weights add up to 0: run 'rotation-merge doctor RECIPE'"
-            yield Cause("NaN", 1.0, f"tensor '{tensor_name}' holds NaN", name, remedy)
+            yield Cause("NaN", 1.0, f"tensor '{tensor_name}' holds NaN", name, _remedy_of_nan(case, tensor_name))
             return
         if largest == float("inf") or (case.half and largest > HALF):
             yield _overflow(f"tensor '{tensor_name}' reaches {largest:.3g}", name)
             return
 
 
+def _remedy_of_nan(case: Case, name: str) -> str:
+    """Where NaN in a tensor comes from (a parent, weights that add up to 0, sums beyond float16), and what to do."""
+    if case.merged_model is None:
+        return "download the model again, or leave it out"
+    for parent_name, parent in case.models.items():
+        if name in parent and not all_finite([parent[name]]):
+            return f"{parent_name} holds it: download that model again, or leave it out"
+    for cause in _sums(case):
+        return f"{cause.what}: {cause.remedy}, and merge again"
+    sources = [model for model in (*case.models.values(), case.merged_model) if name in model]
+    dtype = str(case.recipe.get("dtype") or sources[0].dtypes[name]).removeprefix("torch.")
+    if dtype == "float16":
+        return f"{BEYOND}, which sums in the merge exceed: merge again with 'dtype: bfloat16', or float32"
+    return "no parent that is known holds it: merge again with other parameters of the method, or from other parents"
+
+
 def _overflow(words: str, name: str) -> Cause:
     remedy = "merge and run with 'dtype: bfloat16', or float32"
-    return Cause("dtype overflow", 1.0, f"{words}, float16 ends at {HALF:.0f}", name, remedy)
+    return Cause("dtype overflow", 1.0, f"{words}, {BEYOND}", name, remedy)
 
 
 def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
