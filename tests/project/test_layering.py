@@ -33,9 +33,9 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("matching",): (3400, 4887),
     ("averaging",): (2000, 3062),
     ("carrying",): (1500, 2264),
-    ("report",): (1400, 1666),
-    ("mergekit_plugin",): (2500, 3906),
-    ("diagnose",): (2100, 2051),
+    ("report",): (1400, 1694),
+    ("mergekit_plugin",): (2500, 3907),
+    ("diagnose",): (2100, 2073),
     ("search", "share"): (1400, 2001),
     ("api", "cli", "__init__"): (1400, 2731),
 }
