@@ -12,6 +12,8 @@ from spoiling import (
     at_top,
     both,
     call,
+    config,
+    edit,
     folder_for,
     in_recipe,
     misspelt,
@@ -186,6 +188,15 @@ CAUSES = [
     ),
     models("models: [{model: ./anchor}]\nparameters: {weight: 1}", "is base_model anchor by another path"),
     models(f"{PAIR} {{delgate: slerp, t: 0.5}}", "'delgate' (delegate slerp)", "did you mean 'delegate'?"),
+    Row(
+        "unsupported models beside a misspelt delegate",
+        ("'lienar'", "did you mean 'linear'?"),
+        both(
+            *(config(name, architectures=["StrangeForCausalLM"]) for name in ("anchor", "donor")),
+            edit("delegate: linear", "delegate: lienar\n  unsupported: merge"),
+        ),
+        recipe=CHECKED,
+    ),
 ]
 
 STOCK = {

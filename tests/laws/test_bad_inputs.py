@@ -183,10 +183,11 @@ def test_what_is_near_is_good(name: str, bench: Hub) -> None:
 
 @pytest.mark.parametrize("method", STOCK)
 def test_recipes_of_other_methods_that_run_are_ready(method: str, bench: Hub) -> None:
-    """What mergekit ignores, such as `out_path`, is a note."""
+    """What mergekit ignores, such as `out_path`, is a note, as is a base without a tokenizer."""
     Path("recipe.yml").write_text(f"merge_method: {method}\n{STOCK[method]}\n")
     code, out, _ = run("rotation-merge", "check", "recipe.yml")
     assert (code, "out_path" in out) == (0, "out_path" in STOCK[method]), out
+    assert "anchor: it has no tokenizer" in out
     flags = ("--quiet", "--no-copy-tokenizer", "--no-write-model-card")
     assert run("mergekit-yaml", "recipe.yml", "out", *flags)[0] == 0
 
