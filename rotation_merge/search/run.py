@@ -313,16 +313,13 @@ class Search:
 
         if candidate.scale is None or trial.searched or over():
             return
-        merged = self.config.load(self._made(candidate.name, trial.recipe))
-        scale, figures = best_scale(
-            merged,
-            self.config.load(candidate.anchor),
-            candidate.scale,
-            self.parents.deciding.measure,
-            self._rank,
-            over,
-            trial.figures,
-        )
+        load, measure = self.config.load, self.parents.deciding.measure
+        try:
+            merged, base = load(self._made(candidate.name, trial.recipe)), load(candidate.anchor)
+            scale, figures = best_scale(merged, base, candidate.scale, measure, self._rank, over, trial.figures)
+        except torch.OutOfMemoryError as error:  # of two models on a GPU; the merge stays as it is
+            self.say(f"{candidate.name}: lambda is not searched, {line(error)}")
+            return
         recipe, spent = replace(candidate, scale=scale).recipe(self.config.dtype), time.perf_counter() - began
         best = Trial(candidate.name, figures, trial.seconds + spent, recipe, scale, searched=True)
         self.work.put(candidate.name, {"key": self._key(trial.recipe), **asdict(best)})
@@ -349,8 +346,6 @@ class Search:
         figures, reported = self._reported(best)
         count, sources = judge.examples, (Path(source).name for source in self.config.data)
         scores = {name: _score(name, of_model) for name, of_model in figures.items()}
-        best_parent = min(self.config.models, key=lambda name: figures[name].score)
-        half_interval = margin(reported[best.name].losses, figures[best_parent].losses)
         verdict = Verdict(
             judge.unit,
             judge.figure,
@@ -363,16 +358,19 @@ class Search:
             self.left_out,
             [*self._only(best), *(self._why(trial) for trial in tried if trial.figures.score < best.figures.score)],
             None if parents.base_figures is None else parents.base_figures.on_base,
-            half_interval,
-            self._remedy(count),
         )
+        half_interval = margin(reported[best.name].losses, figures[verdict.best_parent.name].losses)
+        verdict = replace(verdict, margin=half_interval)
+        if not verdict.clear:
+            verdict = replace(verdict, remedy=self._remedy(count))
         return Outcome(verdict, tried, dict(parents.relations), judge.labelled, parents.base_figures)
 
     def _reported(self, best: Trial) -> tuple[dict[str, Figures], dict[str, Figures]]:
         """Figures on the reporting samples: of parents and ensemble, and of the best and, in time, the plain merge."""
         parents, plain = self.parents, self.tried.get(PLAIN)
         merges = [best, *([plain] if plain not in (None, best) else [])]
-        folder, count, began = self._made(best.name, best.recipe), len(self.config.models), time.perf_counter()
+        self._made(best.name, best.recipe)
+        count, began = len(self.config.models), time.perf_counter()
         allowed = (self.deadline - began) * count / (count + len(merges))
         self.say(f"measuring {count} models and the merge ...")
         figures, reported = parents.measure(lambda: time.perf_counter() - began < allowed), dict[str, Figures]()
