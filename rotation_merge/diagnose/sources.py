@@ -28,6 +28,7 @@ from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import absent_parts
 from rotation_merge.model.hub import HubFile, is_hub_name
 from rotation_merge.model.labels import label_rows
+from rotation_merge.model.nearness import equality
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
@@ -178,6 +179,7 @@ class Sources:
             if model is not anchor:
                 with self._collected(path, name):
                     self._compare_donor(anchor, path, model)
+                    self._note_equal(anchor, path, self.models[model.reference], opened)
         known = {fault.where for fault in self.document.faults}
         for path, group in walk(self.document.value):
             if path[-2:] == ("parameters", "residual") and isinstance(group, str) and dotted(path) not in known:
@@ -201,6 +203,14 @@ class Sources:
         averaged = any(not excluded(info.name) for info in words)
         if path[0] == "models" and averaged and not resizes and not carried:  # of slices, compiling checks it
             check_token_ids(anchor, model)
+
+
+    def _note_equal(self, anchor: View, path: Path, donor: View, opened: dict[str, tuple[Path, View]]) -> None:
+        """Note that a donor is its base, which it may be where an adapter was forgotten."""
+        origins = {place[:-2]: name for place, name in references(self.document.value) if place[-1] == "finetuned_from"}
+        _, base = opened.get(origins.get(path[:-1], ""), ((), anchor))
+        if path[-1] == "model" and base is not donor and (remark := equality(base, donor)):
+            self.document.fault(path, f"{donor.reference} {remark}", error=False)
 
 
 def _compile(document: Document, session: Session) -> None:

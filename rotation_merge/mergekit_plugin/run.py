@@ -42,6 +42,7 @@ from rotation_merge.model.contents import VOCABULARIES
 from rotation_merge.model.folder import close_files, folder_of, place_of
 from rotation_merge.model.heads import write_heads
 from rotation_merge.model.markdown import plain
+from rotation_merge.model.nearness import equality_words
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
@@ -160,9 +161,23 @@ def _report(session: Session, source: str) -> MergeReport:
         if part := sum(name in model.mark for name in whole):
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
             prints[str(reference)] = model.mark.hexdigest(model.as_filed.config) + words
+    for line in equal_donors(session):
+        session.run.note(line)
     models = origins(map(ModelReference.model_validate, prints), session.options.transformers_cache)
     facts = {"fingerprints": prints, "models": models, "own_method": recipe.own_method is not None}
     return session.run.report(recipe.base, recipe.delegate.spec.name, source, **facts)
+
+
+def equal_donors(session: Session) -> list[str]:
+    """Lines on donors whose tensors are all those of their base, by the checksums of what the merge read."""
+    config, lines = session.recipe.config, list[str]()
+    references = [*filter(None, (config.base_model,)), *tuned_from(config).values()]
+    bases = [session.models[reference] for reference in references]
+    for reference in sorted(set(config.referenced_models()) - {config.base_model}, key=str):
+        donor = session.models[reference]
+        equal = next((base for base in bases if base.mark == donor.mark and len(donor.mark) == len(donor)), None)
+        lines += [] if equal is None else [f"`{reference}` {equality_words(equal, donor)}."]
+    return lines
 
 
 def _write_heads(views: RecipeViews, folder: str, report: MergeReport) -> None:

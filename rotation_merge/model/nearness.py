@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from glob import escape, glob
 
 import torch
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.model.contents import ADAPTER_CONFIG
 from rotation_merge.model.tensors import TensorSource
 from rotation_merge.model.view import View
 
@@ -75,6 +78,33 @@ def likeness(anchor: View, donor: View) -> float:
     """Mean cosine of the angle between matrices of the same name; 1 where no two can be compared."""
     cosines = nearness(anchor.architecture, anchor, donor).cosines
     return sum(cosines) / len(cosines) if cosines else 1.0
+
+
+def equality(base: View, donor: View) -> str:
+    """A remark on a donor whose tensors are all the base's; empty if one differs, which is read first where most do."""
+    if donor.shapes != base.shapes:
+        return ""
+    names = dict.fromkeys([*_spread(base.architecture, base, donor), *base])
+    return equality_words(base, donor) if all(_are_equal(base[name], donor[name]) for name in names) else ""
+
+
+def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same values, perhaps in two types."""
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(dtype), second.to(dtype))
+
+
+def equality_words(base: View, donor: View) -> str:
+    """The remark on a donor that equals the base, with the adapters that lie in its folder."""
+    words = f"equals the base ({base.reference})"
+    if donor.files is None or donor.files.adapter is not None:
+        return words if donor.files is None else f"{words}: its adapter changes nothing"
+    configs = sorted(glob(os.path.join(escape(donor.folder), "*", ADAPTER_CONFIG)))
+    folders = [os.path.dirname(path) for path in configs]
+    if not folders:
+        return f"{words}: it brings nothing to the merge"
+    names = ", ".join(map(os.path.basename, folders))
+    return f"{words}; an adapter lies in {names}: name {donor.reference}+{folders[0]}"
 
 
 @dataclass(frozen=True)

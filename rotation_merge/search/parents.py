@@ -22,7 +22,7 @@ from rotation_merge.matching.pair import open_pair
 from rotation_merge.model.checkpoint import mark_of
 from rotation_merge.model.folder import close_files
 from rotation_merge.model.naming import shortened
-from rotation_merge.model.nearness import RELATED, cosine_text, likeness
+from rotation_merge.model.nearness import RELATED, cosine_text, equality, likeness
 from rotation_merge.model.open import open_model
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
@@ -182,7 +182,8 @@ class Parents:
         for model, pair in pairs.items():
             cosine = relations[model] = likeness(pair.anchor, pair.donor)
             self.say(f"{names[model]}: mean cosine of its matrices to those of {names[first]} {cosine_text(cosine)}")
-            for warning in pair.warnings:
+            remark = equality(pair.anchor, pair.donor)
+            for warning in [*pair.warnings, *([f"{names[model]} {remark}"] if remark else [])]:
                 self.say(f"warning: {warning}")
         return relations
 

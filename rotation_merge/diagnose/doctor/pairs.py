@@ -13,7 +13,7 @@ from rotation_merge.matching.pair import are_here, open_pair
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.model.chat import ends_of_text, ids_in
 from rotation_merge.model.contents import Contents
-from rotation_merge.model.nearness import RELATED, cosine_text, likeness
+from rotation_merge.model.nearness import RELATED, cosine_text, equality, likeness
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import moved_tokens
 from rotation_merge.record import RELATED as NEAR
@@ -47,6 +47,8 @@ def of_pairs(case: Case, progress: Progress | None) -> Iterator[Cause]:
         if not (case.recipe.get("tokenizer") or case.recipe.get("tokenizer_source")):
             yield from _vocabulary(case, anchor, donor)
         yield from _config(anchor, donor)
+        if remark := equality(anchor, donor):
+            yield Cause("equal models", 0.7, f"it {remark}", name, "name its adapter, or leave it out")
         yield from _coordinates(case, anchor, donor, progress)
 
 
