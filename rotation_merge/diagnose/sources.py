@@ -204,7 +204,6 @@ class Sources:
         if path[0] == "models" and averaged and not resizes and not carried:  # of slices, compiling checks it
             check_token_ids(anchor, model)
 
-
     def _note_equal(self, anchor: View, path: Path, donor: View, opened: dict[str, tuple[Path, View]]) -> None:
         """Note that a donor is its base, which it may be where an adapter was forgotten."""
         origins = {place[:-2]: name for place, name in references(self.document.value) if place[-1] == "finetuned_from"}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import click
 import yaml
@@ -35,14 +37,14 @@ from rotation_merge.mergekit_plugin.recipe import (
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.mergekit_plugin.views import RecipeViews
-from rotation_merge.model.adapters import NON_LORA
 from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
 from rotation_merge.model.contents import VOCABULARIES
-from rotation_merge.model.folder import close_files, folder_of, place_of
+from rotation_merge.model.folder import close_files, folder_of
 from rotation_merge.model.heads import write_heads
 from rotation_merge.model.markdown import plain
-from rotation_merge.model.nearness import equality_words
+from rotation_merge.model.nearness import equality, equality_words
+from rotation_merge.model.open import open_model
 from rotation_merge.model.sentence import write_modules
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
@@ -283,23 +285,34 @@ def complete(session: Session, folder: str) -> list[Defect]:
     return defects
 
 
-NOT_MERGED = "without {}: this method merges by peft, which leaves it out (rotation_merge with 'delegate' does not)"
-
-
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:
     """Look at the output of another method of mergekit's, and at its parents; nothing is changed."""
     parents, _ = _parents(config, options)
     models = [*filter(None, [config.base_model]), *sorted(config.referenced_models(), key=str)]
-    cache = options.transformers_cache
-    folders = {str(model): folder_of(model.model, cache) for model in models if model.lora is None}
+    folders = {str(m): folder_of(m.model, options.transformers_cache) for m in models if m.lora is None}
     stored = {name: place for name, place in folders.items() if place is not None}
     defects = [*check_parents(stored), *check_folder(folder, parents), *check_values(Contents(folder))]
-    lines = [f"rotation_merge: {folder}: {defect.line}" for defect in defects]
-    loras = filter(None, (model.lora for model in models))
-    places = filter(None, (place_of(lora, cache) for lora in loras))
-    files = dict.fromkeys(os.path.join(place, NON_LORA) for place in places)
-    lines += [f"rotation_merge: {folder}: {NOT_MERGED.format(file)}" for file in files if os.path.exists(file)]
+    remarks = [*(defect.line for defect in defects), *dict.fromkeys(_remarks(config, options))]
+    lines = [f"rotation_merge: {folder}: {remark}" for remark in remarks]
     say(lines or [f"rotation_merge: {folder} is complete"])
+
+
+def _remarks(config: MergeConfiguration, options: MergeOptions) -> Iterator[str]:
+    """What peft, by which other methods merge adapters, does otherwise; and models that equal the base."""
+    facts: dict[str, Any] = {"options": options, "unsupported": "merge", "any_base": True}
+    for model in sorted(config.referenced_models(), key=str):
+        with suppress(RotationMergeError):  # such as of a class that is not supported
+            view = open_model(model, **facts)
+            adapter, base = (None, None) if view.files is None else (view.files.adapter, view.files.base)
+            reasons = [] if adapter is None else adapter.beyond_peft
+            if base is not None and view.head_differs and not base.head_differs:
+                reasons.append("changes a head that is tied to the embedding")
+            for reason in reasons:
+                yield f"{model.lora} {reason}: peft merges it otherwise; rotation_merge with 'delegate' does not"
+            if config.base_model not in (None, model) and (
+                remark := equality(open_model(config.base_model, **facts), view)
+            ):
+                yield f"{model} {remark}"
 
 
 def _parents(config: MergeConfiguration, options: MergeOptions) -> tuple[list[str], str]:

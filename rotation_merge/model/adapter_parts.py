@@ -297,7 +297,12 @@ def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
     parts: dict[str, list[tuple[int, AdapterPart]]] = {}
     for part in itertools.chain.from_iterable(map(pieces, adapter_parts(adapter, base, model))):
         info = part.info
-        if base.tied_head is not None and info.vocabulary_axis is not None and len(info.axes) == 2:
+        if (
+            base.tied_head is not None
+            and base.tied_head not in base
+            and info.vocabulary_axis is not None
+            and len(info.axes) == 2
+        ):
             problem = f"the adapter changes '{info.name}' and not the head '{base.tied_head}', which is tied to it"
             remedy = "store the head as a tensor of its own, with 'tie_word_embeddings': false"
             raise CheckpointError(problem, where=model, remedy=remedy)

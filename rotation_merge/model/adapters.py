@@ -84,7 +84,7 @@ def _name_in_training(key: str) -> str:
     if ".original_module." in key or "lora_" in key:
         return ""
     name = re.sub(r"^(module\.)?(base_model\.(model\.)?)?", "", key)
-    return re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.)", "", name)
+    return re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", name)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ class Adapter:
                 change["embedding"] = change.get("embedding", False) or bool(embedding)
                 change["shift" if leaf == "bias" else PARTS[part]] = key
             elif self.form == PEFT and "lora_" not in stem and ".token_adapter." not in stem:
-                parts.setdefault(re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem), {})["value"] = key
+                if name := _name_in_training(stem):
+                    parts.setdefault(name, {})["value"] = key
             elif self.form == PEFT or not stem.endswith(".alpha"):
                 raise self.refusal(f"tensor '{key}' is not part of W + s B A")
         if not parts:
@@ -205,6 +206,12 @@ class Adapter:
     def base(self) -> str | None:
         """The name of the base that it was trained on, if it is stored."""
         return self.config.get("base_model_name_or_path")
+
+    @property
+    def beyond_peft(self) -> list[str]:
+        """What peft leaves out, or reads otherwise than it was trained."""
+        reasons = [f"has {NON_LORA} beside it"] if self.non_lora else []
+        return reasons + (["packs B of its experts in another order"] if self.config.get(B_LAYOUT) == GROUPED else [])
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from rotation_merge.architecture.model import Architecture, TensorInfo
 from rotation_merge.model.contents import ADAPTER_CONFIG
-from rotation_merge.model.tensors import TensorSource
+from rotation_merge.model.tensors import TensorSource, are_equal
 from rotation_merge.model.view import View
 
 RELATED = 0.5
@@ -85,13 +85,7 @@ def equality(base: View, donor: View) -> str:
     if donor.shapes != base.shapes:
         return ""
     names = dict.fromkeys([*_spread(base.architecture, base, donor), *base])
-    return equality_words(base, donor) if all(_are_equal(base[name], donor[name]) for name in names) else ""
-
-
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have the same values, perhaps in two types."""
-    dtype = torch.promote_types(first.dtype, second.dtype)
-    return torch.equal(first.to(dtype), second.to(dtype))
+    return equality_words(base, donor) if all(are_equal(base[name], donor[name]) for name in names) else ""
 
 
 def equality_words(base: View, donor: View) -> str:

@@ -22,6 +22,7 @@ from rotation_merge.architecture.sentence import KEY as SENTENCE
 from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, RotationMergeError, short
 from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
+from rotation_merge.model.apply import with_tied
 from rotation_merge.model.contents import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -35,7 +36,7 @@ from rotation_merge.model.folder import SMALL, fetched, fetched_weights, place_o
 from rotation_merge.model.gguf import is_gguf, quantised
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.sentence import read_modules
-from rotation_merge.model.tensors import Shapes, Tensors, as_tensors
+from rotation_merge.model.tensors import Shapes, Tensors, are_equal, as_tensors
 from rotation_merge.model.view import Files, View
 from rotation_merge.model.writing import untied
 from rotation_merge.record import REPORT_FILE
@@ -134,7 +135,7 @@ def _differing_head(view: View) -> TensorInfo | None:
     """A stored head whose values are not those of the embedding that is stored beside it; reads both."""
     for info in view.architecture.heads():
         embedding = next((name for name in info.tied if name in view), None)
-        if info.name in view and embedding is not None and not torch.equal(view[info.name], view[embedding]):
+        if info.name in view and embedding is not None and not are_equal(view[info.name], view[embedding]):
             return replace(info, tied=(embedding,))
     return None
 
@@ -190,12 +191,32 @@ def _open_files(
         return base
     if not adapter.base:
         remarks = (f"`{name}`: the adapter does not say which base it was trained on.", *remarks)
-    tensors = adapted(base, adapter, name)
-    files = replace(files, reference=reference, tensors=tensors, adapter=adapter, base=base)
-    view = replace(base, name=name, tensors=tensors, files=files, remarks=remarks)
+    apart = _with_head_apart(base, adapter)
+    tensors = adapted(apart, adapter, name)
+    dtypes = dict(apart.dtypes) if apart is not base else files.dtypes
+    files = replace(files, reference=reference, dtypes=dtypes, tensors=tensors, adapter=adapter, base=base)
+    view = replace(apart, name=name, tensors=tensors, files=files, remarks=remarks)
+    if apart is not base:
+        tied = adapter.config.get("ensure_weight_tying")
+        view = view if tied else _with_own_head(view, unsupported)
+        if not view.head_differs:
+            tensors = tensors.only(base)
+            view = replace(view, architecture=base.architecture, tensors=tensors, files=replace(files, tensors=tensors))
     if not any_base:
         check_own_base(view)
     return view
+
+
+def _with_head_apart(base: View, adapter: Adapter) -> View:
+    """A base whose tied head is a second tensor, where an adapter changes it or the embedding: they may differ then."""
+    if not says_tied(base.config) or find(base.config) is None:
+        return base
+    architecture = resolve(dict(base.config), list(base), base.name, keep_unknown=True, untie=True)
+    names = {name.replace(".base_layer", "") for name in adapter.changes}
+    heads = [info for info in architecture.heads() if names & {info.name, *info.tied}]
+    if not heads:
+        return base
+    return replace(base, architecture=architecture, tensors=with_tied(architecture, base.tensors))
 
 
 def check_present(reference: ModelReference, options: MergeOptions | None = None) -> None:

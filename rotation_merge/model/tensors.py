@@ -161,6 +161,12 @@ def as_tensors(source: Mapping[str, Tensor], model: str = "") -> Tensors:
     return Tensors(shapes, {name: tensor.dtype for name, tensor in source.items()}, by_name(read))
 
 
+def are_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same values, perhaps in two types."""
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(dtype), second.to(dtype))
+
+
 def mean_of(sources: Sequence[Mapping[str, Tensor]]) -> Tensors:
     """The mean of tensors that all sources have, in float32 at least; equal sources give the same, bit for bit."""
     every = [as_tensors(source) for source in sources]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cli_support import output_of, parsed, run
-from plugin_support import from_file, make, merged, twin, write_recipe
+from plugin_support import from_file, lora, make, merged, twin, write_recipe
 from plugin_support import recipe_for as local_recipe
 from residual_support import Checkpoint, checkpoint, recipe, report, transport
 from residual_support import twin as moved
@@ -106,3 +108,25 @@ def test_barrier_is_measured_on_what_is_merged(trio: Trio, deep: tuple[Path, Pat
     plain, aligned = (curve["loss"][1] for curve in facts["curves"])
     assert aligned == loss(tmp_path / "out", trio[-1])
     assert aligned != pytest.approx(plain, abs=1e-3)
+
+
+def test_a_donor_that_equals_its_base_is_said(tmp_path: Path) -> None:
+    """With the adapter in its folder that was forgotten: by check, doctor and the report, of any method."""
+    base, other = make("llama", tmp_path / "base"), make("llama", tmp_path / "other", seed=1)
+    forgotten, plain = (shutil.copytree(base, tmp_path / name) for name in ("forgotten", "plain"))
+    lora(forgotten / "lora_adapter", base)
+    words = f"equals the base ({base}); an adapter lies in lora_adapter: name {forgotten}+{forgotten}/lora_adapter"
+    both = local_recipe("linear", base, forgotten, other)
+    for command in ("check", "doctor"):
+        output = " ".join(run(command, write_recipe(both, tmp_path / "recipe.yml")).output.split())
+        assert words in output
+        assert output.count("equals the base") == 1
+    merged(both, tmp_path / "out")
+    assert f"`{forgotten}` {words}." in json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"]
+    stock = {**both, "merge_method": "task_arithmetic", "parameters": {}, "models": both["models"][1:]}
+    stock["models"][0]["model"] = str(plain)
+    output = run("check", write_recipe(stock, tmp_path / "stock.yml")).output
+    assert f"{plain} equals the base ({base}): it brings nothing to the merge" in output
+    carried = local_recipe("linear", other, forgotten)
+    carried["models"][1]["parameters"]["finetuned_from"] = str(base)
+    assert words in run("check", write_recipe(carried, tmp_path / "carried.yml")).output

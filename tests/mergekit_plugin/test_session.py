@@ -25,7 +25,17 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from plugin_support import from_file, make, one_error, recipe_for, relative_distances, state, write_recipe, write_state
+from plugin_support import (
+    from_file,
+    lora,
+    make,
+    one_error,
+    recipe_for,
+    relative_distances,
+    state,
+    write_recipe,
+    write_state,
+)
 from safetensors.torch import load_file, save_file
 from test_integrity import TWICE, overlaid, quantised
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -363,16 +373,18 @@ def test_other_methods_are_checked_where_the_environment_asks(
     assert ("special id beyond the vocabulary" in caplog.text) == asked
 
 
-def test_whole_weights_that_peft_leaves_out_are_named(
+def test_what_other_methods_merge_otherwise_is_said(
     parents: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "non_lora_state_dict.bin").write_bytes(b"")
+    lora(tmp_path / "lora", base := parents[0])
+    torch.save({"model.norm.weight": state(base)["model.norm.weight"]}, tmp_path / "lora" / "non_lora_state_dict.bin")
     models = [{"model": f"{parents[0]}+{tmp_path / 'lora'}", "parameters": {"weight": 1}}]
-    config = MergeConfiguration.model_validate({"merge_method": "linear", "models": models})
+    models.append({"model": str(shutil.copytree(base, tmp_path / "copy")), "parameters": {"weight": 1}})
+    recipe = {"merge_method": "linear", "models": models, "base_model": str(base)}
     with caplog.at_level(logging.INFO):
-        say_defects(config, str(parents[0]), MergeOptions())
-    assert f"without {tmp_path / 'lora' / 'non_lora_state_dict.bin'}: this method merges by peft" in caplog.text
+        say_defects(MergeConfiguration.model_validate(recipe), str(base), MergeOptions())
+    assert f"{tmp_path / 'lora'} has non_lora_state_dict.bin beside it: peft merges it otherwise" in caplog.text
+    assert f"{tmp_path / 'copy'} equals the base ({base}): it brings nothing" in caplog.text
 
 
 def said_of_stock(models: Sequence[Path], out: Path, caplog: pytest.LogCaptureFixture, **keys: Any) -> str:

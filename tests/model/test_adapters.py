@@ -14,9 +14,11 @@ import pytest
 import tiny_models as tiny
 import torch
 import transformers
-from cli_support import output_of, parsed
+from cli_support import output_of, parsed, run
 from plugin_support import (
+    error_of_merge,
     files_of,
+    load,
     lora,
     make,
     merged,
@@ -269,10 +271,45 @@ def test_rounded_once(dtype: str | None, of_anchor: bool, tmp_path: Path) -> Non
     assert not factors
 
 
+ON_HEAD: dict[str, dict[str, Any]] = {
+    "saved head": {"modules_to_save": ["lm_head"]},
+    "saved embedding": {"modules_to_save": ["embed_tokens"]},
+    "factors of the head": {"target_modules": ["q_proj", "lm_head"]},
+    "DoRA of the head": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "factors of the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+"""Adapters with which the head of a tied base is another tensor than its embedding."""
+ON_BOTH: dict[str, dict[str, Any]] = {
+    "copies of the base's": {},
+    "tied, saved": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tied, factors": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+}
+"""Adapters with which the two stay one."""
+
+
+@pytest.mark.parametrize("which", [*ON_HEAD, *ON_BOTH])
+def test_a_head_on_a_tied_base(which: str, tmp_path: Path) -> None:
+    """What peft computes: an untied donor, which a merge on a tied base takes with 'untie'."""
+    base, adapter, inputs = make("qwen2", tmp_path / "base"), tmp_path / "lora", torch.arange(12)[None]
+    model = lora(adapter, base, **{**ON_HEAD, **ON_BOTH}[which])
+    model.save_pretrained(adapter, save_embedding_layers=True)
+    donor, expected = f"{base}+{adapter}", model.eval()(inputs).logits
+    torch.testing.assert_close(load(donor)(inputs).logits, expected, atol=1e-4, rtol=1e-4)
+    still = {"ffn": "none", "attention": "none", "heads": "none", "scaling": False}
+    recipe = recipe_for("linear", base, donor, **still)
+    for entry, weight in zip(recipe["models"], (0.0, 1.0), strict=True):
+        entry["parameters"]["weight"] = weight
+    if which in ON_HEAD:
+        assert "set 'untie: true'" in error_of_merge(recipe, tmp_path / "refused")
+        assert "set 'untie: true'" in run("check", write_recipe(recipe, tmp_path / "recipe.yml")).output
+        recipe["parameters"]["untie"] = True
+    merged(recipe, tmp_path / "out")
+    torch.testing.assert_close(load(str(tmp_path / "out"))(inputs).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "options", "words"),
     [
-        ("qwen2", {}, {"target_modules": ["embed_tokens"]}, "tied"),
         (
             "llama",
             {"mlp_bias": True},  # of the two maps into the stream one has a bias; the adapter has one for both
@@ -284,7 +321,7 @@ def test_rounded_once(dtype: str | None, of_anchor: bool, tmp_path: Path) -> Non
 def test_what_has_no_place_in_the_model_is_refused(
     family: str, sizes: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """An embedding to which the head is tied; a bias that the model lacks."""
+    """A bias that the model lacks."""
     base = make(family, tmp_path / "base", **sizes)
     adapter = adapter_for(base, tmp_path / "lora", **options)
     with pytest.raises(rm.RotationMergeError, match=words):
