@@ -32,7 +32,8 @@ from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, adapter_of, plain_adapter
+from rotation_merge.model.adapter_names import by_module
+from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, Change, adapter_of, plain_adapter
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
 
@@ -140,7 +141,8 @@ def merge_adapters(
     if chosen.energy != AdapterMergeConfig.energy and chosen.rank != AUTO:
         raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
     read = [plain_adapter(path) for path in paths]
-    base_weights = _check_alike(read, same_base)
+    named = by_module(read)
+    base_weights = _check_alike(read, named, same_base)
     rule, entrywise = _rule(method, dict(parameters or {}))
     shares = [1.0] * len(read) if weights is None else numbers_for(weights, len(read), "adapter")
     if not all(math.isfinite(share) and share > 0 for share in shares):
@@ -150,10 +152,10 @@ def merge_adapters(
         problem, remedy = f"option 'rank' is {chosen.rank}", f"it must be from 1 to {most}, the ranks together"
         raise RecipeError(problem, remedy=remedy)
     maps, maps_by_module = dict[str, LowRank](), dict[str, MergedMap]()
-    modules = {change.module: name for adapter in read for name, change in adapter.changes.items()}
     with seeded(chosen.seed):
-        for module, name in sorted(modules.items()):
-            parts = [a.low_rank(a.changes[name]) if name in a.changes else None for a in read]
+        for module in sorted({module for changes in named for module in changes}):
+            pairs = zip(read, named, strict=True)
+            parts = [a.low_rank(changes[module]) if module in changes else None for a, changes in pairs]
             maps[module], maps_by_module[module] = _merged(parts, shares, rule, entrywise, chosen)
     merged = adapter_of(maps, read[0].config, base_weights, read[0].form)
     return MergedAdapter(merged, tuple(a.path for a in read), maps_by_module)
@@ -189,8 +191,8 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
         assert isinstance(method, TaskVectorMethod)
         sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
         base, size = Source(torch.zeros_like(changes[0]), 0.0), {"size": min(like.shape)}
-        # an embedding is no linear map
-        return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, not like.embedding)
+        linear = not like.embedding and like.a.ndim == 2  # as in recipes, convolutions and embeddings get the mean
+        return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, linear)
 
     if isinstance(method, TaskVectorMethod):
         return by_own_rule, False
@@ -260,11 +262,11 @@ def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, right.mT
 
 
-def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
+def _check_alike(read: Sequence[Adapter], named: Sequence[Mapping[str, Change]], same_base: bool) -> dict[str, Tensor]:
     """Refuse adapters of different forms, bases, or shapes of one map; returns weights of the base beside factors."""
     first, weights, shapes = read[0], dict[str, Tensor](), dict[str, list[int]]()
     remedy = "merge adapters of one base and one format; carry or convert one of them first"
-    for adapter in read:
+    for adapter, changes in zip(read, named, strict=True):
         problem = ""
         if adapter.form != first.form:
             problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
@@ -272,16 +274,17 @@ def _check_alike(read: Sequence[Adapter], same_base: bool) -> dict[str, Tensor]:
             bases = [base or "an unnamed base" for base in (adapter.base, first.base)]
             problem = f"is an adapter of {bases[0]}, {first.path} one of {bases[1]}"
             remedy += "; if the two are the same model, use --force (in Python: same_base=False)"
-        for name, change in adapter.changes.items():
+        for module, change in changes.items():
             shape = [adapter.shapes[change.b][0], math.prod(adapter.shapes[change.a][1:])]
-            if shape != shapes.setdefault(name, shape):
-                problem = f"changes '{change.module}' of shape {shape}, an adapter before it of {shapes[name]}"
+            if shape != shapes.setdefault(module, shape):
+                problem = f"changes '{change.module}' of shape {shape}, an adapter before it of {shapes[module]}"
             weight = adapter.tensors[change.value] if change.value else None
-            if weight is not None and not torch.equal(weights.setdefault(change.value, weight), weight):
+            key = change.value.replace(change.module, module, 1)
+            if weight is not None and not torch.equal(weights.setdefault(key, weight), weight):
                 problem = f"holds another '{change.value}' of the base than the adapters before it"
         if problem:
             raise CheckpointError(problem, where=adapter.path, remedy=remedy)
-    if first.form != PEFT and not any(set(first.changes) & set(adapter.changes) for adapter in read[1:]):
+    if first.form != PEFT and not any(set(named[0]) & set(changes) for changes in named[1:]):
         raise CheckpointError(f"has no map in common with {first.path}", where=read[1].path, remedy=remedy)
     return weights
 

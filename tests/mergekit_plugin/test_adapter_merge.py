@@ -17,7 +17,7 @@ from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskAr
 from plugin_support import lora, make, write_adapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError, merge_adapters
@@ -164,6 +164,26 @@ def test_a_method_for_linear_maps_takes_the_mean_of_embeddings_long_ones_shorten
     torch.testing.assert_close(merged, (full[0] + full[1] / 2) / 2, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["wudi", "tsv", "iso"])
+def test_convolutions_get_the_mean_as_in_recipes(name: str, tmp_path: Path) -> None:
+    """Of lengths that differ by less than a factor of two."""
+    config = ViTConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8)
+    config.patch_size, config.architectures = 4, ["ViTModel"]
+    base = {key: torch.zeros_like(x).double() for key, x in ViTModel(config).state_dict().items()}
+    module = "embeddings.patch_embeddings.projection"
+    weight, paths, models = base[f"{module}.weight"], list[str](), [base]
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        a, b = torch.randn(2, *weight.shape[1:], generator=draw), torch.randn(8, 2, 1, 1, generator=draw)
+        factors = {f"base_model.model.{module}.lora_{x}.weight": part for x, part in (("A", a), ("B", b))}
+        paths.append(write_peft(tmp_path / str(seed), maps=(), more=factors))
+        models.append({**base, f"{module}.weight": (2 * b.flatten(1) @ a.flatten(1)).reshape(weight.shape).double()})
+    expected = rm.average([(state, config) for state in models], name)[f"{module}.weight"]
+    (merged,) = changes(merge_adapters(paths, name), tmp_path / "out").values()
+    torch.testing.assert_close(merged, expected.flatten(1), **CLOSE)
+    torch.testing.assert_close(merged, sum(of(path)[module] for path in paths) / 2, **CLOSE)
+
+
 def test_what_survives_is_told(tmp_path: Path) -> None:
     """Of changes that share no direction all in their sum, half in their mean, the longer at half the rank."""
     paths = []
@@ -199,6 +219,51 @@ def test_peft_reads_it_and_its_own_merges_agree(tmp_path: Path) -> None:
         with torch.no_grad():
             outputs.append(model(inputs).logits)
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
+
+
+def renamed(folder: str, before: str, after: str, out: Path) -> str:
+    """An adapter whose modules are called otherwise."""
+    tensors = {key.replace(before, after): x for key, x in load_file(Path(folder) / WEIGHTS).items()}
+    config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    return str(write_adapter(config, tensors, out))
+
+
+@pytest.mark.parametrize("wrapper", ["model.", "backbone.", "language_model.model.", "_orig_mod.", "_orig_mod.model."])
+@pytest.mark.parametrize("first", [True, False])
+def test_one_module_by_two_names_is_merged_once(wrapper: str, first: bool, tmp_path: Path) -> None:
+    """Under the name of the first adapter, but never that of torch.compile."""
+    paths = [write_peft(tmp_path / str(seed), seed) for seed in range(2)]
+    paths[not first] = renamed(paths[not first], "model.layers", f"model.{wrapper}layers", tmp_path / "renamed")
+    parts = [of(path) for path in paths]
+    merged = changes(merge_adapters(paths), tmp_path / "out")
+    assert len(merged) == len(MAPS)
+    for module, change in merged.items():
+        assert "_orig_mod" not in module
+        if "_orig_mod" not in wrapper:
+            assert module.startswith("layers") is not first
+        terms = [next(x for name, x in part.items() if name.endswith(module.partition("layers")[2])) for part in parts]
+        torch.testing.assert_close(change, sum(terms) / 2, **CLOSE)
+
+
+def test_the_base_names_a_module_where_it_is_there(tmp_path: Path) -> None:
+    base = make("llama", tmp_path / "base")
+    for seed, name in enumerate(("one", "two")):
+        lora(tmp_path / name, base, seed)
+    other = renamed(str(tmp_path / "one"), "model.model.layers", "model.backbone.layers", tmp_path / "renamed")
+    merged = merge_adapters([other, tmp_path / "two"], "task_arithmetic")
+    assert merged.adapter.tensors.keys() == load_file(tmp_path / "two" / WEIGHTS).keys()
+    assert merged.shares() == pytest.approx([1, 1], abs=0.5)
+
+
+def test_names_that_may_be_one_module_are_refused_and_parts_of_a_model_are_not(tmp_path: Path) -> None:
+    paths = [write_peft(tmp_path / str(seed), seed) for seed in range(2)]
+    unsure = renamed(paths[1], "model.layers", "model.wrapped.layers", tmp_path / "unsure")
+    with pytest.raises(
+        RotationMergeError, match=r"names 'wrapped\.layers.*', which may be 'layers.*'; name one module alike"
+    ):
+        merge_adapters([paths[0], unsure])
+    tower = renamed(paths[1], "model.layers", "model.vision_tower.layers", tmp_path / "tower")
+    assert len(merge_adapters([paths[0], tower]).maps) == 2 * len(MAPS)
 
 
 # --- formats of single files -----------------------------------------------------------------------------------------
