@@ -36,7 +36,7 @@ PARSED_ONLY = ("demo", "polish", "doctor", "push")
 SHORTER = {
     "align --learn": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
     "barrier": {"--points": "3", "--limit": "4", "--length": "32"},
-    "merge": {"--budget": "1s"},
+    "merge": {"--budget": "1s", "--anyway": "--force"},  # samples may rightly show no clear difference
     "evaluate": {"--limit": "4"},
     "measure": {"--samples": "4", "--length": "16"},
     "carry --steps": {"--steps": "2"},
