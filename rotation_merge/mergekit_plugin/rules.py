@@ -130,7 +130,8 @@ def check(document: Document) -> MergeMethod | None:
         document.collect(rule(config))
     if delegate is not None and not any("did you mean" in fault.remedy for fault in document.faults):
         document.collect(_contract(config, delegate))
-        document.collect(sums_of_weights(config, delegate))
+        document.collect(sums_of_zero(config, delegate))
+        document.collect(other_sums(config, delegate), ignored=True)
     return delegate
 
 
@@ -426,9 +427,25 @@ SHARES = {"linear": "normalize", "multislerp": "normalize_weights"} | dict.fromk
 """Averages that divide by the sum of the weights, and the parameter that, set to false, says that one does not."""
 
 
-def sums_of_weights(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
-    """Weights that add up to 0 where a mean divides by their sum, or not to 1 where `linear` does not divide by it."""
-    name, parameters = delegate.spec.name, config.parameters or {}
+def sums_of_zero(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
+    """Weights that add up to 0 where a mean divides by their sum."""
+    name = delegate.spec.name
+    for path, total, largest, divides in _sums(config, name):
+        if divides and abs(total) <= 1e-6 * largest:
+            yield path, f"the weights add up to {total:.3g}, and {name} divides by it", "make them add up to 1"
+
+
+def other_sums(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
+    """Weights of `linear` that do not add up to 1 where it does not divide by their sum; this scales the model."""
+    for path, total, _, divides in _sums(config, delegate.spec.name):
+        if not divides and delegate.spec.name == "linear" and abs(total - 1) > 0.05:
+            remedy = "make them add up to 1, or leave out 'normalize: false'"
+            yield path, f"the weights add up to {total:.3g}", remedy
+
+
+def _sums(config: MergeConfiguration, name: str) -> Iterator[tuple[Path, float, float, bool]]:
+    """The sum of each group's weights, the largest of them, and whether the method divides by the sum."""
+    parameters = config.parameters or {}
     divides = parameters.get(SHARES.get(name, ""), True) is not False
     for group in groups(config) if name in SHARES else ():
         base = group.base or config.base_model
@@ -436,14 +453,8 @@ def sums_of_weights(config: MergeConfiguration, delegate: MergeMethod) -> Iterat
         weights = {model: parameters.get("weight") if weight is None else weight for model, weight in weights.items()}
         values = [weight for model, weight in weights.items() if name != "multislerp" or model != base]
         numbers = [weight for weight in values if isinstance(weight, int | float)]
-        if len(numbers) != len(values):
-            continue  # lists and filters
-        total, largest = sum(numbers), max(map(abs, numbers), default=0.0)
-        if divides and abs(total) <= 1e-6 * largest:
-            yield group.path, f"the weights add up to {total:.3g}, and {name} divides by it", "make them add up to 1"
-        elif not divides and name == "linear" and abs(total - 1) > 0.05:
-            remedy = "make them add up to 1, or leave out 'normalize: false'"
-            yield group.path, f"the weights add up to {total:.3g}", remedy
+        if len(numbers) == len(values):  # else there are lists or filters
+            yield group.path, sum(numbers), max(map(abs, numbers), default=0.0), divides
 
 
 # --- names in models -------------------------------------------------------------------------------------------------

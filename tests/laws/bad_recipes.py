@@ -175,13 +175,11 @@ STRUCTURE = [
     in_recipe("word for parameters", "parameters:\n  delegate: linear", "parameters: linear", "input should be"),
 ]
 
-SCALED = f"{SETTINGS} {{delegate: linear, normalize: false}}"
 TWICE = "is donor by another path", "name each model once"
 CAUSES = [
     models(
         SETTINGS.replace("weight: 1}}]", "weight: -1}}]") + " {delegate: linear}", "the weights add up to 0, and linear"
     ),
-    models(SCALED, "the weights add up to 2; make them add up to 1, or leave out 'normalize: false'"),
     *(
         models(f"{SETTINGS.replace('}}]', f'}}}}, {{model: {path}, parameters: {{weight: 1}}}}]')} {{}}", *TWICE)
         for path in ("./donor", "donor/", "anchor/../donor")

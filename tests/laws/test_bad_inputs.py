@@ -181,6 +181,15 @@ def test_what_is_near_is_good(name: str, bench: Hub) -> None:
     assert (code, Path("out", "model.safetensors").exists()) == (0, True), (out, err)
 
 
+def test_weights_that_scale_the_model_are_a_note(bench: Hub) -> None:
+    recipe = RECIPE.replace("weight: 0.5", "weight: 1").replace("delegate: linear", "delegate: linear\n  normalize: false")
+    Path("recipe.yml").write_text(recipe)
+    code, out, _ = run("rotation-merge", "check", "recipe.yml")
+    assert code == 0
+    assert "the weights add up to 2; make them add up to 1, or leave out 'normalize: false' (a note)" in out
+    assert run("mergekit-yaml", "recipe.yml", "out", "--quiet")[0] == 0
+
+
 @pytest.mark.parametrize("method", STOCK)
 def test_recipes_of_other_methods_that_run_are_ready(method: str, bench: Hub) -> None:
     """What mergekit ignores, such as `out_path`, is a note, as is a base without a tokenizer."""

@@ -17,7 +17,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.mergekit_plugin import delegates
 from rotation_merge.mergekit_plugin.document import Document
-from rotation_merge.mergekit_plugin.rules import check_structure, sums_of_weights
+from rotation_merge.mergekit_plugin.rules import check_structure, other_sums, sums_of_zero
 from rotation_merge.model.view import View
 from rotation_merge.run.functions import architecture_of, load
 from rotation_merge.run.proof import LARGEST, random_batch
@@ -44,7 +44,8 @@ def _sums(case: Case) -> Iterator[Cause]:
     document = Document(dict(case.recipe))
     if case.recipe and case.delegate in delegates.names():
         check_structure(document)
-        for _, problem, remedy in sums_of_weights(document.config, delegates.get(case.delegate)):
+        delegate = delegates.get(case.delegate)
+        for _, problem, remedy in (*sums_of_zero(document.config, delegate), *other_sums(document.config, delegate)):
             yield Cause("scale", 0.75, problem, case.name, remedy)
 
 
