@@ -34,8 +34,8 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3065),
     ("carrying",): (1500, 2264),
     ("report",): (1400, 1694),
-    ("mergekit_plugin",): (2500, 3935),
-    ("diagnose",): (2100, 2084),
+    ("mergekit_plugin",): (2500, 3946),
+    ("diagnose",): (2100, 2085),
     ("search", "share"): (1400, 2000),
     ("api", "cli", "__init__"): (1400, 2731),
 }
