@@ -182,8 +182,8 @@ def test_what_is_near_is_good(name: str, bench: Hub) -> None:
 
 
 def test_weights_that_scale_the_model_are_a_note(bench: Hub) -> None:
-    recipe = RECIPE.replace("weight: 0.5", "weight: 1").replace("delegate: linear", "delegate: linear\n  normalize: false")
-    Path("recipe.yml").write_text(recipe)
+    recipe = RECIPE.replace("weight: 0.5", "weight: 1")
+    Path("recipe.yml").write_text(recipe.replace("delegate: linear", "delegate: linear\n  normalize: false"))
     code, out, _ = run("rotation-merge", "check", "recipe.yml")
     assert code == 0
     assert "the weights add up to 2; make them add up to 1, or leave out 'normalize: false' (a note)" in out
