@@ -177,7 +177,7 @@ def resolve(
     if settings := stores_codes(config):
         kind = settings.get("quant_method") if isinstance(settings, Mapping) else None
         raise CheckpointError(
-            f"its weights are quantised ({kind or 'quantization_config'}), so they cannot be aligned",
+            f"its weights are quantised ({kind or 'quantization_config'}), so they cannot be averaged",
             where=model,
             remedy=f"name the model in full precision, or write one: {DEQUANTISE}",
         )

@@ -32,7 +32,7 @@ from rotation_merge.model.nearness import equality
 from rotation_merge.model.open import parse_reference
 from rotation_merge.model.view import View
 from rotation_merge.model.vocabulary import check_token_ids
-from rotation_merge.report.integrity import check_folder
+from rotation_merge.report.integrity import check_folder, check_parents
 from rotation_merge.report.remote import Refused
 
 FAULTS = ("layer types", "head count", "wrong shape", "RoPE", "tensor twice")
@@ -146,7 +146,10 @@ class Sources:
                 self.document.fault(path, f"{name}: {HUB_NOTE}", remedy, error=False)
                 return None
             model = self.models[reference]
-            for defect in filter(lambda defect: defect.fatal, check_folder(model.folder)):
+            defects = check_folder(model.folder)
+            if reference.lora is None and not is_ours(self.document.value):
+                defects += check_parents({name: model.folder})
+            for defect in filter(lambda defect: defect.fatal, defects):
                 line = f"{model.reference}: {defect.kind}: {defect.what}"
                 self.document.fault(path, line, defect.remedy, error=defect.kind in FAULTS)
             return model

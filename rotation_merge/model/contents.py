@@ -191,7 +191,7 @@ def check_codes(config: Mapping[str, Any], kinds: Mapping[str, str], shapes: Sha
     """
     first = None if stores_codes(config) else next(iter(codes(kinds, shapes).items()), None)
     if first is not None:
-        problem = f"its weights are quantised ({first[1]}, the first is '{first[0]}') and cannot be aligned"
+        problem = f"its weights are quantised ({first[1]}, the first is '{first[0]}') and cannot be averaged"
         raise CheckpointError(f"{problem}; config.json does not say so", where=label, remedy=UNDECLARED)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bad_checkpoints import SHARDS, shards
+from faults_support import in_two_shards, of_map
+from safetensors.torch import load_file
 from spoiling import (
     Row,
     Step,
@@ -15,6 +18,7 @@ from spoiling import (
     config,
     edit,
     folder_for,
+    in_folder,
     in_recipe,
     misspelt,
     models,
@@ -218,6 +222,15 @@ def stock(method: str, old: str, new: str, *words: str, spoil: Step = lambda: No
     )
 
 
+def named_last() -> None:
+    """The index names the later of two shards for a tensor that both hold."""
+    twice = next(iter(load_file(SHARDS[0])))
+    of_map(lambda places: places.update({twice: SHARDS[1]}))()
+
+
+OVERLAY = shards(in_folder(both(in_two_shards, named_last)))
+
+
 def as_it_is(*words: str, **changes: Any) -> Row:
     """The recipe of `linear`, of a donor that does not fit."""
     kind = changes.pop("kind", "LlamaForCausalLM")
@@ -235,6 +248,7 @@ OF_MERGEKIT = [
     ),
     as_it_is("tensor 'model.embed_tokens.weight' is [48, 32]", "tokenizer: {source: base}", vocab_size=48),
     stock("linear", "", "", "weights are quantised", spoil=tensors(lambda t: t.update({UP: t[UP].to(torch.int8)}))),
+    stock("linear", "", "", "tensor twice", "mergekit's methods may read either", spoil=OVERLAY),
     stock("linear", "donor", "./doner", "./doner: no such directory; did you mean './donor'?"),
     stock("linear", "merge_method: linear", "merge_method: lienar", "did you mean 'linear'?"),
     stock("linear", "models:", "tokeniser_source: base\nmodels:", "did you mean 'tokenizer_source'?"),
