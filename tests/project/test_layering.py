@@ -35,7 +35,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2264),
     ("report",): (1400, 1694),
     ("mergekit_plugin",): (2500, 3946),
-    ("diagnose",): (2100, 2085),
+    ("diagnose",): (2100, 2088),
     ("search", "share"): (1400, 2000),
     ("api", "cli", "__init__"): (1400, 2731),
 }
