@@ -36,7 +36,7 @@ from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.card import origins
 from rotation_merge.model.forms import restructured
 from rotation_merge.model.labels import in_class_order, label_rows
-from rotation_merge.model.nearness import Nearness, nearness
+from rotation_merge.model.nearness import Nearness, equality, nearness
 from rotation_merge.model.open import ModelLike, check_base, open_model, parse_reference
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
@@ -274,7 +274,8 @@ class Transfer:
         alignment, report = bases.aligned(config, samples, ledger, progress)
         stored = adapter is not None or (tuned is not None and tuned.files is not None)
         origin = {key: {**facts, "carried": True} for key, facts in origins([parse_reference(name)] * stored).items()}
-        notes = [*report.notes, *([] if tuned is None else tuned.remarks)]
+        remark = "" if model is None or is_lora else equality(bases.donor.as_filed, model)
+        notes = [*report.notes, *([] if tuned is None else tuned.remarks), *([f"`{name}` {remark}."] * bool(remark))]
         report = replace(report, models={**report.models, **origin}, notes=notes)
         rank = config.rank if adapter is None else adapter.rank
         if adapter is not None and config.needs_samples:

@@ -127,6 +127,8 @@ def test_a_donor_that_equals_its_base_is_said(tmp_path: Path) -> None:
     stock["models"][0]["model"] = str(plain)
     output = run("check", write_recipe(stock, tmp_path / "stock.yml")).output
     assert f"{plain} equals the base ({base}): it brings nothing to the merge" in output
+    moved_on = run("carry", forgotten, "--from", base, "--to", other, tmp_path / "moved").output
+    assert words in " ".join(moved_on.split())
     carried = local_recipe("linear", other, forgotten)
     carried["models"][1]["parameters"]["finetuned_from"] = str(base)
     assert words in run("check", write_recipe(carried, tmp_path / "carried.yml")).output
