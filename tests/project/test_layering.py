@@ -32,7 +32,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("run",): (2400, 3673),
     ("matching",): (3400, 4887),
     ("averaging",): (2000, 3065),
-    ("carrying",): (1500, 2264),
+    ("carrying",): (1500, 2265),
     ("report",): (1400, 1694),
     ("mergekit_plugin",): (2500, 3946),
     ("diagnose",): (2100, 2088),
