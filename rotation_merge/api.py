@@ -198,7 +198,7 @@ def _opened(models: Iterable[ModelLike]) -> list[View]:
     if not views:
         raise RecipeError("no models are given", remedy="give one model or more")
     for view in views[1:]:
-        if odd := sorted(set(views[0]) ^ set(view)):
+        if odd := sorted((set(views[0]) ^ set(view)) - {*views[0].unread, *view.unread}):
             remedy = "average models of one class; where a stream is rotated or a head untied, use apply_anchor(anchor)"
             raise CheckpointError(f"tensor '{odd[0]}' is only in one of the models", where=view.name, remedy=remedy)
     return views

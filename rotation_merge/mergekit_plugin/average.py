@@ -22,6 +22,7 @@ from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PRESETS, UNMOVED
+from rotation_merge.mergekit_plugin.output import FURTHER
 from rotation_merge.mergekit_plugin.own_methods import bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
@@ -144,5 +145,8 @@ def average_views(
             return None
         return tensor.to(stored_dtype(tensor, dtype or first.dtype or first.stored_dtypes.get(info.name)))
 
+    further = tuple(out.block for out in in_output.blocks if out.block.name == FURTHER and out.sources)
+    whole = replace(first, architecture=replace(first.architecture, blocks=(*first.architecture.blocks, *further)))
     notes = dict.fromkeys([*first.notes, *session.run.notes])
-    return first.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))
+    view = whole.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))
+    return replace(view, architecture=first.architecture)

@@ -37,7 +37,14 @@ from rotation_merge.matching.pair import check_depth, check_pair, check_shapes
 from rotation_merge.mergekit_plugin.document import with_models
 from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
 from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
-from rotation_merge.mergekit_plugin.output import OutputBlock, check_tensors, layers_of, output_blocks, readers_of
+from rotation_merge.mergekit_plugin.output import (
+    OutputBlock,
+    check_tensors,
+    further_block,
+    layers_of,
+    output_blocks,
+    readers_of,
+)
 from rotation_merge.mergekit_plugin.own_methods import Parameters, bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe, tuned_from
 from rotation_merge.mergekit_plugin.session import Session
@@ -121,7 +128,7 @@ def tensor_parameters(recipe: Recipe, blocks: Iterable[OutputBlock]) -> dict[str
         RecipeError: a required parameter has no value for a tensor.
     """
     spec, base, parameters = recipe.delegate.spec, None if recipe.plain else recipe.base, dict[str, dict[str, Any]]()
-    for out in blocks:
+    for out in (out for out in blocks if out.sources):
         own_names, reader = {model: out.names_in(model) for model in out.sources}, out.reader
         for name in (name for info in out.block.tensors for name in info.names if not recipe.excluded(name)):
             inputs, sources = {model: names[name] for model, names in own_names.items()}, reader.parameter_sources
@@ -222,8 +229,13 @@ def output_views(session: Session) -> RecipeViews:
     donors = settled_donors(session, blocks)
     check_meaning(session, blocks, donors)
     session.run.folded = tuple(dict.fromkeys(stream for donor in donors.values() for stream in donor.folded))
-    if anchor.ignored:
-        session.run.note(not_written(anchor.ignored))
+    moved = [model for model, donor in donors.items() if donor.origin is not None or donor.moves_streams]
+    further = None if session.run.folded else further_block(session.models, session.recipe.base, blocks, moved)
+    blocks += [] if further is None else [further]
+    kept = set() if further is None else {info.name for info in further.block.tensors}
+    stored = [*anchor.ignored, *(name for model in donors for name in session.models[model].predicting_ahead)]
+    if left_out := [name for name in dict.fromkeys(stored) if name not in kept]:
+        session.run.note(not_written(left_out))
     for out in blocks:
         check_tensors(session.recipe, session.models, out)
     _check_tokens(session, blocks, [model for model, donor in donors.items() if donor.origin is None])

@@ -223,6 +223,12 @@ class Donor:
         """Streams that have to be folded in every model of the merge, because its rotation needs it."""
         return self.pair.folded if self.from_file is None else self.from_file.folded
 
+    @property
+    def moves_streams(self) -> bool:
+        """Whether a residual stream of it moves."""
+        alignment = self.from_file
+        return bool(self.pair.streams) if alignment is None else alignment.moves_streams(self.pair.architecture)
+
     @cached_property
     def whole(self) -> Callable[[], Alignment] | None:
         """Gives its alignment across the whole model, found once; None: each block is matched by itself."""

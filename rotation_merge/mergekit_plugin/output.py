@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, InputModelDefinition, InputSliceDefinition, OutputSliceDefinition
 
-from rotation_merge.architecture.model import Block
+from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Models
@@ -20,6 +20,10 @@ Sources = dict[ModelReference, Block]
 """By model, its block that goes into a block of the output."""
 
 
+FURTHER = "layers that predict further tokens"
+"""Name of the block of the output whose tensors no architecture describes: those of layers for MTP."""
+
+
 @dataclass(frozen=True)
 class OutputBlock:
     """One block of the output.
@@ -27,7 +31,7 @@ class OutputBlock:
     Attributes:
         block: the anchor's under the names of the output; with spaces of its own, where it has another place.
         anchor: the anchor's, whether it is merged or not.
-        sources: the block of each model that is merged, by model.
+        sources: the block of each model that is merged, by model; none where all is copied from the anchor.
         reader: looks up the parameters that hold here.
     """
 
@@ -48,7 +52,7 @@ class OutputBlock:
             view: read for the model; what it lacks is left out then, and what it has under a tied name stands there.
         """
         block, names = self.sources.get(model, self.anchor), dict[str, str]()
-        block = block if view is None else same_block(view, block)
+        block = block if view is None or block.name == FURTHER else same_block(view, block)
         for info in self.block.tensors:
             stored = block.tensor(info.key) or info
             for new, old in zip(info.names, stored.names, strict=True):
@@ -56,6 +60,31 @@ class OutputBlock:
                 if known is not None:
                     names[new] = known
         return names
+
+
+def further_block(
+    models: Models, base: ModelReference, blocks: Sequence[OutputBlock], moved: Collection[ModelReference]
+) -> OutputBlock | None:
+    """The anchor's layers that predict further tokens, averaged if no model's stream moves and all have these layers.
+
+    They read the last layer's output, so that none are taken to an output of another depth.
+
+    Args:
+        blocks: all others of the output.
+        moved: models whose streams move, or whose changes come from other models.
+    """
+    anchor, last = models[base], blocks[-1]
+    names, depth = anchor.predicting_ahead, len(anchor.architecture.layers(last.block.module))
+    if not names or depth != sum(
+        out.block.module == last.block.module and out.block.index is not None for out in blocks
+    ):
+        return None
+    infos = tuple(TensorInfo(name, (name,), ()) for name in names)
+    block = Block(FURTHER, last.block.module, None, "after", infos)
+    views = [models[model] for model in last.sources]
+    same = all(view.shapes.get(name) == anchor.shapes[name] for view in views for name in names)
+    sources = dict.fromkeys(last.sources, block) if same and not any(model in moved for model in last.sources) else {}
+    return OutputBlock(block, block, sources, last.reader)
 
 
 def readers_of(blocks: Iterable[OutputBlock]) -> dict[ModelReference, ConfigReader]:

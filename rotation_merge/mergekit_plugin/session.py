@@ -109,7 +109,7 @@ class Session:
             if name not in seen:
                 check_finite(tensor, name, model)
                 seen.add(name)
-                if self.run.watched:
+                if self.run.watched and name not in view.predicting_ahead:
                     view.mark.add(name, tensor)
             return tensor if (device := self.device()) is None else tensor.to(device)
 

@@ -195,7 +195,9 @@ class RecipeViews:
     def served(self, model: ModelReference) -> View:
         """The same for mergekit: what is copied is the anchor's."""
         view, anchor = self.view(model), self.tensors[self.recipe.base]
-        return replace(view, tensors=view.tensors.replaced(anchor.only(filter(self.recipe.excluded, anchor))))
+        whole = {name for out in self.blocks if not out.sources for info in out.block.tensors for name in info.names}
+        copied = (name for name in anchor if name in whole or self.recipe.excluded(name))
+        return replace(view, tensors=view.tensors.replaced(anchor.only(copied)))
 
     def transforms_of(self, model: ModelReference) -> dict[str, Transform]:
         """The transforms of a donor, all found, by the anchor's names of its spaces."""

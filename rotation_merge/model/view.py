@@ -181,6 +181,12 @@ class View(Tensors):
         return unread(dict(self.config), list(self))
 
     @cached_property
+    def predicting_ahead(self) -> list[str]:
+        """Stored tensors of layers that predict tokens further ahead (MTP): unread ones outside the model's layers."""
+        layers = tuple(f"{block.name}." for block in self.architecture.blocks if block.index is not None)
+        return [name for name in self.unread if not name.startswith(layers)]
+
+    @cached_property
     def ignored(self) -> list[str]:
         """Stored tensors that are neither loaded nor written: position ids, rotary tables, MTP layers."""
         known = self.architecture.named()

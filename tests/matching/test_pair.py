@@ -12,7 +12,7 @@ import torch
 import yaml
 from bad_checkpoints import READERS
 from cli_support import COMMANDS, output_of, run
-from plugin_support import make, mergekit_yaml, state, write_state
+from plugin_support import make, merged, mergekit_yaml, recipe_for, state, write_state
 from spoiling import DONORS, RECIPE
 from tiny_models import ALL, Case, planted
 from variants import FIRST, ONE
@@ -22,6 +22,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.model.view import described
+from rotation_merge.report.integrity import check_folder
 from rotation_merge.symmetry.group import Monomials, Rotations
 
 UNKNOWN = "Not aligned, because the architecture does not list them: 1 tensors (surplus.weight)."
@@ -156,6 +157,48 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     words = f"Left out, because the model does not read them: {further}."
     for notes in (alignment.report.notes, aligned.notes, caplog.messages, output, card):
         assert (words in notes) == moves
+
+
+@pytest.mark.parametrize(("family", "further"), [("qwen3_5", "mtp.fc.weight"), ("deepseek", "model.layers.2.eh_proj")])
+def test_recipes_average_layers_that_predict_further_tokens_while_streams_stay(
+    family: str, further: str, tmp_path: Path
+) -> None:
+    """Where all models have them; else the anchor's stay. Moved streams leave them out, and the report says so."""
+    model = planted(next(case for case in ONE if case.family == family))
+    values = {"anchor": 1.0, "donor": 3.0, "lacking": None}
+    folders = {
+        name: write_state(
+            {**model.state, **({} if value is None else {further: torch.full((4, 4), value)})},
+            model.folder,
+            tmp_path / name,
+        )
+        for name, value in values.items()
+    }
+    twin = write_state(
+        {**model.twin(residual="permutation"), further: torch.ones(4, 4)}, model.folder, tmp_path / "twin"
+    )
+    anchor, donor, lacking = folders.values()
+    rows: list[tuple[float | None, str, tuple[Path, Path], dict[str, Any]]] = [
+        (2.0, "linear", (anchor, donor), STILL),
+        (1.0, "linear", (anchor, lacking), STILL),
+        (None, "linear", (lacking, donor), STILL),
+        (3.0, "task_arithmetic", (anchor, donor), {**STILL, "lambda": 2.0}),
+        (1.0, "linear", (anchor, twin), {"residual": "permutation"}),
+        (None, "linear", (anchor, donor), {"residual": "rotation", "untie": True}),
+    ]
+    for number, (expected, delegate, models, options) in enumerate(rows if family == "qwen3_5" else rows[:3]):
+        recipe = recipe_for(delegate, *models, **options)
+        out = tmp_path / str(number)
+        result = merged(recipe, out)
+        assert result.keys() - {further} == model.state.keys() | (result.keys() & {"lm_head.weight"})
+        assert (float(result[further].mean()) if further in result else None) == expected
+        notes = json.loads((out / "rotation_merge.json").read_text())["notes"]
+        assert (f"Left out, because the model does not read them: {further}." in notes) == (expected is None)
+        lost = [defect.what for defect in check_folder(str(out), [*map(str, models)]) if defect.kind == "lost tensors"]
+        assert [further in what for what in lost] == [True] * (expected is None)
+    assert float(rm.average([str(anchor), str(donor)])[further].mean()) == 2
+    assert float(rm.average([str(anchor), str(lacking)])[further].mean()) == 1
+    assert further not in rm.average([str(lacking), str(anchor)])
 
 
 # --- every path asks

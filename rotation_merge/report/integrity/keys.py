@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rotation_merge.architecture.registry import find
 from rotation_merge.errors import named, short
 from rotation_merge.model.contents import CONFIG, Contents, check_config
 from rotation_merge.model.folder import ShardReader
@@ -172,6 +173,21 @@ def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
         names = _new_names(contents, loading)
         yield from _prefix(contents, names) if names else _differences(contents, parents, loading)
         yield from _stored_head(contents, loading)
+    if contents.whole_files:
+        yield from _lost(contents, parents)
+
+
+def _lost(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """Weights of a parent that the model's class does not need: layers that predict further tokens."""
+    for parent in parents:
+        spec = find(parent.config)
+        begins = () if spec is None else tuple(begin.format(**parent.config) for begin in spec.dropped)
+        absent = [name for name in parent.files if name.startswith(begins) and name not in contents.files]
+        if absent and parent.config.get("architectures") == contents.config.get("architectures"):
+            problem = f"{parent.folder} has {named(sorted(absent))}, which predict further tokens (MTP)"
+            remedy = "copy them from the base if no residual stream was moved, or decode without speculation"
+            yield Defect("lost tensors", problem, contents.index or named(contents.weight_files), remedy, fatal=False)
+            return
 
 
 def _new_names(contents: Contents, loading: Loading) -> dict[str, str]:
