@@ -134,7 +134,9 @@ def _pairs(
         anchor, donor, kinds = with_class_defaults(anchor), with_class_defaults(donor), True
     for name in names:
         anchor_value, donor_value = anchor.get(name), donor.get(name)
-        if name in ("id2label", "label2id") or not (prefix or kinds or (name in anchor and name in donor)):
+        if name in ("id2label", "label2id", "_name_or_path") or not (
+            prefix or kinds or (name in anchor and name in donor)
+        ):
             continue
         if isinstance(anchor_value, Mapping) and isinstance(donor_value, Mapping):
             yield from _pairs(anchor_value, donor_value, f"{prefix}{name}.", kinds)

@@ -350,7 +350,8 @@ _LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
 def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -> Architecture:
     """An architecture without spaces, for plain merging of unknown checkpoints.
 
-    Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own.
+    Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own, in the
+    module of the first layers.
     The config key of the number of layers is the one that names layers and holds that number.
     """
     matches = {name: _LAYER.match(name) for name in names}
@@ -361,7 +362,7 @@ def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -
         place = f"{match['stack']}.{match['index']}" if match else name
         block = blocks.get(place) or Block(
             place,
-            module[match["stack"]] if match else "default",
+            module[match["stack"]] if match else next(iter(module.values()), "default"),
             int(match["index"]) if match else None,
             "layer" if match else "before",
             (),

@@ -31,7 +31,7 @@ from rotation_merge.architecture import find
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.average import check_merged
-from rotation_merge.errors import ArchitectureError, RecipeError, not_written, short
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, not_written, short
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_depth, check_pair, check_shapes
 from rotation_merge.mergekit_plugin.document import with_models
@@ -317,7 +317,17 @@ def _open_models(session: Session) -> View:
     resized = resized or (recipe.stock and not config.models)  # such as layers of a model with more tokens
     for reference in references:
         check_shapes(session.base, models[reference], recipe.excluded, resized or reference in carried)
+        if config.models and not recipe.stock and find(session.base.config) is None:
+            _check_same_names(session.base, models[reference], recipe)
     return session.base
+
+
+def _check_same_names(base: View, model: View, recipe: Recipe) -> None:
+    """Refuse models of an unknown class whose tensors differ in name; they are merged by names alone."""
+    if odd := sorted(name for name in set(base) ^ set(model) if not recipe.excluded(name)):
+        problem = f"tensor '{odd[0]}' is only in one of it and {base.name}, and no architecture file describes them"
+        remedy = "merge models of one class, or name it under 'exclude' to copy it from base_model"
+        raise CheckpointError(problem, where=model.name, remedy=remedy)
 
 
 def _check_tokens(session: Session, blocks: Iterable[OutputBlock], averaged: Collection[ModelReference]) -> None:

@@ -34,7 +34,14 @@ from plugin_support import (
     write_state,
 )
 from torch.testing import assert_close
-from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 import rotation_merge as rm
 from rotation_merge.model.folder import ShardReader
@@ -236,6 +243,30 @@ def test_layers_that_share_their_weights_are_counted_as_before(tmp_path: Path) -
         AlbertModel(AlbertConfig(num_hidden_layers=4, **sizes)).save_pretrained(tmp_path / name)
     merged(recipe_for("linear", tmp_path / "anchor", tmp_path / "donor", unsupported="merge"), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 4
+
+
+def test_a_class_of_several_stacks_without_a_file_is_merged_by_names(tmp_path: Path) -> None:
+    """Text, images and what stands between them; models whose names differ are refused."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text = {**sizes, **heads, **experts, "vocab_size": 50, "num_hidden_layers": 2}
+    patches = {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    vision = {**sizes, **patches, "depth": 2, "num_heads": 4, "out_hidden_size": 32}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    anchor, donor = (tmp_path / name for name in ("anchor", "donor"))
+    for folder in (anchor, donor):
+        Qwen3VLMoeForConditionalGeneration(config).save_pretrained(folder)
+    result = merged(recipe_for("linear", anchor, donor, unsupported="merge"), tmp_path / "out")
+    first, second = state(anchor), state(donor)
+    assert_close(result, {name: (first[name] + second[name]) / 2 for name in first})
+    without = {name: tensor for name, tensor in second.items() if name != "lm_head.weight"}
+    less = write_state(without, donor, tmp_path / "less")
+    line = error_of_merge(recipe_for("linear", anchor, less, unsupported="merge"), tmp_path / "none")
+    assert "'lm_head.weight' is only in one of it and" in line
+    kept = merged(recipe_for("linear", anchor, less, unsupported="merge", exclude="lm_head"), tmp_path / "kept")
+    assert_close(kept["lm_head.weight"], first["lm_head.weight"])
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
