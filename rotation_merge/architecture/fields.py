@@ -122,6 +122,10 @@ def differences(anchor: Mapping[str, Any], donor: Mapping[str, Any], own_family:
             yield Difference(name, field, anchor_value, donor_value, kinds)
 
 
+APART = ("id2label", "label2id", "_name_or_path")
+"""Entries that differ between any two models, or are compared elsewhere."""
+
+
 def _pairs(
     anchor: Mapping[str, Any], donor: Mapping[str, Any], prefix: str = "", kinds: bool = False
 ) -> Iterator[tuple[str, Any, Any, bool]]:
@@ -134,9 +138,7 @@ def _pairs(
         anchor, donor, kinds = with_class_defaults(anchor), with_class_defaults(donor), True
     for name in names:
         anchor_value, donor_value = anchor.get(name), donor.get(name)
-        if name in ("id2label", "label2id", "_name_or_path") or not (
-            prefix or kinds or (name in anchor and name in donor)
-        ):
+        if name in APART or not (prefix or kinds or (name in anchor and name in donor)):
             continue
         if isinstance(anchor_value, Mapping) and isinstance(donor_value, Mapping):
             yield from _pairs(anchor_value, donor_value, f"{prefix}{name}.", kinds)

@@ -350,9 +350,8 @@ _LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
 def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -> Architecture:
     """An architecture without spaces, for plain merging of unknown checkpoints.
 
-    Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own, in the
-    module of the first layers.
-    The config key of the number of layers is the one that names layers and holds that number.
+    Tensors whose names share a layer number (`model.layers.3.`) form a block; each other one is a block of the first
+    layers' module. The config key of the number of layers is the one that names layers and holds that number.
     """
     matches = {name: _LAYER.match(name) for name in names}
     stacks = dict.fromkeys(match["stack"] for match in matches.values() if match)
