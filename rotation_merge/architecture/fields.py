@@ -122,8 +122,7 @@ def differences(anchor: Mapping[str, Any], donor: Mapping[str, Any], own_family:
             yield Difference(name, field, anchor_value, donor_value, kinds)
 
 
-APART = ("id2label", "label2id", "_name_or_path")
-"""Entries that differ between any two models, or are compared elsewhere."""
+APART = ("id2label", "label2id", "_name_or_path")  # compared elsewhere, or never the same
 
 
 def _pairs(

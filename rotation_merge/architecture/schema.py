@@ -328,7 +328,7 @@ class ArchitectureSpec(StrictModel):
         example: config keys of a small model that the usual sizes (`table.SIZES`) do not give.
         ignored: name endings of buffers that carry no weights (rotary tables, masks).
         dropped: name beginnings, `{key}` standing for a config's value, of weights that the models do not read (layers
-            that predict further tokens): they are not written.
+            that predict further tokens): they are not matched.
     """
 
     family: str

@@ -158,8 +158,8 @@ def test_an_unknown_model_is_cut_into_layers_by_its_names_alone() -> None:
     stored = ["embed.weight", "net.layers.0.a.weight", "net.layers.10.a.weight", "net.layers.10.moe.3.w", "h.0.w"]
     architecture = unaligned(stored, {"n_heads": 2, "n_layer": 1})
     assert [(b.name, b.module, b.index, len(b.tensors)) for b in architecture.blocks] == [
-        ("embed.weight", "default", None, 1),
         ("h.0", "h", 0, 1),
+        ("embed.weight", "net.layers", None, 1),
         ("net.layers.0", "net.layers", 0, 1),
         ("net.layers.10", "net.layers", 10, 2),
     ]
