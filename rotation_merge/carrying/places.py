@@ -14,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.errors import CheckpointError, short
+from rotation_merge.errors import short
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.forms import names_in
 from rotation_merge.model.low_rank import stacks
@@ -56,13 +56,7 @@ class AdapterPlaces:
         Raises:
             CheckpointError: the class of the base cannot be built.
         """
-        try:
-            with torch.device("meta"):
-                model = base.model_class(base.transformers_config)
-        except Exception as error:  # models and configs raise errors of many classes
-            problem = f"its class cannot be built ({short(error)})"
-            remedy = "carry it as a whole model, not as an adapter"
-            raise CheckpointError(problem, where=base.name, remedy=remedy) from error
+        model = base.module_without_weights()
         owners: dict[int, int] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for parameter in parameters.values():

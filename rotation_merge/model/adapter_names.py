@@ -59,13 +59,11 @@ def _ends(stem: str) -> list[str]:
 
 
 def _base_names(adapter: Adapter) -> dict[str, str]:
-    """Modules of an adapter's base by stem, where it is a folder that opens; without those of which stems are alike."""
+    """Modules of the class of an adapter's base by stem, where the base is a folder; none whose stems are alike."""
     if not adapter.base or not os.path.isdir(adapter.base):
         return {}
     try:
-        modules = [
-            name.removesuffix(".weight") for name in open_model(adapter.base).tensors if name.endswith(".weight")
-        ]
+        modules = [name for name, _ in open_model(adapter.base).module_without_weights().named_modules()]
     except RotationMergeError:
         return {}
     stems = [_stem(module) for module in modules]

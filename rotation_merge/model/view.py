@@ -217,6 +217,20 @@ class View(Tensors):
             raise CheckpointError(f"transformers has no class '{name}'", where=self.name, remedy=remedy)
         return model_class
 
+    def module_without_weights(self) -> Any:
+        """A module of its class on the meta device.
+
+        Raises:
+            CheckpointError: it cannot be built.
+        """
+        try:
+            with torch.device("meta"):
+                return self.model_class(self.transformers_config)
+        except Exception as error:  # models and configs raise errors of many classes
+            problem = f"its class cannot be built ({short(error)})"
+            remedy = "carry it as a whole model, not as an adapter"
+            raise CheckpointError(problem, where=self.name, remedy=remedy) from error
+
     @cached_property
     def mark(self) -> Fingerprint:
         """Checksums of the tensors as they are stored, of those that have been read for it."""

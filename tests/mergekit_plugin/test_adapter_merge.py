@@ -15,7 +15,10 @@ from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from plugin_support import lora, make, write_adapter
+from residual_support import case
 from safetensors.torch import load_file, save_file
+from tiny_models import make as make_case
+from tiny_models import save as save_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
@@ -253,6 +256,17 @@ def test_the_base_names_a_module_where_it_is_there(tmp_path: Path) -> None:
     merged = merge_adapters([other, tmp_path / "two"], "task_arithmetic")
     assert merged.adapter.tensors.keys() == load_file(tmp_path / "two" / WEIGHTS).keys()
     assert merged.shares() == pytest.approx([1, 1], abs=0.5)
+
+
+def test_modules_are_called_as_in_the_class_not_as_in_files(tmp_path: Path) -> None:
+    """peft loads the former; LLaVA's files have `language_model.model` where its class has `model.language_model`."""
+    save_model(make_case(case("llava", "llama")), tmp_path / "base")
+    key = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_{}.weight"
+    factors = {key.format("A"): torch.ones(2, 32), key.format("B"): torch.ones(32, 2)}
+    settings = {"maps": (), "base_model_name_or_path": str(tmp_path / "base")}
+    one = write_peft(tmp_path / "one", more=factors, **settings)
+    two = renamed(one, "model.language_model.layers", "language_model.model.layers", tmp_path / "two")
+    assert merge_adapters([two, one]).adapter.tensors.keys() == factors.keys()
 
 
 def test_names_that_may_be_one_module_are_refused_and_parts_of_a_model_are_not(tmp_path: Path) -> None:
