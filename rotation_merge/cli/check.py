@@ -33,7 +33,7 @@ def check(
     from rotation_merge.report.remote import remote_headers
 
     with remote_headers(absent_models(parsed), offline) as (remote, refused, cache):
-        faults = check_documents(parsed, refused)
+        faults = check_documents(parsed, refused, remote)
         needs = needs_of(recipe, remote, cache) if remote else None
     bad = [fault for fault in faults if fault.error]
     facts: dict[str, Any] = {"recipe": recipe, "ok": not bad, "faults": list(map(asdict, faults)), "presets": []}

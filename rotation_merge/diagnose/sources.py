@@ -6,7 +6,7 @@ Models are present, complete, of one architecture and size, and compatible with 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,23 +41,30 @@ FAULTS = ("layer types", "head count", "wrong shape", "RoPE", "tensor twice")
 HUB_NOTE = "not a folder here, and not in the hub's cache: its files are not checked"
 
 
-def check_documents(parsed: Sequence[Document], refused: Refused) -> list[Fault]:
-    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text."""
+def check_documents(parsed: Sequence[Document], refused: Refused, remote: Collection[str]) -> list[Fault]:
+    """Every fault of a recipe for mergekit-yaml or mergekit-multi, in the order of the text.
+
+    Args:
+        refused: errors of models that the hub does not give, by name.
+        remote: names of the models of which only the headers are here.
+    """
     names = set[str]()
     for document in (document for document in parsed if isinstance(document.value, dict)):
-        _check_sources(document, read(document), names, refused)
+        _check_sources(document, read(document), names, refused, remote)
         if isinstance(name := document.value.get("name"), str):
             names.add(name)
     return sorted((fault for d in parsed for fault in d.faults), key=lambda f: (f.document, f.line, f.column))
 
 
-def _check_sources(document: Document, recipe: Recipe | None, earlier: set[str], refused: Refused) -> None:
+def _check_sources(
+    document: Document, recipe: Recipe | None, earlier: set[str], refused: Refused, remote: Collection[str]
+) -> None:
     """Collect the faults of all models and files that a document names; then compile it, where it has none."""
     session = None if recipe is None else Session(recipe, MergeOptions(), watched=False)
     parameters = document.value.get("parameters")
     anyhow = not is_ours(document.value) or (isinstance(parameters, dict) and parameters.get("unsupported") == "merge")
     models = Models(MergeOptions(), "merge" if anyhow else "error") if session is None else session.models
-    complete = Sources(document, recipe, earlier, models, refused).check()
+    complete = Sources(document, recipe, earlier, models, refused, remote).check()
     if complete and session is not None and document.first is None:
         _compile(document, session)
 
@@ -81,12 +88,15 @@ def references(value: Mapping[str, Any]) -> list[tuple[Path, str]]:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a document reads, checked without reading weights; all faults are collected in the document.
+    """What a document reads, checked from headers; of weights only whether a donor's are the base's.
+
+    All faults are collected in the document.
 
     Attributes:
         recipe: the parsed document; None if it has faults already.
         earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
         models: of the document, opened once each.
+        refused, remote: as of `check_documents`.
     """
 
     document: Document
@@ -94,6 +104,7 @@ class Sources:
     earlier: set[str]
     models: Models
     refused: Refused
+    remote: Collection[str]
 
     def check(self) -> bool:
         """Collect the faults; returns whether all models and files are here."""
@@ -211,7 +222,10 @@ class Sources:
         """Note that a donor is its base, which it may be where an adapter was forgotten."""
         origins = {place[:-2]: name for place, name in references(self.document.value) if place[-1] == "finetuned_from"}
         _, base = opened.get(origins.get(path[:-1], ""), ((), anchor))
-        if path[-1] == "model" and base is not donor and (remark := equality(base, donor)):
+        names = {part for view in (base, donor) for part in str(view.reference).split("+")}
+        if path[-1] != "model" or base is donor or names.intersection(self.remote):
+            return
+        if remark := equality(base, donor):
             self.document.fault(path, f"{donor.reference} {remark}", error=False)
 
 
