@@ -35,7 +35,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2259),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4009),
-    ("diagnose",): (2100, 2088),
+    ("diagnose",): (2100, 2102),
     ("search", "share"): (1400, 2000),
     ("api", "cli", "__init__"): (1400, 2731),
 }
