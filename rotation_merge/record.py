@@ -57,6 +57,11 @@ def read_as(kind: type[T], content: Any) -> T:
         raise ValueError(f"it lacks '{place}'" if fault["type"] == "missing" else f"{place}: {fault['msg']}") from error
 
 
+def with_margin(difference: str, margin: float | None) -> str:
+    """A difference in words, with half of its 95% interval; None: too few samples."""
+    return f"{difference} ± {'an unknown error' if margin is None else f'{margin:.2g}'}"
+
+
 def relative_distance(rows: Sequence[SpaceRow]) -> tuple[float, float]:
     """Relative distance of a donor before and after alignment.
 

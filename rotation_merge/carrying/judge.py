@@ -12,9 +12,10 @@ from typing import Any
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.errors import DataError
 from rotation_merge.model.view import View
+from rotation_merge.record import with_margin
 from rotation_merge.run.batches import examples_in
 from rotation_merge.run.data import UNLABELLED, Data, Samples, read_samples, split_batches
-from rotation_merge.run.evaluate import score
+from rotation_merge.run.evaluate import Scores, score
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.run.sources import writes_text
 
@@ -27,6 +28,8 @@ SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 
 LITTLE = 0.1
 """Recovered lift below which training again is the advice."""
+
+MORE = "give more samples"
 
 KNOWN = 0.01
 """Share of the gain at home from which the new base is better than the old one in words."""
@@ -42,10 +45,10 @@ class HeldOutSamples:
     tuned: Data
     own: Data | None
 
-    def losses(self, model: Any) -> LossPair:
-        """A model's mean losses on either, in nats; that on the first twice, where there is no text."""
-        loss = score(model, self.tuned).loss
-        return loss, loss if self.own is None else score(model, self.own).loss
+    def scores(self, model: Any) -> tuple[Scores, Scores]:
+        """A model's scores on either; those on the first twice, where there is no text."""
+        scores = score(model, self.tuned)
+        return scores, scores if self.own is None else score(model, self.own)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class RecoveredLift:
         scale: at which scale, in words.
         others: losses of the other methods on both, by method.
         writes: whether the new base writes text; where not, the second losses say nothing.
+        margin, margin_at_home: half of the 95% interval of new - carried, and of old - tuned, on samples of the
+            fine-tune's kind; None: too few samples.
     """
 
     old: float
@@ -139,6 +144,8 @@ class RecoveredLift:
     scale: str = ""
     others: Mapping[str, LossPair] = field(default_factory=dict)
     writes: bool = True
+    margin: float | None = 0.0
+    margin_at_home: float | None = 0.0
 
     def shares(self) -> dict[str, float | None]:
         """Shares of losses, by name; None where what they are of is no gain.
@@ -173,13 +180,21 @@ class RecoveredLift:
 
     def _verdict(self) -> str:
         recovered, known, way = self.shares().values()
+        home, arrived, length = self.old - self.tuned, self.new[0] - self.carried[0], self.new[0] - self.tuned
         if recovered is None or known is None:
             advice = "give samples of its task ('data')"
             return f"Recovered lift: unknown, on these samples the fine-tune is no better than its base; {advice}."
-        line = f"Recovered lift: {recovered:.0%} of what fine-tuning gained on the old base"
+        gain = with_margin(f"{home:.3f}", self.margin_at_home)
+        if self.margin_at_home is None or home <= self.margin_at_home:
+            return f"Recovered lift: unknown, the fine-tune's gain on its base is not clear ({gain} nats); {MORE}."
+        figures = [f"{with_margin(f'{arrived:.3f}', self.margin)} of {gain} nats"]
         if known >= KNOWN:
-            near = "" if way is None else f"{way:.0%} of the way from the new base to the fine-tune; "
-            line += f" ({near}the new base alone already has {known:.0%})"
-        if max(recovered, way or 0.0) >= LITTLE:
-            return f"{line}."
-        return f"Train on the new base instead: {'nothing' if recovered <= 0 else 'little'} transfers. {line}."
+            figures += [] if way is None else [f"{way:.0%} of the way from the new base to the fine-tune"]
+            figures.append(f"the new base alone already has {known:.0%}")
+        line = f"Recovered lift: {recovered:.0%} of what fine-tuning gained on the old base ({'; '.join(figures)})."
+        least = LITTLE * (min(home, length) if length > 0 else home)
+        if self.margin is None or abs(arrived - least) < self.margin:
+            return f"Not clear whether the change transfers; {MORE}. {line}"
+        if arrived >= least:
+            return line
+        return f"Train on the new base instead: {'nothing' if recovered <= 0 else 'little'} transfers. {line}"

@@ -51,7 +51,7 @@ from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import Batch, data_hash, inputs_for, unpadded
 from rotation_merge.run.data import Data, read_samples
-from rotation_merge.run.evaluate import score
+from rotation_merge.run.evaluate import Scores, margin, score
 from rotation_merge.run.functions import architecture_of, in_memory
 from rotation_merge.run.sample_kinds import SELF
 from rotation_merge.workers import Progress
@@ -140,9 +140,13 @@ class _Sampling:
         assert tuned is not None
         return {"new": self.transfer.base, "old": self.transfer.bases.old_as_new, "tuned": tuned}
 
-    def losses(self, samples: HeldOutSamples, candidate: ChangeCandidate) -> LossPair:
-        """Losses of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
-        return samples.losses(self.load(self.transfer.applied(candidate.delta.scaled(candidate.scale))))
+    def scores(self, samples: HeldOutSamples, candidate: ChangeCandidate) -> tuple[Scores, Scores]:
+        """Scores of the new base with a change, rounded as a model is stored, or with the factors of an adapter."""
+        return samples.scores(self.load(self.transfer.applied(candidate.delta.scaled(candidate.scale))))
+
+    def loss(self, candidate: ChangeCandidate) -> float:
+        """The sum of a change's losses on the samples that choose."""
+        return sum(scores.loss for scores in self.scores(self.parts.choice, candidate))
 
     def candidates(self) -> list[ChangeCandidate]:
         """The method's change, plain addition, and of near bases the merge by `wudi`, as they would be written."""
@@ -178,7 +182,7 @@ class _Sampling:
         for scale in SCALES:
             self.progress(f"scales of {candidate.method}", len(tried), len(SCALES))
             scaled = replace(candidate, scale=scale)
-            loss = sum(self.losses(self.parts.choice, scaled)) if scale else unchanged.loss
+            loss = self.loss(scaled) if scale else unchanged.loss
             tried.append(replace(scaled, loss=loss))
         return min(tried, key=lambda each: each.loss)
 
@@ -186,18 +190,29 @@ class _Sampling:
         """The best of the changes and of none, by samples held out; the first one, if the user gave its scale."""
         none, judge, factor = ChangeCandidate(NONE, candidates[0].delta), self.parts.judge, self.transfer.config.factor
         if factor is None:
-            none = replace(none, loss=sum(self.losses(self.parts.choice, none)))
+            none = replace(none, loss=self.loss(none))
             tried = [self.scaled(each, none) for each in candidates]
         else:
             tried = [replace(each, scale=factor) for each in candidates]
-        losses = {NONE: self.losses(judge, none)}
-        losses |= {each.method: self.losses(judge, each) if each.scale else losses[NONE] for each in tried}
+        scores = {NONE: self.scores(judge, none)}
+        scores |= {each.method: self.scores(judge, each) if each.scale else scores[NONE] for each in tried}
+        losses = {method: (of_tuned.loss, of_own.loss) for method, (of_tuned, of_own) in scores.items()}
         best = tried[0] if factor is not None else best_of([*(each for each in tried if each.scale), none], losses)
-        old, tuned = (score(self.load(self.views[name]), judge.tuned).loss for name in ("old", "tuned"))
+        old, tuned = (score(self.load(self.views[name]), judge.tuned) for name in ("old", "tuned"))
         others = {method: pair for method, pair in losses.items() if method not in (best.method, NONE)}
         scale = "" if best.method == NONE else f" at scale {best.scale:g}"
-        ends = losses[NONE], losses[best.method]
-        return best, RecoveredLift(old, tuned, *ends, best.method, scale, others, judge.own is not None)
+        pairs = (scores[NONE][0], scores[best.method][0]), (old, tuned)
+        return best, RecoveredLift(
+            old.loss,
+            tuned.loss,
+            losses[NONE],
+            losses[best.method],
+            best.method,
+            scale,
+            others,
+            judge.own is not None,
+            *(margin([before.losses], [after.losses]) for before, after in pairs),
+        )
 
     # --- refit and distil
 

@@ -24,6 +24,7 @@ from rotation_merge.cli.show import Answer, Table, sentence
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files import MATCHING_UNFINISHED, write_text
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
+from rotation_merge.record import with_margin
 from rotation_merge.run.config import FILE, BarrierConfig
 from rotation_merge.run.sample_kinds import KINDS
 
@@ -129,7 +130,7 @@ def _donors(
 def _lines(barrier: Barrier) -> Iterator[str | Table]:
     """The barrier of each curve, and the losses and accuracies on all of them."""
     curves, unit = barrier.curves, "of 1 - Spearman" if barrier.task == "similarity" else "nats"
-    each = ", ".join(f"{curve.barrier():.4f} {curve.name}" for curve in curves)
+    each = ", ".join(f"{with_margin(f'{curve.barrier():.4f}', curve.margin())} {curve.name}" for curve in curves)
     yield f"Barrier: {each} ({unit})."
     yield from map(sentence, barrier.words())
     title = f"{barrier.anchor} to {barrier.donor} on {barrier.data} ({barrier.task}, {barrier.examples} examples)"

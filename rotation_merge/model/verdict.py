@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from rotation_merge.model.markdown import table
-from rotation_merge.record import Score, Verdict
+from rotation_merge.record import Score, Verdict, with_margin
 
 CORRELATIONS = ("Pearson", "Spearman")
 """Figures that are no shares."""
@@ -18,8 +18,7 @@ Row = dict[str, str]
 def sentences(verdict: Verdict) -> list[str]:
     """Which model to use, then notes on the figures."""
     parent, best = verdict.best_parent, verdict.best
-    margin = "an unknown error" if verdict.margin is None else f"{verdict.margin:.2g}"
-    by = f": {abs(best.score - parent.score):.4f} ± {margin}"
+    by = f": {with_margin(f'{abs(best.score - parent.score):.4f}', verdict.margin)}"
     if not verdict.clear:
         scores = f"({best.score:.4f} against {parent.score:.4f}{by})"
         line = (

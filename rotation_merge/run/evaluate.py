@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
@@ -19,7 +19,7 @@ from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.files import write_text
 from rotation_merge.model.card import MEASURED, kept_figures
 from rotation_merge.model.open import open_model
-from rotation_merge.record import read_as, versions
+from rotation_merge.record import read_as, versions, with_margin
 from rotation_merge.run.batches import Batch, check_labels, inputs_for
 from rotation_merge.run.data import UNLABELLED, Data
 from rotation_merge.run.ledger import NOWHERE, Ledger
@@ -214,33 +214,52 @@ def _ranks(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Curve:
-    """One path: positions from 0 (anchor) to 1 (donor), loss in nats and accuracy there."""
+    """One path: positions from 0 (anchor) to 1 (donor), loss in nats and accuracy there.
+
+    Attributes:
+        margins: half of the 95% interval of the loss above the straight line between the ends, at each position; None:
+            too few samples.
+    """
 
     name: str
     t: list[float]
     loss: list[float]
     accuracy: list[float]
+    margins: list[float | None] = field(default_factory=list)
 
-    def _excess(self) -> list[tuple[float, float]]:
-        """Loss above the straight line between the ends, and the position."""
+    def _excess(self) -> list[float]:
+        """Loss above the straight line between the ends, at each position."""
         first, last = self.loss[0], self.loss[-1]
-        return [(loss - ((1 - t) * first + t * last), t) for t, loss in zip(self.t, self.loss, strict=True)]
+        return [loss - ((1 - t) * first + t * last) for t, loss in zip(self.t, self.loss, strict=True)]
+
+    def _margin(self, position: int) -> float | None:
+        return self.margins[position] if self.margins else 0.0
 
     def barrier(self) -> float:
         """Largest excess of the loss over the straight line between the ends."""
-        return max(self._excess())[0]
+        return max(self._excess())
+
+    def margin(self) -> float | None:
+        """How far the 95% interval of the barrier extends above it; None: too few samples."""
+        excess = self._excess()
+        highest = max(range(1, len(excess) - 1), key=excess.__getitem__, default=0)
+        margin = self._margin(highest)
+        return None if margin is None else max(0.0, margin + min(0.0, excess[highest]))
 
     def gain(self) -> tuple[float, float]:
         """The largest fall of the loss below the straight line between the ends, and its position."""
-        return max((-excess, t) for excess, t in self._excess())
+        return max((-excess, t) for excess, t in zip(self._excess(), self.t, strict=True))
 
     def verdict(self) -> str | None:
-        """A sentence on a path without a barrier; None if there is a barrier."""
-        gain, place = self.gain()
-        if self.barrier() >= gain or gain < LEAST_GAIN:
+        """A sentence on a path without a clear barrier; None if there is one, or the path is the straight line."""
+        (gain, place), barrier, margin = self.gain(), self.barrier(), self.margin()
+        of_gain = self._margin(self.t.index(place))
+        if gain > barrier and of_gain is not None and gain > max(of_gain, LEAST_GAIN):
+            below = f"{with_margin(f'{gain:.4f}', of_gain)} below the straight line between its ends"
+            return f"no barrier on the path, {self.name}: at {place:.2g} the loss is {below}"
+        if margin is not None and (barrier > margin or max(barrier, margin) < LEAST_GAIN):
             return None
-        line = "the straight line between its ends"
-        return f"no barrier on the path, {self.name}: at {place:.2g} the loss is {gain:.4f} below {line}"
+        return f"no clear barrier on the path, {self.name}: {with_margin(f'{barrier:.4f}', margin)}; give more samples"
 
     def middle(self) -> int:
         return min(range(len(self.t)), key=lambda i: abs(self.t[i] - 0.5))
@@ -272,7 +291,12 @@ class Barrier:
 
     def to_dict(self) -> dict[str, Any]:
         measures = {
-            c.name: {"barrier": c.barrier(), "below_line": c.gain()[0], "middle_loss": c.loss[c.middle()]}
+            c.name: {
+                "barrier": c.barrier(),
+                "margin": c.margin(),
+                "below_line": c.gain()[0],
+                "middle_loss": c.loss[c.middle()],
+            }
             for c in self.curves
         }
         return {"measures": measures, **asdict(self)}
@@ -313,7 +337,7 @@ def path(
         ledger: store of intermediate results, to resume from.
     """
     ts = [i / (points - 1) for i in range(points)]
-    points_done: list[tuple[float, float]] = ledger.get(PATH) or []
+    points_done: list[tuple[float, float, list[float]]] = ledger.get(PATH) or []
     for done in range(len(points_done) + 1):
         tick(f"{PATH}{name}", done, points)
     between = copy.deepcopy(a if head is None else head)
@@ -321,10 +345,18 @@ def path(
         _place_between(between, a, b, t, head_tensors)
         scores = score(b if t == 1 and head is None else between, data)
         LOG.info("%s, at %.2f: loss %.4f", name, t, scores.loss)
-        points_done.append((scores.loss, scores.main))
+        points_done.append((scores.loss, scores.main, scores.losses))
         ledger.keep(PATH, points_done.copy)
         tick(f"{PATH}{name}", len(points_done), points)
-    return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))
+    losses, figures, of_examples = (list(column) for column in zip(*points_done, strict=True))
+    return Curve(name, ts, losses, figures, _margins(ts, of_examples))
+
+
+def _margins(ts: Sequence[float], losses: Sequence[Sequence[float]]) -> list[float | None]:
+    """Half of the 95% interval of the loss above the line between the ends, from every example's loss at each t."""
+    ends = list(zip(losses[0], losses[-1], strict=True))
+    lines = ([(1 - t) * first + t * last for first, last in ends] for t in ts)
+    return [margin([of_t], [line]) for of_t, line in zip(losses, lines, strict=True)]
 
 
 @torch.no_grad()

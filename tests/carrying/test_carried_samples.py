@@ -25,7 +25,7 @@ from rotation_merge.carrying.config import MERGED, PLAIN
 from rotation_merge.carrying.judge import HeldOutSamples, TransferSamples
 from rotation_merge.carrying.sampled import ChangeCandidate
 from rotation_merge.matching.match_on import Activations
-from rotation_merge.run.evaluate import score
+from rotation_merge.run.evaluate import Scores, score
 
 Models = dict[str, Path]
 MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "qwen2": {"tie_word_embeddings": False}}
@@ -96,10 +96,10 @@ def test_the_reported_loss_is_that_of_what_is_written(
 ) -> None:
     """Cut to a rank, rounded, without what an adapter lacks."""
 
-    def loss(held_out: HeldOutSamples, model: Any) -> tuple[float, float]:
-        return score(model, held_out.tuned).loss, 0.0  # whatever it costs the new base, something is carried
+    def scores(held_out: HeldOutSamples, model: Any) -> tuple[Scores, Scores]:
+        return score(model, held_out.tuned), Scores(0.0, {}, [])  # whatever it costs the new base, something is carried
 
-    monkeypatch.setattr(HeldOutSamples, "losses", loss)
+    monkeypatch.setattr(HeldOutSamples, "scores", scores)
     pair, out = models[name], tmp_path / "out"
     groups = ("--heads", "permutation", "--residual", "none", "--samples", 32)
     output = carry(pair["tuned"], *between(pair), out, *options, *groups)
@@ -113,6 +113,7 @@ def test_the_reported_loss_is_that_of_what_is_written(
         assert "lm_head.weight" not in state(out)  # at a scale of its own it would not be the embedding
     lift = lift_of(out)
     assert lift["carried"] != lift["new"]
+    assert min(lift["margin"], lift["margin_at_home"]) > 0
     with torch.no_grad():
         assert score(written, samples[0].judge.tuned).loss == pytest.approx(lift["carried"][0], abs=2e-5)
 

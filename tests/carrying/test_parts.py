@@ -184,16 +184,21 @@ def test_rank_is_cut_where_the_inputs_see_least() -> None:
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 
-LIFT = RecoveredLift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1")
+LIFT = RecoveredLift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1", margin=0.1, margin_at_home=0.2)
 NEAR = RecoveredLift(2.0, 1.0, (1.75, 1.5), (1.05, 1.6), "wudi", " at scale 1")
 """Between releases of one lineage the fine-tune itself stands below all of what it gained at home."""
 VERDICTS: dict[str, tuple[RecoveredLift, str]] = {
-    "some": (LIFT, "Recovered lift: 30% of what fine-tuning gained on the old base."),
-    "little": (replace(LIFT, carried=(2.45, 1.5)), "Train on the new base instead: little transfers."),
+    "some": (LIFT, "gained on the old base (0.300 ± 0.1 of 1.000 ± 0.2 nats)."),
+    "no clear gain at home": (replace(LIFT, old=1.1), "Recovered lift: unknown, the fine-tune's gain"),
+    "unknown errors": (replace(LIFT, margin_at_home=None), "(1.000 ± an unknown error nats); give more samples"),
+    "perhaps some": (replace(LIFT, margin=0.25), "Not clear whether the change transfers; give more samples."),
+    "perhaps little": (replace(LIFT, carried=(2.45, 1.5)), "Not clear whether"),
+    "too few samples": (replace(LIFT, margin=None), "0.300 ± an unknown error of"),
+    "little": (replace(LIFT, carried=(2.45, 1.5), margin=0.04), "Train on the new base instead: little transfers."),
     "less than none": (replace(LIFT, carried=(2.6, 1.5)), "Train on the new base instead: nothing transfers."),
-    "nothing": (replace(LIFT, method="none", carried=LIFT.new), "Recovered lift: 0%"),
+    "nothing": (replace(LIFT, method="none", carried=LIFT.new, margin=0.0), "Recovered lift: 0%"),
     "no gain at home": (replace(LIFT, old=1.0), "Recovered lift: unknown"),
-    "near": (NEAR, "(93% of the way from the new base to the fine-tune; the new base alone already has 25%)."),
+    "near": (NEAR, "nats; 93% of the way from the new base to the fine-tune; the new base alone already has 25%)."),
     "three quarters of the way": (replace(NEAR, new=(1.08, 1.5), carried=(1.02, 1.5)), "Recovered lift: 6%"),
     "beyond the fine-tune": (replace(NEAR, new=(0.9, 1.5), carried=(0.7, 1.5)), "20% of what"),
 }
@@ -201,6 +206,7 @@ VERDICTS: dict[str, tuple[RecoveredLift, str]] = {
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_recovered_lift_in_words_and_numbers(name: str) -> None:
+    """With half of the 95% interval of each difference; a verdict only where these allow it."""
     lift, words = VERDICTS[name]
     assert words in lift.words()[-1]
     assert ("of the way" in lift.words()[-1]) == (name in ("near", "three quarters of the way"))

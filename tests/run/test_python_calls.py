@@ -114,24 +114,36 @@ def test_a_path_begins_and_ends_at_its_models(models) -> None:
     assert curve.loss[-1] == pytest.approx(loss(models[1]), rel=1e-5)
     assert curve.loss[1] == pytest.approx(rm.evaluate(rm.average(models), SAMPLES)["loss"], rel=1e-5)
     assert curve.t == pytest.approx([0, 0.5, 1])
+    data, between = data_in_memory(SAMPLES, models[0]), rm.average(models).to_module()
+    first, middle, last = (score(model, data).losses for model in (models[0], between, models[1]))
+    line = [(a + b) / 2 for a, b in zip(first, last, strict=True)]
+    assert curve.margins == pytest.approx([0, margin([middle], [line]), 0], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("places", "losses", "barrier", "below"),
+    ("places", "losses", "margin", "barrier", "above", "words"),
     [
-        ([0.0, 0.5, 1.0], [1.0, 2.5, 3.0], 0.5, None),  # above the line, below the higher end
-        ([0.0, 0.5, 1.0], [3.0, 2.5, 1.0], 0.5, None),
-        ([0.0, 0.5, 1.0], [1.0, 1.5, 3.0], 0.0, "at 0.5 the loss is 0.5000 below the straight line between its ends"),
-        ([0.0, 0.5, 1.0], [2.0, 2.0, 2.0], 0.0, None),
-        ([0.0, 0.25, 1.0], [0.0, 2.0, 4.0], 1.0, None),
+        ([0.0, 0.5, 1.0], [1.0, 2.5, 3.0], 0.1, 0.5, 0.1, None),  # above the line, below the higher end
+        ([0.0, 0.5, 1.0], [3.0, 2.5, 1.0], 0.1, 0.5, 0.1, None),
+        ([0.0, 0.5, 1.0], [3.0, 2.5, 1.0], 0.6, 0.5, 0.6, "no clear barrier on the path, path: 0.5000 ± 0.6; give"),
+        ([0.0, 0.5, 1.0], [3.0, 2.5, 1.0], None, 0.5, None, "no clear barrier on the path, path: 0.5000 ± an unknown"),
+        ([0.0, 0.5, 1.0], [1.0, 1.5, 3.0], 0.1, 0.0, 0.0, "at 0.5 the loss is 0.5000 ± 0.1 below the straight"),
+        ([0.0, 0.5, 1.0], [1.0, 1.5, 3.0], 0.6, 0.0, 0.1, "no clear barrier on the path, path: 0.0000 ± 0.1"),
+        ([0.0, 0.5, 1.0], [2.0, 2.0, 2.0], 1e-7, 0.0, 1e-7, None),
+        ([0.0, 0.25, 1.0], [0.0, 2.0, 4.0], 0.1, 1.0, 0.1, None),
     ],
 )
 def test_the_barrier_stands_on_the_line_between_the_ends(
-    places: list[float], losses: list[float], barrier: float, below: str | None
+    places: list[float],
+    losses: list[float],
+    margin: float | None,
+    barrier: float,
+    above: float | None,
+    words: str | None,
 ) -> None:
-    curve = Curve("path", places, losses, [])
-    assert curve.barrier() == pytest.approx(barrier)
-    assert (curve.verdict() is None) if below is None else (below in (curve.verdict() or ""))
+    curve = Curve("path", places, losses, [], [0.0, margin, 0.0])
+    assert (curve.barrier(), curve.margin()) == (pytest.approx(barrier), pytest.approx(above))
+    assert (curve.verdict() is None) if words is None else (words in (curve.verdict() or ""))
 
 
 @pytest.mark.parametrize("task", ["regression", "similarity"])
