@@ -36,7 +36,7 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_depth, check_pair, check_shapes
 from rotation_merge.mergekit_plugin.document import with_models
 from rotation_merge.mergekit_plugin.donors import check_meaning, settled_donors
-from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, runs
+from rotation_merge.mergekit_plugin.loader import StandIn, ViewLoader, decoded, runs
 from rotation_merge.mergekit_plugin.output import (
     OutputBlock,
     check_tensors,
@@ -48,6 +48,7 @@ from rotation_merge.mergekit_plugin.output import (
 from rotation_merge.mergekit_plugin.own_methods import Parameters, bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe, tuned_from
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.stock_heads import check_heads
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.folder import fetched
 from rotation_merge.model.sentence import in_module
@@ -261,13 +262,15 @@ def check_stock(session: Session) -> None:
     for first in dict.fromkeys(next(iter(out.sources)) for out in merged):
         _check_meeting(session, models[first], [out for out in merged if next(iter(out.sources)) == first])
     _check_tokens(session, merged, readers_of(merged))
+    check_heads(config, session.options, models)
 
 
 def _check_classes(session: Session) -> None:
     """Refuse models of different classes where mergekit does."""
     recipe, models = session.recipe, session.models
     try:
-        merge.get_architecture_info(recipe.config, session.options)
+        with decoded(recipe.config, session.options) as readable:
+            merge.get_architecture_info(readable, session.options)
     except RuntimeError as error:
         kind = models[recipe.base].config.get("architectures")
         unlike = [m for m in recipe.config.referenced_models() if models[m].config.get("architectures") != kind]

@@ -211,8 +211,8 @@ def check_tensors(recipe: Recipe, models: Models, out: OutputBlock) -> None:
         tied = [model for model in sources if any(name in models[model] for name in info.tied)]
         lacking = [model for model in sources if model not in (*holders, *tied)]
         if anchor.tensor(info.key) is None:
-            if info.tied and all(models[model].config.get("tie_word_embeddings") for model in holders):
-                continue  # a second copy, which the anchor does not store
+            if info.tied and (recipe.stock or all(models[m].config.get("tie_word_embeddings") for m in holders)):
+                continue  # a second copy, which the anchor does not store; of other methods `check_heads` judges
             lacking.insert(0, recipe.base)
         if lacking and not recipe.excluded(info.name):
             holder = next(model for model in sources if model not in lacking)

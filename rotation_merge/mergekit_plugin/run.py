@@ -36,6 +36,7 @@ from rotation_merge.mergekit_plugin.recipe import (
 )
 from rotation_merge.mergekit_plugin.rules import tokenizer_source
 from rotation_merge.mergekit_plugin.session import Session
+from rotation_merge.mergekit_plugin.stock_heads import check_heads
 from rotation_merge.mergekit_plugin.views import RecipeViews
 from rotation_merge.model.card import origins, updated_card
 from rotation_merge.model.checkpoint import mark_of, unchanged
@@ -46,6 +47,7 @@ from rotation_merge.model.markdown import plain
 from rotation_merge.model.nearness import equality, equality_words
 from rotation_merge.model.open import open_model
 from rotation_merge.model.sentence import write_modules
+from rotation_merge.model.view import View
 from rotation_merge.model.writing import staged
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.integrity import Contents, Defect, check_folder, check_parents
@@ -298,11 +300,12 @@ def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) 
 
 
 def _remarks(config: MergeConfiguration, options: MergeOptions) -> Iterator[str]:
-    """What peft, by which other methods merge adapters, does otherwise; and models that equal the base."""
+    """What peft, by which other methods merge adapters, does otherwise; heads that are lost; what equals the base."""
     facts: dict[str, Any] = {"options": options, "unsupported": "merge", "any_base": True}
-    for model in sorted(config.referenced_models(), key=str):
+    models, views = sorted(config.referenced_models(), key=str), dict[ModelReference, View]()
+    for model in models:
         with suppress(RotationMergeError):  # such as of a class that is not supported
-            view = open_model(model, **facts)
+            view = views[model] = open_model(model, **facts)
             adapter, base = (None, None) if view.files is None else (view.files.adapter, view.files.base)
             reasons = [] if adapter is None else adapter.beyond_peft
             if base is not None and view.head_differs and not base.head_differs:
@@ -313,6 +316,11 @@ def _remarks(config: MergeConfiguration, options: MergeOptions) -> Iterator[str]
                 remark := equality(open_model(config.base_model, **facts), view)
             ):
                 yield f"{model} {remark}"
+    try:
+        if len(views) == len(models):
+            check_heads(config, options, views)
+    except RotationMergeError as error:
+        yield str(error)
 
 
 def _parents(config: MergeConfiguration, options: MergeOptions) -> tuple[list[str], str]:

@@ -119,7 +119,7 @@ def _with_own_head(view: View, unsupported: str) -> View:
     Raises:
         CheckpointError: the head would compute something else if the config did not tie it.
     """
-    head = _differing_head(view) if says_tied(view.config) else None
+    head = differing_head(view) if says_tied(view.config) else None
     if head is None:
         return view
     config = untied(view.config)
@@ -131,7 +131,7 @@ def _with_own_head(view: View, unsupported: str) -> View:
     return replace(view, config=config, architecture=architecture, untie=True, head_differs=True)
 
 
-def _differing_head(view: View) -> TensorInfo | None:
+def differing_head(view: View) -> TensorInfo | None:
     """A stored head whose values are not those of the embedding that is stored beside it; reads both."""
     for info in view.architecture.heads():
         embedding = next((name for name in info.tied if name in view), None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import yaml
 from cli_support import run as command
@@ -38,7 +39,7 @@ from plugin_support import (
 )
 from safetensors.torch import load_file, save_file
 from test_integrity import TWICE, overlaid, quantised
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
 from rotation_merge.architecture import build, registry
@@ -470,3 +471,65 @@ def test_a_parent_with_two_copies_of_a_tensor(
     torch.testing.assert_close(state(ours)[TWICE], sum(loaded) / 2)
     assert not torch.allclose(state(ours)[TWICE], stock)
     assert "is in" not in "\n".join(read(ours / "rotation_merge.json")["notes"])
+
+
+HEADS = {"gemma": "does not merge heads of this class", "nemotron": "leaves it out of the merge of heads", "llama": ""}
+"""Families of whose heads mergekit knows nothing, not that they may be tied, and everything; what is said of them."""
+ALIKE, UNTIED, DIFFERS = "stored, the embedding", "untied", "differs under a config that ties it"
+
+
+def with_head(family: str, head: str, folder: Path, seed: int) -> Path:
+    """A tiny model with a head of this kind; `tied`: it stores none."""
+    case = next(case for case in tiny_models.ALL if case.family == family)
+    torch.manual_seed(seed)
+    config = case.model_class.config_class(**{**case.config, "tie_word_embeddings": head != UNTIED})
+    (model := case.model_class(config)).save_pretrained(folder)
+    if head in (ALIKE, DIFFERS):
+        embedding = model.get_input_embeddings().weight.detach().clone()
+        rewrite(folder, state(folder) | {"lm_head.weight": embedding + 0.1 * (head == DIFFERS)})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "lost"),
+    [
+        ("gemma", ("tied", DIFFERS), 1),
+        ("gemma", (ALIKE, UNTIED), 1),
+        ("gemma", (DIFFERS, "tied"), 0),
+        ("gemma", (ALIKE, "tied"), None),
+        ("nemotron", ("tied", UNTIED), 0),
+        ("nemotron", (DIFFERS, "tied"), 1),
+        ("nemotron", (ALIKE, DIFFERS), None),
+        ("nemotron", ("tied", "tied"), None),
+        ("llama", ("tied", DIFFERS), None),
+        ("llama", (UNTIED, "tied"), None),
+    ],
+)
+def test_heads_that_other_methods_lose(
+    family: str,
+    heads: tuple[str, str],
+    lost: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They are said where, and only where, the result's head is not the average of those that the models have."""
+
+    def head_of(folder: Path) -> torch.Tensor:
+        weight: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder).get_output_embeddings().weight.detach()
+        return weight
+
+    monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
+    models = [with_head(family, head, tmp_path / str(number), number) for number, head in enumerate(heads)]
+    expected, out = sum(map(head_of, models)) / 2, tmp_path / "out"
+    text = said_of_stock(models, out, caplog, base_model=str(models[0]))
+    checked = command("check", out / "mergekit_config.yml")
+    assert torch.allclose(head_of(out), expected, atol=1e-6) == (lost is None)
+    assert checked.exit_code == (lost is not None)
+    for said in (text, checked.output):
+        assert ("with 'delegate: linear' and 'untie: true'" in said) == (lost is not None)
+        assert lost is None or (f"{models[lost]}: its head" in said and HEADS[family] in said)
+    if heads == ("tied", DIFFERS) and lost is not None:
+        recipe = recipe_for("linear", *models, attention="none", ffn="none", scaling=False, untie=True)
+        merge_recipe(yaml.safe_dump(recipe), str(ours := tmp_path / "ours"))
+        torch.testing.assert_close(head_of(ours), expected)

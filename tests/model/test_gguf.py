@@ -258,6 +258,8 @@ def test_check_reads_the_weights_of_a_file_and_takes_no_model_for_a_recipe(model
     output = output_of("check", write_recipe(recipe, tmp_path / "recipe.yml"))
     assert "was read from" in output
     assert "no weights" not in output
+    stock = write_recipe({**recipe, "merge_method": "linear", "parameters": {}}, tmp_path / "stock.yml")
+    assert "the recipe is ready to run" in output_of("check", stock)
     assert "a.gguf: " in output_of("check", models / "a.gguf", code=2)
 
 
