@@ -423,8 +423,8 @@ def _missing(method: str, spec: ParameterSpec, group: Group, base: ModelReferenc
             yield place or ("base_model",), f"{problem} for {whose}", remedy
 
 
-SHARES = {"linear": "normalize", "multislerp": "normalize_weights"} | dict.fromkeys(("regmean", "fisher", "refit"), "")
-"""Averages that divide by the sum of the weights, and the parameter that, set to false, says that one does not."""
+SHARES = {"linear": "normalize", "multislerp": "normalize_weights"}
+"""Averages of mergekit's that divide by the sum of the weights unless this parameter is false; ours refuse sums of 0."""
 
 
 def sums_of_zero(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
@@ -446,8 +446,10 @@ def other_sums(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Fi
 def _sums(config: MergeConfiguration, name: str) -> Iterator[tuple[Path, float, float, bool]]:
     """The sum of each group's weights, the largest of them, and whether the method divides by the sum."""
     parameters = config.parameters or {}
-    divides = parameters.get(SHARES.get(name, ""), True) is not False
-    for group in groups(config) if name in SHARES else ():
+    if name not in SHARES:
+        return
+    divides = parameters.get(SHARES[name], True) is not False
+    for group in groups(config):
         base = group.base or config.base_model
         weights = {entry.model: (entry.parameters or {}).get("weight") for entry in group.entries.values()}
         weights = {model: parameters.get("weight") if weight is None else weight for model, weight in weights.items()}
