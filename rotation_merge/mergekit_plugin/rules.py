@@ -424,7 +424,7 @@ def _missing(method: str, spec: ParameterSpec, group: Group, base: ModelReferenc
 
 
 SHARES = {"linear": "normalize", "multislerp": "normalize_weights"}
-"""Averages of mergekit's that divide by the sum of the weights unless this parameter is false; ours refuse sums of 0."""
+"""Averages of mergekit that divide by the sum of the weights, unless this parameter is false."""
 
 
 def sums_of_zero(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:

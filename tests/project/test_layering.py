@@ -34,7 +34,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3065),
     ("carrying",): (1500, 2289),
     ("report",): (1400, 1710),
-    ("mergekit_plugin",): (2500, 4092),
+    ("mergekit_plugin",): (2500, 4094),
     ("diagnose",): (2100, 2102),
     ("search", "share"): (1400, 2000),
     ("api", "cli", "__init__"): (1400, 2732),
