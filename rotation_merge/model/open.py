@@ -23,6 +23,7 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeErro
 from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.apply import with_tied
+from rotation_merge.model.checkpoint import stamps_of
 from rotation_merge.model.contents import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -42,6 +43,9 @@ from rotation_merge.model.writing import untied
 from rotation_merge.record import REPORT_FILE
 
 LOG = logging.getLogger(__name__)
+
+_equal: dict[tuple[Any, ...], bool] = {}
+"""Whether two tensors of files have the same values, by the files' stamps and the tensors' names."""
 
 ModelLike = Any
 """A folder, a name of the hub (also with a revision or an adapter, as in recipes), a GGUF, a module, a pair of a state
@@ -132,12 +136,22 @@ def _with_own_head(view: View, unsupported: str) -> View:
 
 
 def differing_head(view: View) -> TensorInfo | None:
-    """A stored head whose values are not those of the embedding that is stored beside it; reads both."""
+    """A stored head whose values are not those of the embedding that is stored beside it."""
     for info in view.architecture.heads():
         embedding = next((name for name in info.tied if name in view), None)
-        if info.name in view and embedding is not None and not are_equal(view[info.name], view[embedding]):
+        if info.name in view and embedding is not None and not _equal_stored(view, info.name, embedding):
             return replace(info, tied=(embedding,))
     return None
+
+
+def _equal_stored(view: View, first: str, second: str) -> bool:
+    """Whether two tensors have the same values; those of files are read once, while the files are unchanged."""
+    if view.files is None:
+        return are_equal(view[first], view[second])
+    key = *stamps_of(view).items(), first, second
+    if key not in _equal:
+        _equal[key] = are_equal(view[first], view[second])
+    return _equal[key]
 
 
 def _values(config: Any, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from plugin_support import reads_of_files, write_state
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, Case, difference, load, outputs, planted
 
@@ -66,6 +67,20 @@ def test_a_head_that_differs_is_untied_in_every_family(name: str, tmp_path: Path
     expected = outputs(planted(case).holding(tensors), planted(case).given)
     assert difference(outputs(load(case, tmp_path / "written"), planted(case).given), expected) <= 1e-9
     assert open_model((planted(case).state, config)).tied_head == head
+
+
+def test_a_stored_head_is_compared_once_while_its_file_is_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = planted(next(case for case in ALL if case.family == "llama" and planted(case).tied))
+    head, _ = model.tied or ("", "")
+    embedding = "model.embed_tokens.weight"
+    folder = write_state({**model.state, head: 1 * model.state[embedding]}, model.folder, tmp_path / "model")
+    reads = reads_of_files(monkeypatch)
+    assert [open_model(str(folder)).tied_head for _ in range(3)] == [head] * 3
+    assert sorted(name for _, name in reads) == [head, embedding]
+    save_file({**model.state, head: 2 * model.state[embedding]}, folder / "model.safetensors", {"format": "pt"})
+    assert open_model(str(folder)).tied_head is None
 
 
 def test_a_head_that_differs_and_reads_scaled_outputs_is_refused() -> None:
