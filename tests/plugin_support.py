@@ -185,6 +185,18 @@ def mergekit_yaml(recipe: Any, out: Path, *flags: str) -> Result:
     return CliRunner().invoke(main, [str(write_recipe(recipe, path)), str(out), "--quiet", *flags])
 
 
+def mergekit_multi(documents: list[dict[str, Any]], folder: Path, *flags: str) -> Result:
+    """mergekit-multi in this process: stages in FOLDER/stages, the last merge in FOLDER/out."""
+    from mergekit.io.tasks import LoaderCache
+    from mergekit.scripts.multimerge import main
+
+    LoaderCache.loaders.clear()
+    path = folder / "stages.yml"
+    path.write_text("\n---\n".join(yaml.safe_dump(document, sort_keys=False) for document in documents))
+    arguments = [path, "--intermediate-dir", folder / "stages", "--out-path", folder / "out", "--quiet", *flags]
+    return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+
+
 def merged(recipe: Any, out: Path, *flags: str) -> dict[str, torch.Tensor]:
     """The tensors of a merge that must succeed."""
     result = mergekit_yaml(recipe, out, *flags)

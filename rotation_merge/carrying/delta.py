@@ -137,12 +137,21 @@ class Delta:
 
     def applied(self) -> View:
         """The base with the change, computed lazily and rounded once."""
-        return self.base.blockwise(self.tensor)
+        return self.base.blockwise(self.tensor, further=self.further)
+
+    @property
+    def further(self) -> list[Block]:
+        """The base's layers that predict further tokens, if they change: no stream moves, and all models have them."""
+        block, base = self.base.further_block, self.base.shapes
+        models = (source.shapes for source in (self.old, self.tuned))
+        same = all(shapes.get(info.name) == base[info.name] for shapes in models for info in block.tensors)
+        moves = self.folding is not None or self.alignment.moves_streams(self.base.architecture)
+        return [block] if block.tensors and same and not moves else []
 
     def state_dict(self) -> dict[str, Tensor]:
         """The task vector: the change of each stored tensor of the base, by name, in float64."""
         exact, changes = replace(self, precision=torch.float64), dict[str, Tensor]()
-        for block in self.base.architecture.blocks:
+        for block in (*self.base.architecture.blocks, *self.further):
             for info in block.tensors:
                 if read_tensor(info, self.base.tensors) is not None:
                     changes |= unstack(info, dense(exact.change(block, info), info).double())

@@ -11,7 +11,7 @@ from rotation_merge.carrying.bases import Bases, Transfer
 from rotation_merge.carrying.config import HOW, NONE
 from rotation_merge.carrying.sampled import sampled_change
 from rotation_merge.carrying.tokens import tokenizer_files
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, named
 from rotation_merge.matching.run import change_note
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import notes, updated_card
@@ -69,6 +69,9 @@ def carried(transfer: Transfer, place: str | None = None, progress: Progress | N
             raise CheckpointError(f"peft does not load the adapter ({problem})", where=transfer.name, remedy=AS_MODEL)
         if delta.base.tied_head:
             notes.append(f"The embedding stays the new base's, as `{delta.base.tied_head}` is tied to it.")
+    ahead = [] if transfer.tuned is None else transfer.tuned.predicting_ahead
+    if ahead and (transfer.rank or not delta.further):
+        notes.append(f"Its layers that predict further tokens were not carried: {named(ahead)}.")
     return _noted(transfer, value, notes)
 
 

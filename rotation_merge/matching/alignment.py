@@ -224,7 +224,7 @@ class Alignment:
         tensor = mover(architecture, donor.tensors, self.transforms, self.folded)
         left_out = frozenset((donor.text or donor).unread if self.moves_streams(architecture) else ())
         notes = (not_written(sorted(left_out)),) if left_out else ()
-        changes = {"left_out": left_out, "notes": notes, "report": self.report, "folded": self.folded}
+        changes: dict[str, Any] = {"left_out": left_out, "notes": notes, "report": self.report, "folded": self.folded}
 
         def identity() -> str | None:
             mark = basis.donor.fingerprint if strict else ""

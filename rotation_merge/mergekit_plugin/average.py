@@ -22,13 +22,12 @@ from rotation_merge.mergekit_plugin import METHOD, delegates
 from rotation_merge.mergekit_plugin.compile import output_views, tensor_parameters
 from rotation_merge.mergekit_plugin.document import Document
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PRESETS, UNMOVED
-from rotation_merge.mergekit_plugin.output import FURTHER
 from rotation_merge.mergekit_plugin.own_methods import bound_method, refitted_view
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Session
 from rotation_merge.model.apply import read_tensor
 from rotation_merge.model.tensors import Tensors
-from rotation_merge.model.view import View, stored_dtype
+from rotation_merge.model.view import FURTHER, View, stored_dtype
 from rotation_merge.model.writing import free_name
 from rotation_merge.run.batches import unpadded
 from rotation_merge.run.statistics import Statistics
@@ -146,7 +145,5 @@ def average_views(
         return tensor.to(stored_dtype(tensor, dtype or first.dtype or first.stored_dtypes.get(info.name)))
 
     further = tuple(out.block for out in in_output.blocks if out.block.name == FURTHER and out.sources)
-    whole = replace(first, architecture=replace(first.architecture, blocks=(*first.architecture.blocks, *further)))
     notes = dict.fromkeys([*first.notes, *session.run.notes])
-    view = whole.blockwise(compute, first.dtype, left_out=first.left_out, notes=tuple(notes))
-    return replace(view, architecture=first.architecture)
+    return first.blockwise(compute, first.dtype, further, left_out=first.left_out, notes=tuple(notes))

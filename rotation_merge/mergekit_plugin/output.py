@@ -10,18 +10,14 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, InputModelDefinition, InputSliceDefinition, OutputSliceDefinition
 
-from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.architecture.model import Block
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.mergekit_plugin.recipe import Recipe
 from rotation_merge.mergekit_plugin.session import Models
-from rotation_merge.model.view import View
+from rotation_merge.model.view import FURTHER, View
 
 Sources = dict[ModelReference, Block]
 """By model, its block that goes into a block of the output."""
-
-
-FURTHER = "layers that predict further tokens"
-"""Name of the block of the output whose tensors no architecture describes: those of layers for MTP."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ def further_block(
         out.block.module == last.block.module and out.block.index is not None for out in blocks
     ):
         return None
-    infos = tuple(TensorInfo(name, (name,), ()) for name in names)
-    block = Block(FURTHER, last.block.module, None, "after", infos)
+    block = anchor.further_block
     views = [models[model] for model in last.sources]
     same = all(view.shapes.get(name) == anchor.shapes[name] for view in views for name in names)
     sources = dict.fromkeys(last.sources, block) if same and not any(model in moved for model in last.sources) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,9 @@ from rotation_merge.workers import Progress
 TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
 """Computes one tensor of an architecture (stacked, if it is stored in pieces), rounded to a dtype (None: that which it
 is stored in); None where the model has none."""
+
+FURTHER = "layers that predict further tokens"
+"""Name of the block of a model's layers that predict tokens further ahead (MTP)."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,12 @@ class View(Tensors):
         layers = tuple(f"{block.name}." for block in self.architecture.blocks if block.index is not None)
         return [name for name in self.unread if not name.startswith(layers)]
 
+    @property
+    def further_block(self) -> Block:
+        """Its layers that predict tokens further ahead as a block, which no architecture describes."""
+        infos = tuple(TensorInfo(name, (name,), ()) for name in self.predicting_ahead)
+        return Block(FURTHER, self.architecture.blocks[-1].module, None, "after", infos)
+
     @cached_property
     def ignored(self) -> list[str]:
         """Stored tensors that are neither loaded nor written: position ids, rotary tables, MTP layers."""
@@ -243,18 +252,22 @@ class View(Tensors):
         stored.mark.complete(stored.architecture.named(), stored.tensors)
         return stored.mark.hexdigest(stored.config)
 
-    def blockwise(self, compute: TensorOf, dtype: torch.dtype | None = None, **changes: Any) -> View:
+    def blockwise(
+        self, compute: TensorOf, dtype: torch.dtype | None = None, further: Iterable[Block] = (), **changes: Any
+    ) -> View:
         """The same model with the tensors of its architecture computed, each when it is asked for, under its own head.
 
         Args:
             dtype: of the floating tensors; None: each has that of the model's tensor.
+            further: blocks beside the architecture's whose tensors are computed, too.
             changes: of further attributes; `left_out` names tensors that the result does not hold.
         """
         left_out = frozenset(changes.get("left_out", self.left_out))
+        architecture = replace(self.architecture, blocks=(*self.architecture.blocks, *further))
 
         def at(dtype: torch.dtype | None) -> Tensors:
-            stored = stored_once(self.architecture, self._rounded(dtype), left_out)
-            return blockwise(self.architecture, stored, lambda block, info: compute(block, info, dtype))
+            stored = stored_once(architecture, self._rounded(dtype), left_out)
+            return blockwise(architecture, stored, lambda block, info: compute(block, info, dtype))
 
         changes = {"rows": {}, "filed": None, "heads": {}, "dtype": dtype, **changes, "left_out": left_out}
         return replace(self, tensors=at(dtype), config=self._config_in(dtype), at=at, **changes)

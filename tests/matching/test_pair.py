@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from bad_checkpoints import READERS
 from cli_support import COMMANDS, output_of, run
-from plugin_support import make, merged, mergekit_yaml, recipe_for, state, write_state
+from plugin_support import error_of_merge, make, merged, mergekit_multi, mergekit_yaml, recipe_for, state, write_state
 from spoiling import DONORS, RECIPE
 from tiny_models import ALL, Case, planted
 from variants import FIRST, ONE
 
 import rotation_merge as rm
 from rotation_merge.architecture import resolve
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.model.view import described
@@ -159,12 +162,21 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
         assert (words in notes) == moves
 
 
-@pytest.mark.parametrize(("family", "further"), [("qwen3_5", "mtp.fc.weight"), ("deepseek", "model.layers.2.eh_proj")])
+def test_no_family_lacks_an_entry_for_layers_that_predict_further_tokens() -> None:
+    """Those whose classes in transformers ignore such layers on loading have an entry `dropped`, and no others."""
+    for spec in shipped().values():
+        classes = (getattr(transformers, name, None) for name in spec.classes)
+        patterns = {name for cls in classes for name in getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or []}
+        assert any("mtp" in name or "layers" in name for name in patterns) == bool(spec.dropped), spec.family
+
+
+@pytest.mark.parametrize("spec", [spec for spec in shipped().values() if spec.dropped], ids=lambda spec: spec.family)
 def test_recipes_average_layers_that_predict_further_tokens_while_streams_stay(
-    family: str, further: str, tmp_path: Path
+    spec: ArchitectureSpec, tmp_path: Path
 ) -> None:
     """Where all models have them; else the anchor's stay. Moved streams leave them out, and the report says so."""
-    model = planted(next(case for case in ONE if case.family == family))
+    model = planted(next(case for case in ONE if case.family == spec.family))
+    further = spec.dropped[0].format(**model.config) + "eh_proj.weight"
     values = {"anchor": 1.0, "donor": 3.0, "lacking": None}
     folders = {
         name: write_state(
@@ -186,7 +198,8 @@ def test_recipes_average_layers_that_predict_further_tokens_while_streams_stay(
         (1.0, "linear", (anchor, twin), {"residual": "permutation"}),
         (None, "linear", (anchor, donor), {"residual": "rotation", "untie": True}),
     ]
-    for number, (expected, delegate, models, options) in enumerate(rows if family == "qwen3_5" else rows[:3]):
+    tried = rows[: {"qwen3_5": None, "deepseek": 3}.get(spec.family, 1)]
+    for number, (expected, delegate, models, options) in enumerate(tried):
         recipe = recipe_for(delegate, *models, **options)
         out = tmp_path / str(number)
         result = merged(recipe, out)
@@ -199,6 +212,81 @@ def test_recipes_average_layers_that_predict_further_tokens_while_streams_stay(
     assert float(rm.average([str(anchor), str(donor)])[further].mean()) == 2
     assert float(rm.average([str(anchor), str(lacking)])[further].mean()) == 1
     assert further not in rm.average([str(lacking), str(anchor)])
+
+
+def test_carrying_changes_layers_that_predict_further_tokens_while_no_stream_moves() -> None:
+    """Else the new base's stay, and a note says so."""
+    model, name = planted(next(case for case in ONE if case.family == "qwen3_5")), "mtp.fc.weight"
+
+    def holding(value: float | None, state: dict[str, torch.Tensor], size: int = 4) -> Any:
+        layers = {} if value is None else {name: torch.full((size, size), value, dtype=torch.float64)}
+        return {**state, **layers}, model.config
+
+    old, tuned, new = (holding(value, model.state) for value in (1.0, 3.0, 10.0))
+    moved, lacking = holding(10.0, model.twin(residual="permutation")), holding(None, model.state)
+    words = f"Its layers that predict further tokens were not carried: {name}."
+    rows: list[tuple[Any, Any, Any, float | None, bool]] = [
+        (tuned, old, new, 12, False),
+        (lacking, old, new, 10, False),
+        (tuned, lacking, new, 10, True),
+        (holding(3.0, model.state, 5), old, new, 10, True),
+        (tuned, old, lacking, None, True),
+        (tuned, old, moved, 10, True),
+    ]
+    for fine, origin, base, expected, noted in rows:
+        carried = rm.transfer(fine, origin, base, residual="permutation")
+        assert (float(carried[name].mean()) if name in carried else None) == expected
+        assert (words in carried.notes) == noted
+    assert float(rm.Delta.between(old, tuned).state_dict()[name].mean()) == 2
+
+
+def stages(first: dict[str, Any], second: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """What `mergekit-multi` writes in several shards: a stage, and a merge that names it."""
+    documents = [{"name": "stage", **first, "dtype": "bfloat16"}, {**second, "dtype": "bfloat16"}]
+    done = mergekit_multi(documents, folder, "--out-shard-size", "20000")
+    assert done.exit_code == 0, done.output
+    assert len(list((folder / "out").glob("*.safetensors"))) > 1
+    return state(folder / "out")
+
+
+def in_shards(tensors: dict[str, torch.Tensor], config: dict[str, Any], where: Path) -> Path:
+    """A model in bfloat16 and several files."""
+    rm.average([(tensors, config)]).to(torch.bfloat16).save_pretrained(where, max_shard_size="20K")
+    assert len(list(where.glob("*.safetensors"))) > 1
+    return where
+
+
+def test_layers_that_predict_further_tokens_in_shards_and_stages(tmp_path: Path) -> None:
+    """In bfloat16; doctor finds them missing in a merge whose recipe names parents that have them."""
+    model, name = planted(next(case for case in ONE if case.family == "qwen3_5")), "mtp.fc.weight"
+    anchor, donor = (
+        in_shards({**model.state, name: torch.full((4, 4), value)}, model.config, tmp_path / str(value))
+        for value in (1.0, 3.0)
+    )
+    result = stages(
+        recipe_for("linear", anchor, donor, **STILL), recipe_for("linear", anchor, "stage", **STILL), tmp_path
+    )
+    assert (result[name].dtype, float(result[name].mean())) == (torch.bfloat16, 1.5)
+    folded = tmp_path / "folded"
+    assert name not in merged(recipe_for("linear", anchor, donor, residual="rotation", untie=True), folded)
+    assert f"has {name}, which predict further tokens (MTP)" in output_of("doctor", folded)
+
+
+def test_a_head_that_differs_in_shards_and_stages(tmp_path: Path) -> None:
+    """In bfloat16: refused without `untie`, kept with it."""
+    model = planted(next(case for case in ALL if case.family == "llama" and planted(case).tied))
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    anchor = in_shards(model.state, model.config, tmp_path / "anchor")
+    values = 2 * model.state[embedding]
+    donor = in_shards({**model.state, head: values}, model.config, tmp_path / "donor")
+    tied = {**json.loads((donor / "config.json").read_text()), "tie_word_embeddings": True}
+    (donor / "config.json").write_text(json.dumps(tied))
+    assert "untie: true" in error_of_merge(recipe_for("linear", anchor, donor, **STILL), tmp_path / "refused")
+    first, second = (recipe_for("linear", anchor, other, untie=True, **STILL) for other in (donor, "stage"))
+    result = stages(first, second, tmp_path)
+    exact = values.to(torch.bfloat16).float() * 0.625  # (1 + (1 + 2) / 2) / 2 of the embedding
+    torch.testing.assert_close(result[head].float(), exact, atol=0.0, rtol=0.01)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 # --- every path asks

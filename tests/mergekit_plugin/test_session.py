@@ -18,7 +18,6 @@ import tiny_models
 import torch
 import yaml
 from cli_support import run as command
-from click.testing import CliRunner, Result
 from faults_support import END, read, whole
 from interrupted_support import forked
 from mergekit import card, merge
@@ -30,6 +29,7 @@ from plugin_support import (
     from_file,
     lora,
     make,
+    mergekit_multi,
     one_error,
     recipe_for,
     relative_distances,
@@ -134,16 +134,6 @@ def test_config_and_small_files_are_the_anchors_whatever_the_order_of_a_set(
 # --- stages ----------------------------------------------------------------------------------------------------------
 
 
-def multi(documents: list[dict], folder: Path) -> Result:
-    from mergekit.scripts.multimerge import main
-
-    LoaderCache.loaders.clear()
-    path = folder / "stages.yml"
-    path.write_text("\n---\n".join(yaml.safe_dump(document, sort_keys=False) for document in documents))
-    arguments = [path, "--intermediate-dir", folder / "stages", "--out-path", folder / "out", "--quiet"]
-    return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
-
-
 def test_a_stage_as_origin_of_a_fine_tune(pair: Pair, tmp_path: Path) -> None:
     """finetuned_from names a stage; mergekit-multi turns that word into a mapping, which we turn back."""
     anchor, donor = pair
@@ -153,14 +143,14 @@ def test_a_stage_as_origin_of_a_fine_tune(pair: Pair, tmp_path: Path) -> None:
     stage = {"name": "stage", "merge_method": "linear", "models": models, "dtype": "float32"}
     final = recipe_for("task_arithmetic", anchor, write_state(tuned, anchor, tmp_path / "fine"))
     final["models"][1]["parameters"] = {"weight": 1.0, "finetuned_from": "stage"}
-    result = multi([stage, final], tmp_path)
+    result = mergekit_multi([stage, final], tmp_path)
     assert result.exit_code == 0, result.output
     assert 1e-4 < max(relative_distances(state(tmp_path / "out"), state(anchor)).values()) < 0.2
 
 
 def test_a_misspelt_word_in_a_stage(pair: Pair, tmp_path: Path) -> None:
     first = {"name": "first", **recipe_for("slerp", *pair, t=0.5)}
-    result = multi([first, recipe_for("linear", pair[0], Path("first"), hedas="permutation")], tmp_path)
+    result = mergekit_multi([first, recipe_for("linear", pair[0], Path("first"), hedas="permutation")], tmp_path)
     assert result.exit_code == 2
     assert "'heads'" in one_error(result.output)
     assert not (tmp_path / "stages" / "first").exists()
