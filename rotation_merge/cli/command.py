@@ -144,34 +144,23 @@ def refuse_idle(*rules: tuple[bool, Iterable[str], str, str]) -> None:
 
 # --- words that are no values ----------------------------------------------------------------------------------------
 
-COUNTED = re.compile(r"(sample|example|token|step|point|text)s?")
-UNIT = re.compile(r"s(?:ec(?:ond)?s?)?|m(?:in(?:ute)?s?)?|h(?:(?:ou)?rs?)?|[KMGTB](?:i?B|ytes)?", re.IGNORECASE)
+COUNTED = re.compile(r"(sample|example|text|token|step|point)s?")
+UNIT = re.compile(r"s(ecs?|econds?)?|m(ins?|inutes?)?|h(rs?|ours?)?|bytes?|[kmgt]?i?b|[kmgt]", re.IGNORECASE)
 
 
 class Command(click.Command):
-    """Refuses a unit that stands apart from its number: `--budget 6 minutes`."""
+    """Refuses a unit that stands apart from its number: `--budget 6 minutes`, `--limit 64 samples`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = {flag: p for p in self.params if isinstance(p, click.Option) and not p.is_flag for flag in p.opts}
-        words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-        for flag, number, word in zip(words, words[1:], words[2:], strict=False):
-            if flag in options and number.isdecimal() and not os.path.exists(word):
-                _check_unit(options[flag], f"{flag} {number}", word)
+        defaults = {flag: str(p.default) for p in self.params if isinstance(p.type, Value) for flag in p.opts}
+        for flag, number, word in re.findall(r"(--[a-z-]+)[ =](\d+) (\S+)", " ".join(args)):
+            with_unit = re.fullmatch(r"\d+([a-zA-Z])", defaults.get(flag, ""))
+            if flag not in defaults or os.path.exists(word) or not (UNIT if with_unit else COUNTED).fullmatch(word):
+                continue
+            letter = "" if with_unit is None else word[0].lower() if with_unit[1].islower() else word[0].upper()
+            value = f"{flag} {number}"
+            raise click.UsageError(f"'{word}' behind '{value}' is not read as a unit; write {value}{letter}")
         return super().parse_args(ctx, args)
-
-
-def _check_unit(option: click.Option, value: str, word: str) -> None:
-    """Refuse a word behind an option's number if it is the unit of the option, or what the option counts.
-
-    Raises:
-        UsageError: names the word and the value without it.
-    """
-    letter = ""
-    if re.fullmatch(r"\d+[a-zA-Z]", str(option.default)) and UNIT.fullmatch(word):
-        letter = word[0].lower() if str(option.default)[-1].islower() else word[0].upper()
-    elif not ((counted := COUNTED.fullmatch(word)) and counted[1] in f"{option.opts[0]} {option.help}"):
-        return
-    raise click.UsageError(f"'{word}' behind '{value}' is not read as a unit; write {value}{letter}")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

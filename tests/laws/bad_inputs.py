@@ -67,6 +67,8 @@ LINES = [
     call("align anchor donor out --shard-size 500 MB", "'MB' behind '--shard-size 500'", "write --shard-size 500M"),
     call("merge anchor donor out --budget 6 minutes", "'minutes' behind '--budget 6'", "write --budget 6m"),
     call("merge anchor donor --samples=64 samples out", "write --samples 64"),
+    call("merge anchor donor out --budget '6 minutes'", "write --budget 6m"),
+    call("barrier anchor donor --data text.txt --limit 64 samples", "write --limit 64"),
     call("align anchor donor out --layers x", "'--layers' is 'x'; it must be all, or ranges"),
     call("align anchor donor out --layers 9", "the model has no layer 9"),
     call("align anchor donor out --heads permute", "'--heads' is 'permute'; did you mean 'permutation'?"),
