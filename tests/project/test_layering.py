@@ -37,7 +37,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("mergekit_plugin",): (2500, 4086),
     ("diagnose",): (2100, 2102),
     ("search", "share"): (1400, 2000),
-    ("api", "cli", "__init__"): (1400, 2732),
+    ("api", "cli", "__init__"): (1400, 2721),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
