@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import EACH, RECIPE, Config, Count, Length, NotNegative, Rate, option
+from rotation_merge.errors import RecipeError, nearest
 
-ADAPTER_METHODS = (
-    *("linear", "breadcrumbs", "breadcrumbs_ties", "dare_linear", "dare_ties", "della", "della_linear"),
-    *("task_arithmetic", "ties", "wudi", "tsv", "iso"),
-)
-"""Methods that merge adapters: mergekit's that work on task vectors, and ours."""
+_STOCK = ("int8_mask", "normalize", "rescale", "lambda", "density")
+_TASK_VECTORS = ("lambda", "others", "lengths")
+ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    **dict.fromkeys(("breadcrumbs", "breadcrumbs_ties"), (*_STOCK, "gamma")),
+    **dict.fromkeys(("dare_linear", "dare_ties"), _STOCK),
+    **dict.fromkeys(("della", "della_linear"), (*_STOCK, "epsilon")),
+    **dict.fromkeys(("task_arithmetic", "ties"), _STOCK),
+    "wudi": (*_TASK_VECTORS, "ridge", "sides"),
+    **dict.fromkeys(("tsv", "iso"), _TASK_VECTORS),
+}
+"""Parameters of methods that merge adapters: mergekit's that work on task vectors, and ours."""
+ADAPTER_METHODS = tuple(ADAPTER_PARAMETERS)
 AdapterMethod = Literal[ADAPTER_METHODS]  # type: ignore[valid-type]
 
 AUTO = "auto"
 """A rank that is chosen by the share of the squared norm that it keeps."""
+
+
+def check_adapter_parameters(method: str, names: Iterable[str]) -> None:
+    """Refuse parameters that a method that merges adapters does not have.
+
+    Raises:
+        RecipeError: names the first, and the nearest one that the method has.
+    """
+    known = ADAPTER_PARAMETERS[method]
+    for name in (name for name in names if name not in known):
+        remedy = f"{nearest(name, known)}; it has {', '.join(known)}" if known else "leave it out"
+        raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
 
 
 @dataclass(frozen=True)

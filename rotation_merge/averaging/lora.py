@@ -23,7 +23,13 @@ from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskAr
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.config import ADAPTER_METHODS, AUTO, AdapterMergeConfig
+from rotation_merge.averaging.config import (
+    ADAPTER_METHODS,
+    ADAPTER_PARAMETERS,
+    AUTO,
+    AdapterMergeConfig,
+    check_adapter_parameters,
+)
 from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.parameters import checked, numbers_for
 from rotation_merge.averaging.registry import TASK_VECTORS
@@ -171,14 +177,12 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
     Raises:
         RecipeError: there is no such method or parameter, or a value means nothing.
     """
-    method = _ENTRYWISE["task_arithmetic"] if name == LINEAR else _ENTRYWISE.get(name) or TASK_VECTORS.get(name)
-    if method is None:
+    if name not in ADAPTER_METHODS:
         remedy = f"{nearest(str(name), ADAPTER_METHODS)}; there are {', '.join(ADAPTER_METHODS)}"
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
-    specs = {spec.name: spec for spec in method.spec.parameters if spec.name != "weight" and name != LINEAR}
-    for key in (key for key in parameters if key not in specs):
-        remedy = f"{nearest(key, specs)}; it has {', '.join(specs)}" if specs else "leave it out"
-        raise RecipeError(f"'{name}' has no parameter '{key}'", remedy=remedy)
+    method = TASK_VECTORS.get(name) or _ENTRYWISE["task_arithmetic" if name == LINEAR else name]
+    check_adapter_parameters(name, parameters)
+    specs = {spec.name: spec for spec in method.spec.parameters if spec.name in ADAPTER_PARAMETERS[name]}
     values = {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()}
     values |= {"normalize": True} if name == LINEAR else {}
 

@@ -12,7 +12,7 @@ import click
 
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import (
-    ALIGNMENT,
+    INPUT_FILE,
     MODELS_OR_RECIPE,
     NAMED_ALIGNMENTS,
     SAMPLES,
@@ -55,7 +55,7 @@ def command(
     data: Annotated[tuple[str, ...], SAMPLES, f"samples to measure on, one or more: {KINDS}"],
     config: BarrierConfig,
     plot: Annotated[str | None, NEW_PLOT, "also draw a PNG, SVG or PDF (needs matplotlib)"] = None,
-    alignment: Annotated[str | None, ALIGNMENT, "transforms to apply instead of matching; for two models"] = None,
+    alignment: Annotated[str | None, INPUT_FILE, "transforms to apply instead of matching; for two models"] = None,
     compare: Annotated[
         str | None,
         NAMED_ALIGNMENTS,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import rotation_merge as rm
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.command import Device, Model, ShardSize, Storage, cli_command, flags_used, refuse_idle
-from rotation_merge.cli.paths import ALIGNMENT, MODEL, NEW_MODEL
+from rotation_merge.cli.paths import INPUT_FILE, MODEL, NEW_MODEL
 from rotation_merge.cli.show import Answer
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, MatchConfig
 
@@ -22,7 +22,7 @@ def command(
     *,
     from_: Annotated[str, MODEL, "OLD_BASE", "base that WORK was trained on"],
     to: Annotated[str, MODEL, "NEW_BASE", "base that OUT is for"],
-    alignment: Annotated[str | None, ALIGNMENT, "alignment file to apply instead of matching"] = None,
+    alignment: Annotated[str | None, INPUT_FILE, "alignment file to apply instead of matching"] = None,
     config: Annotated[TransferConfig, ("method", "scale", "steps", "data", "samples", "seed", "rank", "match_on")],
     shard_size: ShardSize = "5B",
     dtype: Storage = None,

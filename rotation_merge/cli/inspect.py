@@ -6,7 +6,7 @@ import os
 from typing import Annotated
 
 from rotation_merge.cli.command import cli_command, refuse_idle
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, Reads, is_document
+from rotation_merge.cli.paths import INPUT_FILE, MODELS_OR_RECIPE, is_document
 from rotation_merge.cli.show import Answer
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import AlignConfig, MatchConfig
@@ -23,8 +23,8 @@ def inspect(
     draft: Annotated[bool, "draft an architecture file for a model from its names and shapes"] = False,
     methods: Annotated[bool, "merge methods that can be the delegate, and all recipe parameters"] = False,
     architectures: Annotated[bool, "supported architectures and their classes"] = False,
-    prove: Annotated[str | None, Reads("file"), "try an architecture file on a tiny model"] = None,
-    config: Annotated[str | None, Reads("file"), "with --prove: keys of the tiny model's config, as JSON"] = None,
+    prove: Annotated[str | None, INPUT_FILE, "try an architecture file on a tiny model"] = None,
+    config: Annotated[str | None, INPUT_FILE, "with --prove: keys of the tiny model's config, as JSON"] = None,
     options: AlignConfig = GROUPS,
     opening: Annotated[MatchConfig, ("untie",)] = OPENING,
 ) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import rotation_merge as rm
-from rotation_merge.averaging.config import AdapterMergeConfig, AdapterMethod
+from rotation_merge.averaging.config import AdapterMergeConfig, AdapterMethod, check_adapter_parameters
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import ADAPTER_INPUT, NEW_ADAPTER
 from rotation_merge.cli.show import Answer, Table
@@ -37,6 +37,7 @@ def command(
     parameters = dict(word.partition("=")[::2] for word in parameter)
     if malformed := [word for word in parameter if "=" not in word]:
         raise RecipeError(f"--parameter is '{malformed[0]}'", remedy="give NAME=VALUE")
+    check_adapter_parameters(method, parameters)
     numbers = None if weights is None else _numbers(weights)
     merged = rm.merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
     merged.save(out, force)

@@ -12,7 +12,8 @@ import click
 
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORD, WORK, Output, check_output, locked
-from rotation_merge.model.hub import check_path
+from rotation_merge.model.hub import check_adapter, check_file, check_local, check_path
+from rotation_merge.run.sample_kinds import check_source
 
 ADAPTER = "adapter"
 """A folder, or a file if its name ends in `.safetensors`."""
@@ -25,25 +26,23 @@ class Reads(click.ParamType):
     Attributes:
         name: placeholder in the help.
         recipe: whether it may be a recipe, with all that it reads.
-        present: whether a path that is not there is refused before the command begins.
         named: whether the value is NAME or NAME=FILE, with commas between.
+        refuse: raises an error for a value that is neither here nor on the hub, before torch is imported.
     """
 
     name: str
     recipe: bool = False
     named: bool = False
-    present: bool = False
+    refuse: Callable[[str], None] = lambda _: None
 
     def check(self, values: Sequence[str]) -> None:
-        """Refuse models that are neither here nor on the hub.
+        """Refuse values that are neither here nor on the hub.
 
         Raises:
-            CheckpointError: names the first.
+            RotationMergeError: names the first.
         """
-        for value in values if self.present else ():
-            for part in [value] if os.path.exists(value) else value.split("+"):
-                if not (self.recipe and part.endswith((".yml", ".yaml"))):
-                    check_path(part.partition("@")[0])
+        for value in values if self.recipe else self.inputs(values):
+            self.refuse(value)
 
     def inputs(self, values: Sequence[str]) -> list[str]:
         """The names of what a parameter's values read."""
@@ -94,6 +93,18 @@ class Writes(click.ParamType):
         return [written, *(Output(f"{path}{ending}", WORK, beside=self.beside) for ending in self.work)]
 
 
+def _check_model(name: str) -> None:
+    """Refuse a model that is neither here nor on the hub, or whose adapter is not."""
+    for part in [name] if os.path.exists(name) else name.split("+"):
+        check_path(part.partition("@")[0])
+
+
+def _check_model_or_recipe(name: str) -> None:
+    """`_check_model`, unless the name is that of a recipe."""
+    if not name.endswith((".yml", ".yaml")):
+        _check_model(name)
+
+
 def is_document(path: str) -> bool:
     """Whether a path is a file that is no model: a recipe, or a file of ours."""
     return os.path.isfile(path) and not path.lower().endswith(".gguf")
@@ -133,9 +144,11 @@ def _is_statistics(path: str) -> bool:
     return has_format(path, FORMAT)
 
 
-MODEL, ALIGNMENT, SAMPLES = Reads("model", present=True), Reads("file"), Reads("data")
-ADAPTER_INPUT, PARENT, PATIENT = Reads("adapter"), Reads("model"), Reads("model", recipe=True)
-MODELS_OR_RECIPE, NAMED_ALIGNMENTS = Reads("model", recipe=True, present=True), Reads("names", named=True)
+MODEL, INPUT_FILE = Reads("model", refuse=_check_model), Reads("file", refuse=check_file)
+SAMPLES, ADAPTER_INPUT = Reads("data", refuse=check_source), Reads("adapter", refuse=check_adapter)
+PARENT, PATIENT = Reads("model"), Reads("model", recipe=True, refuse=check_local)
+MODELS_OR_RECIPE = Reads("model", recipe=True, refuse=_check_model_or_recipe)
+NAMED_ALIGNMENTS = Reads("names", named=True, refuse=check_file)
 BOTH = (UNFINISHED, MATCHING_UNFINISHED)
 NEW_FOLDER, NEW_ADAPTER, NEW_MODEL = Writes(FOLDER, "dir"), Writes(ADAPTER, "out"), Writes(FOLDER, "out", work=BOTH)
 NEW_ALIGNMENT = Writes(FILE, "file", work=BOTH)

@@ -28,7 +28,7 @@ from rotation_merge.files import FOLDER, Output, check_output, replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.contents import ADAPTER_CONFIG, Contents, Shapes, header, read_json, tensor_files
 from rotation_merge.model.folder import ShardReader, fetched
-from rotation_merge.model.hub import is_hub_name
+from rotation_merge.model.hub import check_adapter
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.tensors import Tensors, as_tensors, by_name
 from rotation_merge.model.writing import staged, write_files
@@ -355,8 +355,9 @@ def plain_adapter(path: str) -> Adapter:
     Raises:
         CheckpointError: it is none, is damaged, or is more than ``W + s B A`` for each map.
     """
-    remote = is_hub_name(path) and not os.path.exists(path) and not path.endswith(SUFFIX)
-    adapter = Adapter.open(fetched(ModelPath(path=path), patterns=ADAPTER_FILES) if remote else path)
+    check_adapter(path)
+    place = path if os.path.exists(path) else fetched(ModelPath(path=path), patterns=ADAPTER_FILES)
+    adapter = Adapter.open(place)
     beyond = {"target_parameters": "of stacked experts", "use_dora": "a DoRA"}
     problems = [f"{NON_LORA} beside it holds whole weights"] if adapter.non_lora else []
     problems += [f"it is {words} ('{entry}')" for entry, words in beyond.items() if adapter.config.get(entry)]

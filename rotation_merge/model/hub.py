@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from rotation_merge.errors import CheckpointError, nearest_path, short
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest_path, short
 
 T = TypeVar("T")
 
@@ -40,6 +40,42 @@ def check_path(path: str) -> None:
     if not os.path.exists(path) and not is_hub_name(on_hub(path)[0]):
         kind, fits = ("file", os.path.exists) if is_gguf_file(path) else ("directory", os.path.isdir)
         raise CheckpointError(f"no such {kind}", where=path, remedy=nearest_path(path, "check the path", fits))
+
+
+def check_adapter(path: str) -> None:
+    """Refuse the path of an adapter that is neither here nor the name of a repository.
+
+    Raises:
+        CheckpointError: names the path, and the nearest one.
+    """
+    if not os.path.exists(path) and (path.endswith(".safetensors") or not is_hub_name(path)):
+        remedy = nearest_path(path, "name a folder or a .safetensors file", os.path.exists)
+        raise CheckpointError("there is no LoRA adapter", where=path, remedy=remedy)
+
+
+def check_file(path: str, remedy: str = "check the path", kind: type[RotationMergeError] = CheckpointError) -> None:
+    """Refuse the path of a file or folder that is neither here nor the name of a file on the hub.
+
+    Args:
+        remedy: where no path beside it is called alike.
+        kind: class of the error.
+
+    Raises:
+        RotationMergeError: names the path, and the nearest one.
+    """
+    if not os.path.exists(path) and HubFile.of(path) is None:
+        raise kind("no such file", where=path, remedy=nearest_path(path, remedy, os.path.exists))
+
+
+def check_local(path: str) -> None:
+    """Refuse the path of a recipe or a model that is not here, unless it is the name of a file or adapter on the hub.
+
+    Raises:
+        CheckpointError: names the path, and the nearest one.
+    """
+    if not (os.path.exists(path) or is_gguf_file(path) or "+" in path):
+        remedy = nearest_path(path, "give a recipe or a merged model", os.path.exists)
+        raise CheckpointError("no such file or directory", where=path, remedy=remedy)
 
 
 SECONDS = 5.0

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import Config, Count, Length, option
+from rotation_merge.errors import DataError
+from rotation_merge.files import WORD
+from rotation_merge.model.hub import check_file
 
 KINDS = (
     "text (.txt, .md, .py ...), a table (.csv, .tsv, .parquet) with a header, .jsonl or .json, .npz, .safetensors, "
@@ -37,6 +40,16 @@ def columns(names: Iterable[str]) -> dict[str, str]:
     image, label = (next((name for name in kind if name in known), "") for kind in (IMAGES, LABELS))
     roles = {**dict(zip(("text", "text_pair"), texts, strict=False)), "image": "" if texts else image, "label": label}
     return {role: known[name] for role, name in roles.items() if name}
+
+
+def check_source(source: str) -> None:
+    """Refuse a source of samples that is neither a word, nor here, nor on the hub.
+
+    Raises:
+        DataError: names it, and the expected content.
+    """
+    if not WORD.fullmatch(source):
+        check_file(source, f"give {KINDS}", DataError)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import DataError, named, nearest, nearest_path, short
+from rotation_merge.errors import DataError, named, nearest, short
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
 from rotation_merge.model.vocabulary import tokenizer_in
@@ -22,7 +21,7 @@ from rotation_merge.run import demo
 from rotation_merge.run.batches import Batch, by_rows, check_inputs, device_of, joined
 from rotation_merge.run.functions import check_answers, fused_attention, local_path, outputs, predicts_next
 from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays, synthetic_images
-from rotation_merge.run.sample_kinds import KINDS, SELF, SYNTHETIC, columns
+from rotation_merge.run.sample_kinds import KINDS, SELF, SYNTHETIC, check_source, columns
 from rotation_merge.run.sentence import is_sentence_model
 from rotation_merge.workers import listener
 
@@ -53,9 +52,8 @@ def read_examples(source: str, model: Any, model_path: str, length: int, count: 
         return by_rows({"pixel_values": synthetic_images(model, folder, count, seed)})
     if source.startswith("demo:"):
         return _demo(source.removeprefix("demo:"), length)
+    check_source(source)
     path = Path(local_file(source))
-    if not path.exists():
-        raise DataError("no such file", where=source, remedy=nearest_path(source, f"give {KINDS}", os.path.exists))
     try:
         content = _content(path, model.config)
     except Exception as error:  # each library refuses in its own way

@@ -49,33 +49,57 @@ def test_help_is_quick_and_completion_is_clicks(code: str, variables: dict[str, 
 
 
 TOLD = f"""import rotation_merge
-try:
-    if sys.argv[0] == "rotation-merge":
-        {MAIN}
-    from mergekit.scripts import run_yaml
-except SystemExit as end:
-    print({{'torch', 'transformers'}} & {{*sys.modules}})
+for line in sys.argv[1:]:
+    sys.argv = line.split()
+    try:
+        if sys.argv[0] == "rotation-merge":
+            {MAIN}
+        from mergekit.scripts import run_yaml
+    except SystemExit:
+        print({{'torch', 'transformers'}} & {{*sys.modules}})
 """
+EARLY = {
+    "check half.yml": "not valid YAML",
+    "lora a b out --method tis": "did you mean 'ties'?",
+    "lora here here out --method ties -p lambad=1": "'ties' has no parameter 'lambad'; did you mean 'lambda'?",
+    "lora ./nowhere here out": "./nowhere: there is no LoRA adapter",
+    "doctor ./nowhere": "./nowhere: no such file or directory",
+    "evaluate ./nowhere --data self": "./nowhere: no such directory",
+    "barrier ./nowhere ./nowhere --data self": "./nowhere: no such directory",
+    **{
+        f"{line} ./gone.txt": "./gone.txt: no such file"
+        for line in (
+            *("evaluate here --data", "barrier here here --data", "verify here here --data"),
+            *("merge here here out --data", "measure here --out made --data", "polish here out --teachers here --data"),
+            *("carry here --from here --to here out --data", "align here here out --learn --data"),
+            *("carry here --from here --to here out --alignment", "barrier here here --data self --alignment"),
+            *("inspect --prove", "inspect --config"),
+        )
+    },
+    "barrier here here --data self --compare x=./gone": "./gone: no such file",
+    "carry here --from here --to here full": "full: already exists",
+}
+"""What commands say of arguments that need no model; `here` is an empty folder."""
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    "lines",
     [
-        ("rotation-merge check half.yml", "not valid YAML"),
-        ("rotation-merge lora a b out --method tis", "did you mean 'ties'?"),
-        ("rotation-merge evaluate ./nowhere --data self", "./nowhere: no such directory"),
-        ("rotation-merge barrier ./nowhere ./nowhere --data self", "./nowhere: no such directory"),
-        ("mergekit-yaml half.yml out", "half.yml, line 3, column 1: not valid YAML"),
-        ("mergekit-yaml misspelt.yml out", "misspelt.yml, line 2, column 1, base_mdoel: there is no key"),
+        {f"rotation-merge {line}": words for line, words in EARLY.items()},
+        {"mergekit-yaml half.yml out": "half.yml, line 3, column 1: not valid YAML"},
+        {"mergekit-yaml misspelt.yml out": "misspelt.yml, line 2, column 1, base_mdoel: there is no key"},
     ],
 )
-def test_what_needs_no_model_is_told_before_torch_is_imported(line: str, words: str, tmp_path: Path) -> None:
+def test_what_needs_no_model_is_told_before_torch_is_imported(lines: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "half.yml").write_text("merge_method: rotation_merge\nmodels: [\n")
     (tmp_path / "misspelt.yml").write_text("merge_method: rotation_merge\nbase_mdoel: a\n")
-    program = [sys.executable, "-c", f"import sys; sys.argv = {line.split()}\n{TOLD}"]
+    for folder in ("here", "full/of"):
+        (tmp_path / folder).mkdir(parents=True)
+    program = [sys.executable, "-c", f"import sys\n{TOLD}", *lines]
     done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
-    assert words in done.stderr.splitlines()[-1]
-    assert done.stdout == "set()\n"
+    told = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert [words for words, line in zip(lines.values(), told, strict=True) if words not in line] == []
+    assert done.stdout.split() == ["set()"] * len(lines)
 
 
 def test_python_has_the_answers_of_commands(pair: Pair, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ LINES = [
     call("barrier anchor donor --data demo:latin", "the demo has no data 'latin'", "demo:english"),
     call("barrier anchor donor --data bad.jsonl", "bad.jsonl", "is not JSON"),
     call("barrier anchor donor --data text.txt", "anchor: no tokenizer can be loaded"),
-    call("barrier anchor donor vit --data samples.jsonl --alignment x", "two"),
+    call("barrier anchor donor vit --data samples.jsonl --alignment file", "two"),
     call("barrier anchor donor vit --data samples.jsonl --heads permutation", "measure more of them two by two"),
     *(
         call(f"barrier anchor donor --data samples.jsonl --plot p.{words}", problem)

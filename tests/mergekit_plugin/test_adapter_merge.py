@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError, merge_adapters
-from rotation_merge.averaging.config import ADAPTER_METHODS
+from rotation_merge.averaging.config import ADAPTER_METHODS, ADAPTER_PARAMETERS
 from rotation_merge.averaging.registry import TASK_VECTORS
 
 MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}
@@ -36,9 +36,12 @@ Tensors = dict[str, Tensor]
 
 
 def test_all_methods_on_task_vectors_merge_adapters() -> None:
-    """Their names are written out, so that a misspelt one is told before mergekit is imported."""
-    methods = [m.spec.name for m in registry.registered_methods() if isinstance(m, GeneralizedTaskArithmeticMerge)]
-    assert ("linear", *sorted(methods), *TASK_VECTORS) == ADAPTER_METHODS
+    """Their names and parameters are written out, so that a misspelt one is told before mergekit is imported."""
+    stock = [m for m in registry.registered_methods() if isinstance(m, GeneralizedTaskArithmeticMerge)]
+    methods = {m.spec.name: m.spec for m in [*sorted(stock, key=lambda m: m.spec.name), *TASK_VECTORS.values()]}
+    assert ("linear", *methods) == ADAPTER_METHODS
+    for name, spec in methods.items():
+        assert {"weight", *ADAPTER_PARAMETERS[name]} == {parameter.name for parameter in spec.parameters}
 
 
 def write_peft(

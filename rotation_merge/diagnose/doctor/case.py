@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rotation_merge.diagnose.donors import donors_of
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest_path
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.mergekit_plugin import METHOD
 from rotation_merge.mergekit_plugin.document import documents, read_recipe
 from rotation_merge.mergekit_plugin.donors import Donor
@@ -18,7 +18,7 @@ from rotation_merge.mergekit_plugin.rules import check_structure
 from rotation_merge.model.contents import Contents
 from rotation_merge.model.folder import absent_parts, folder_of
 from rotation_merge.model.gguf import is_gguf
-from rotation_merge.model.hub import is_hub_name
+from rotation_merge.model.hub import check_local, is_hub_name
 from rotation_merge.model.open import open_model, parse_reference, weights_of, whole_path
 from rotation_merge.model.view import View
 from rotation_merge.record import REPORT_FILE
@@ -161,9 +161,7 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
     """
     if os.path.isfile(name) and not is_gguf(name):
         return _of_recipe(name, None, parents)
-    if not (os.path.isdir(name) or is_gguf(name)) and parse_reference(name).lora is None:
-        remedy = nearest_path(name, "give a recipe or a merged model", os.path.exists)
-        raise CheckpointError("no such file or directory", where=name, remedy=remedy)
+    check_local(name)
     if not os.path.isdir(name) or not (Contents(name).opened or os.path.exists(os.path.join(name, "config.json"))):
         open_model(name, unsupported="merge")
     recipe = next(filter(os.path.isfile, (os.path.join(name, file) for file in RECIPES)), None)
