@@ -77,11 +77,13 @@ class MergedAdapter:
         adapter: the result; its form is that of the inputs.
         sources: paths of the inputs.
         maps: rank and energy of each map, by module.
+        notes: on names of modules, as lines.
     """
 
     adapter: Adapter
     sources: tuple[str, ...]
     maps: Mapping[str, MergedMap]
+    notes: Sequence[str] = ()
 
     def __repr__(self) -> str:
         rank = max(merged.rank for merged in self.maps.values())
@@ -147,7 +149,7 @@ def merge_adapters(
     if chosen.energy != AdapterMergeConfig.energy and chosen.rank != AUTO:
         raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
     read = [plain_adapter(path) for path in paths]
-    named = by_module(read)
+    named, notes = by_module(read)
     base_weights = _check_alike(read, named, same_base)
     rule, entrywise = _rule(method, dict(parameters or {}))
     shares = [1.0] * len(read) if weights is None else numbers_for(weights, len(read), "adapter")
@@ -164,7 +166,7 @@ def merge_adapters(
             parts = [a.low_rank(changes[module]) if module in changes else None for a, changes in pairs]
             maps[module], maps_by_module[module] = _merged(parts, shares, rule, entrywise, chosen)
     merged = adapter_of(maps, read[0].config, base_weights, read[0].form)
-    return MergedAdapter(merged, tuple(a.path for a in read), maps_by_module)
+    return MergedAdapter(merged, tuple(a.path for a in read), maps_by_module, notes)
 
 
 Rule = Callable[[Sequence[Tensor], Sequence[float], LowRank], Tensor]

@@ -52,9 +52,11 @@ def command(
     lines = (
         Table(rows, "How much of each adapter the merge keeps"),
         f"{len(maps)} maps merged by {method}; rank {rank} at most keeps at least {merged.energy:.1%} of each.",
+        *merged.notes,
         f"Written to {out}.",
     )
-    return Answer({"out": out, "shares": shares, "maps": {module: vars(each) for module, each in maps.items()}}, lines)
+    facts = {"out": out, "shares": shares, "notes": merged.notes}
+    return Answer({**facts, "maps": {module: vars(each) for module, each in maps.items()}}, lines)
 
 
 def _numbers(text: str) -> list[float]:

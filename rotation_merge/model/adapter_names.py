@@ -6,8 +6,11 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from mergekit.common import ModelPath
+
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import PEFT, Adapter, Change
+from rotation_merge.model.folder import place_of
 from rotation_merge.model.open import open_model
 
 COMPILED = "_orig_mod"
@@ -20,17 +23,20 @@ PARTS = ("audio", "code", "image", "speech", "text", "vision", "visual")
 """Beginnings of the names of parts of one model whose modules may end alike; so may `encoder` and `decoder`."""
 
 
-def by_module(adapters: Sequence[Adapter]) -> list[Mapping[str, Change]]:
+def by_module(adapters: Sequence[Adapter]) -> tuple[list[Mapping[str, Change]], list[str]]:
     """The changes of each adapter by module, under one name where names differ in `WRAPPERS` alone.
 
-    It is the base's, where the base is a folder; else that of the first adapter that has it without `COMPILED`.
+    It is the base's, where the base is on this machine; else that of the first adapter that has it without `COMPILED`.
+
+    Returns:
+        The changes, and a line where adapters differ and the base does not say which name is right.
 
     Raises:
         CheckpointError: names of two adapters end alike, and it cannot be told whether they are of one module.
     """
     plain = [{change.module: change for change in adapter.changes.values()} for adapter in adapters]
     if any(adapter.form != PEFT for adapter in adapters):
-        return [*plain]
+        return [*plain], []
     names: dict[str, list[str]] = {}
     for module in (module for changes in plain for module in changes):
         names.setdefault(_stem(module), []).append(module)
@@ -45,10 +51,13 @@ def by_module(adapters: Sequence[Adapter]) -> list[Mapping[str, Change]]:
             if end is not None:
                 problem = f"names '{module}', which may be '{next(name for name in names[end] if name != module)}'"
                 raise CheckpointError(problem, where=adapter.path, remedy="name one module alike in all adapters")
-    return [
+    renamed = [
         {chosen[stem] if (stem := _stem(module)) in differing else module: change for module, change in changes.items()}
         for changes in plain
     ]
+    unsure = sorted(chosen[stem] for stem in differing - base.keys() if len({*names[stem]}) > 1)
+    problem = f"The adapters name {len(unsure)} modules differently, and no base on this machine says which is right"
+    return renamed, [f"{problem}; OUT has names such as '{unsure[0]}'."] if unsure else []
 
 
 def _ends(stem: str) -> list[str]:
@@ -59,11 +68,12 @@ def _ends(stem: str) -> list[str]:
 
 
 def _base_names(adapter: Adapter) -> dict[str, str]:
-    """Modules of the class of an adapter's base by stem, where the base is a folder; none whose stems are alike."""
-    if not adapter.base or not os.path.isdir(adapter.base):
+    """Modules of the class of an adapter's base, if it is on this machine, by stem; none whose stems are alike."""
+    place = place_of(ModelPath(path=adapter.base)) if adapter.base else None
+    if place is None or not os.path.isdir(place):
         return {}
     try:
-        modules = [name for name, _ in open_model(adapter.base).module_without_weights().named_modules()]
+        modules = [name for name, _ in open_model(place).module_without_weights().named_modules()]
     except RotationMergeError:
         return {}
     stems = [_stem(module) for module in modules]

@@ -91,7 +91,7 @@ LINES = [
     call("inspect anchor --methods", "takes no model"),
     call("inspect anchor --draft --fingerprint", "use one at a time"),
     call("inspect anchor --config file", "--config needs --prove"),
-    call("inspect --prove nowhere", "nowhere: cannot be read", "o such file"),
+    call("inspect --prove nowhere", "nowhere: no such file"),
     call("inspect anchor/model.safetensors", "neither an alignment nor statistics"),
     call("inspect junk.safetensors", "junk.safetensors: cannot be read"),
     call("inspect junk.safetensors --fingerprint", "junk.safetensors: cannot be read"),
@@ -122,7 +122,7 @@ LINES = [
             "png --compare locals": "did you mean 'local'?",
             "png --compare learned=": "names no file",
             "png --compare local,local": "'local' is named twice",
-            f"png --compare {','.join(f'm{i}=x' for i in range(8))}": "holds 8 curves",
+            f"png --compare {','.join(f'm{i}=file' for i in range(8))}": "holds 8 curves",
             "png --compare made=./gone": "gone",
             "png --compare local --residual rotation": "need the curve 'aligned'",
         }.items()

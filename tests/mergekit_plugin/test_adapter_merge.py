@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import error_of, output_of, run
+from hub_support import Hub
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
@@ -241,7 +242,9 @@ def test_one_module_by_two_names_is_merged_once(wrapper: str, first: bool, tmp_p
     paths = [write_peft(tmp_path / str(seed), seed) for seed in range(2)]
     paths[not first] = renamed(paths[not first], "model.layers", f"model.{wrapper}layers", tmp_path / "renamed")
     parts = [of(path) for path in paths]
-    merged = changes(merge_adapters(paths), tmp_path / "out")
+    result = merge_adapters(paths)
+    assert [line.partition("; ")[0].split()[3] for line in result.notes] == [f"{len(MAPS)}"]
+    merged = changes(result, tmp_path / "out")
     assert len(merged) == len(MAPS)
     for module, change in merged.items():
         assert "_orig_mod" not in module
@@ -259,6 +262,22 @@ def test_the_base_names_a_module_where_it_is_there(tmp_path: Path) -> None:
     merged = merge_adapters([other, tmp_path / "two"], "task_arithmetic")
     assert merged.adapter.tensors.keys() == load_file(tmp_path / "two" / WEIGHTS).keys()
     assert merged.shares() == pytest.approx([1, 1], abs=0.5)
+
+
+def test_a_base_in_the_cache_of_the_hub_names_a_module(home: Hub, tmp_path: Path) -> None:
+    """Nothing is asked of the hub."""
+    from huggingface_hub import snapshot_download
+
+    base = make("llama", tmp_path / "base")
+    home.publish("org/cached", base)
+    snapshot_download("org/cached")
+    for seed, name in enumerate(("one", "two")):
+        lora(tmp_path / name, base, seed, base_model_name_or_path="org/cached")
+    other = renamed(str(tmp_path / "one"), "model.model.layers", "model.backbone.layers", tmp_path / "renamed")
+    asked = len(home.asked)
+    merged = merge_adapters([other, tmp_path / "two"], "task_arithmetic")
+    assert merged.adapter.tensors.keys() == load_file(tmp_path / "two" / WEIGHTS).keys()
+    assert (len(home.asked), [*merged.notes]) == (asked, [])
 
 
 def test_modules_are_called_as_in_the_class_not_as_in_files(tmp_path: Path) -> None:
