@@ -49,12 +49,12 @@ def command(
         for name, low in zip(shares, least, strict=True)
     ]
     rank = max(each.rank for each in maps.values())
-    lines = (
+    lines: list[str | Table] = [
         Table(rows, "How much of each adapter the merge keeps"),
         f"{len(maps)} maps merged by {method}; rank {rank} at most keeps at least {merged.energy:.1%} of each.",
         *merged.notes,
         f"Written to {out}.",
-    )
+    ]
     facts = {"out": out, "shares": shares, "notes": merged.notes}
     return Answer({**facts, "maps": {module: vars(each) for module, each in maps.items()}}, lines)
 

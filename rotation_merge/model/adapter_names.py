@@ -51,7 +51,7 @@ def by_module(adapters: Sequence[Adapter]) -> tuple[list[Mapping[str, Change]], 
             if end is not None:
                 problem = f"names '{module}', which may be '{next(name for name in names[end] if name != module)}'"
                 raise CheckpointError(problem, where=adapter.path, remedy="name one module alike in all adapters")
-    renamed = [
+    renamed: list[Mapping[str, Change]] = [
         {chosen[stem] if (stem := _stem(module)) in differing else module: change for module, change in changes.items()}
         for changes in plain
     ]
