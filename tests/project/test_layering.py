@@ -28,16 +28,16 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("symmetry",): (1200, 1315),
     ("architecture",): (1800, 1800),
     ("record",): (250, 249),
-    ("model",): (4000, 5920),
-    ("run",): (2400, 3705),
+    ("model",): (4000, 5967),
+    ("run",): (2400, 3716),
     ("matching",): (3400, 4887),
-    ("averaging",): (2000, 3065),
+    ("averaging",): (2000, 3093),
     ("carrying",): (1500, 2301),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4086),
-    ("diagnose",): (2100, 2102),
+    ("diagnose",): (2100, 2100),
     ("search", "share"): (1400, 2000),
-    ("api", "cli", "__init__"): (1400, 2721),
+    ("api", "cli", "__init__"): (1400, 2737),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
