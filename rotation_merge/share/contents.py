@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rotation_merge.errors import RotationMergeError, named
+from rotation_merge.model.contents import Contents
 from rotation_merge.report.integrity.companions import PROCESSOR_FILES, TOKENIZER_FILES
 
 WEIGHTS = (
@@ -80,7 +81,12 @@ def chosen_files(folder: str, include: Sequence[str], statistics: bool) -> tuple
         if not any(fnmatchcase(place, pattern) for place in usable):
             problem = f"--include {pattern} names no file that can be published"
             raise RotationMergeError(problem, where=folder, remedy="write the path within the folder, as 'plots/*'")
-    chosen = [place for place in usable if belongs(place) and (statistics or not _matches(place, STATISTICS))]
+    weights = {name for name in Contents(folder).weight_files if name.endswith(".safetensors")}  # whatever their names
+    chosen = [
+        place
+        for place in usable
+        if place in weights or (belongs(place) and (statistics or not _matches(place, STATISTICS)))
+    ]
     chosen += [place for place in usable if any(fnmatchcase(place, pattern) for pattern in include)]
     if not include and not any(map(is_weights, chosen)):
         remedy = "write them again as safetensors (a merge without --no-safe-serialization)"

@@ -145,6 +145,20 @@ def test_only_what_belongs_to_a_merge_or_is_included(local: Local, out: Path, ho
     assert {*facts["left_out"]} >= {*STRAY} - {*hidden, "notes.txt"}
 
 
+def test_weights_under_other_names_that_the_index_names(local: Local, out: Path, home: Hub) -> None:
+    """A last file over a shard, whose copy transformers reads; of other such files nothing is published."""
+    shard = "model-00001-of-00001.safetensors"
+    tensors = load_file((out / "model.safetensors").rename(out / shard))
+    name, tensor = tensors.popitem()
+    for file in ("zz.safetensors", "other.safetensors"):
+        save_file({name: tensor}, out / file, {"format": "pt"})
+    places = {**dict.fromkeys(tensors, shard), name: "zz.safetensors"}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    files, left_out = (parsed("push", out, "me/x", *named(local))[key] for key in ("files", "left_out"))
+    assert {shard, "model.safetensors.index.json", "zz.safetensors"} <= {*files}
+    assert left_out == ["other.safetensors"]
+
+
 def test_places_of_files_of_a_merge() -> None:
     """Among others: every file that a tokenizer or processor of transformers is saved to."""
     weights = "model-00001-of-00002.safetensors heads/a_b/model.safetensors 2_Dense/model.safetensors"
