@@ -162,7 +162,7 @@ class Donor:
         words = f"Preset {preset}"
         if preset == "auto":
             cosine = likeness(session.base, session.models[self.model])
-            preset = "near" if cosine >= RELATED else "far"
+            preset = "far" if cosine < RELATED else "near"
             measured = f"mean cosine of its matrices to the base's: {cosine_text(cosine)}"
             words = f"Preset auto: {preset} for `{self.model}` ({measured})"
         options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset].items())

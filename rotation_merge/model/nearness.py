@@ -44,8 +44,8 @@ class Nearness:
 
 
 def cosine_text(value: float) -> str:
-    """A cosine with two digits; a small negative one reads 0.00, too."""
-    return f"{round(value, 2) + 0.0:.2f}"
+    """A cosine with two digits; a small negative one reads 0.00, too; NaN is unknown."""
+    return "unknown" if math.isnan(value) else f"{round(value, 2) + 0.0:.2f}"
 
 
 def nearness(architecture: Architecture, first: TensorSource, second: TensorSource) -> Nearness:
@@ -75,9 +75,9 @@ def _spread(architecture: Architecture, first: TensorSource, second: TensorSourc
 
 
 def likeness(anchor: View, donor: View) -> float:
-    """Mean cosine of the angle between matrices of the same name; 1 where no two can be compared."""
+    """Mean cosine of the angle between matrices of the same name; NaN where no two can be compared."""
     cosines = nearness(anchor.architecture, anchor, donor).cosines
-    return sum(cosines) / len(cosines) if cosines else 1.0
+    return sum(cosines) / len(cosines) if cosines else math.nan
 
 
 def equality(base: View, donor: View) -> str:

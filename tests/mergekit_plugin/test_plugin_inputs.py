@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_support import run as command
 from click.testing import CliRunner
 from mergekit.io import loader
 from mergekit.scripts.run_yaml import main as run_yaml
@@ -258,7 +259,10 @@ def test_a_class_of_several_stacks_without_a_file_is_merged_by_names(tmp_path: P
     anchor, donor = (tmp_path / name for name in ("anchor", "donor"))
     for folder in (anchor, donor):
         Qwen3VLMoeForConditionalGeneration(config).save_pretrained(folder)
-    result = merged(recipe_for("linear", anchor, donor, unsupported="merge"), tmp_path / "out")
+    recipe = recipe_for("linear", anchor, donor, unsupported="merge")
+    result = merged(recipe, tmp_path / "out")
+    said = command("check", write_recipe(recipe, tmp_path / "recipe.yml"))
+    assert ("cosine" in said.output, said.exit_code) == (False, 0)  # of no matrices
     first, second = state(anchor), state(donor)
     assert_close(result, {name: (first[name] + second[name]) / 2 for name in first})
     without = {name: tensor for name, tensor in second.items() if name != "lm_head.weight"}

@@ -101,7 +101,7 @@ def _coordinates(case: Case, anchor: View, donor: View, progress: Progress | Non
     """Whether the two share their coordinates; where not, whether an alignment brings them together."""
     name, cosine = str(donor.reference), likeness(anchor, donor)
     known = case.donors.get(name)
-    if cosine >= RELATED or (known is not None and (known.value("alignment") or known.origin)):
+    if not cosine < RELATED or (known is not None and (known.value("alignment") or known.origin)):
         return
     problem = (
         f"its weights have little in common with those of {anchor.reference} (mean cosine {cosine_text(cosine)}; "
