@@ -223,7 +223,7 @@ class Sources:
         origins = {place[:-2]: name for place, name in references(self.document.value) if place[-1] == "finetuned_from"}
         _, base = opened.get(origins.get(path[:-1], ""), ((), anchor))
         names = {part for view in (base, donor) for part in str(view.reference).split("+")}
-        if path[-1] != "model" or base is donor or names.intersection(self.remote):
+        if self.document.first is not None or path[-1] != "model" or base is donor or names.intersection(self.remote):
             return
         if remark := equality(base, donor):
             self.document.fault(path, f"{donor.reference} {remark}", error=False)

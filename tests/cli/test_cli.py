@@ -17,7 +17,7 @@ from spoiling import config
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import rotation_merge as rm
-from rotation_merge.diagnose import check
+from rotation_merge.diagnose import check, sources
 from rotation_merge.model.folder import ShardReader
 
 Pair = tuple[Path, Path]
@@ -187,10 +187,11 @@ def test_models_are_held_against_the_recipe(pair: Pair, tmp_path: Path, monkeypa
 
 
 def test_faults_are_found_without_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what says which preset fits looks at some, where there are no faults."""
+    """Only what says which preset fits, and that a donor is the base, looks at some, where there are no faults."""
     monkeypatch.setattr(ShardReader, "__call__", lambda *_: pytest.fail("a weight was read"))
     output("check", write_recipe(recipe_for("linear", *pair, colour="red"), tmp_path / "recipe.yml"), code=1)
     monkeypatch.setattr(check, "likeness", lambda *_: 1.0)
+    monkeypatch.setattr(sources, "equality", lambda *_: "")
     output("check", write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml"))
 
 
