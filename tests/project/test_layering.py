@@ -36,7 +36,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4086),
     ("diagnose",): (2100, 2100),
-    ("search", "share"): (1400, 2000),
+    ("search", "share"): (1400, 2006),
     ("api", "cli", "__init__"): (1400, 2737),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
