@@ -115,7 +115,7 @@ def test_averages_of_averages(pair: Pair) -> None:
         ({"weights": [1.0]}, "1 weights for 2 models"),
         ({"weights": ["a", "b"]}, r"'weights' are \['a', 'b'\]; give one number for each model"),
         ({"weights": [float("nan"), 1]}, r"models\[0\].weight: parameter 'weight' is nan"),
-        ({"weights": [3e38, 3e38], "normalize": False}, "the weights add up to 6e\\+38"),
+        ({"weights": [3e38, 3e38], "normalize": False}, "would hold NaN or infinity"),
         ({"method": "task_arithmetic", "weights": [3e38, 3e38], "lambda_": 10.0}, "would hold NaN or infinity"),
         ({"statistics": ["a", "b"]}, "'statistics' have no effect with linear; leave them out"),
         ({"seed": "a"}, "option 'seed' is 'a'; it must be a whole number"),
