@@ -31,7 +31,7 @@ from rotation_merge.architecture import find
 from rotation_merge.architecture.expression import evaluate
 from rotation_merge.architecture.model import Block
 from rotation_merge.averaging.average import check_merged
-from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, not_written, short
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, named, not_written, short
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_depth, check_pair, check_shapes
 from rotation_merge.mergekit_plugin.document import with_models
@@ -234,9 +234,11 @@ def output_views(session: Session) -> RecipeViews:
     further = None if session.run.folded else further_block(session.models, session.recipe.base, blocks, moved)
     blocks += [] if further is None else [further]
     kept = set() if further is None else {info.name for info in further.block.tensors}
-    stored = [*anchor.ignored, *(name for model in donors for name in session.models[model].predicting_ahead)]
-    if left_out := [name for name in dict.fromkeys(stored) if name not in kept]:
+    donors_have = [name for model in donors for name in session.models[model].predicting_ahead]
+    if left_out := [name for name in dict.fromkeys([*anchor.ignored, *donors_have]) if name not in kept]:
         session.run.note(not_written(left_out))
+    if further is not None and not further.sources and kept.intersection(donors_have):
+        session.run.note(f"Layers that predict further tokens are not merged, but the anchor's: {named(sorted(kept))}.")
     for out in blocks:
         check_tensors(session.recipe, session.models, out)
     _check_tokens(session, blocks, [model for model, donor in donors.items() if donor.origin is None])

@@ -207,6 +207,8 @@ def test_recipes_average_layers_that_predict_further_tokens_while_streams_stay(
         assert (float(result[further].mean()) if further in result else None) == expected
         notes = json.loads((out / "rotation_merge.json").read_text())["notes"]
         assert (f"Left out, because the model does not read them: {further}." in notes) == (expected is None)
+        words = f"Layers that predict further tokens are not merged, but the anchor's: {further}."
+        assert (words in notes) == (expected == 1.0 and models[1] != lacking)
         lost = [defect.what for defect in check_folder(str(out), [*map(str, models)]) if defect.kind == "lost tensors"]
         assert [further in what for what in lost] == [True] * (expected is None)
     assert float(rm.average([str(anchor), str(donor)])[further].mean()) == 2
