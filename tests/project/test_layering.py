@@ -34,7 +34,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("averaging",): (2000, 3093),
     ("carrying",): (1500, 2301),
     ("report",): (1400, 1710),
-    ("mergekit_plugin",): (2500, 4086),
+    ("mergekit_plugin",): (2500, 4088),
     ("diagnose",): (2100, 2100),
     ("search", "share"): (1400, 2006),
     ("api", "cli", "__init__"): (1400, 2737),
