@@ -33,7 +33,11 @@ FACTORS, BIAS, WHOLE = "factors", "bias", "whole"
 
 IN_MAMBA = {"out_proj": "", "dt_proj": WHOLE}
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""In models of these types kernels take weights without their factors, and peft refuses factors of `out_proj`."""
+"""In models of these types kernels take weights without their factors, and peft refuses factors of `out_proj`.
+
+They are listed because nothing states them: peft accepts factors of `dt_proj`, which kernels ignore, and an error of
+peft for a single target may also mean that it wants another target beside it, as of fused experts.
+"""
 
 
 @dataclass(frozen=True)
