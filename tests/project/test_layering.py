@@ -32,7 +32,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("run",): (2400, 3716),
     ("matching",): (3400, 4887),
     ("averaging",): (2000, 3093),
-    ("carrying",): (1500, 2301),
+    ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4088),
     ("diagnose",): (2100, 2100),
