@@ -445,6 +445,18 @@ def test_values_are_looked_at(
     assert words in cause.remedy
 
 
+def test_weights_that_add_up_to_nothing_are_the_cause_of_nan(parents: Pair, tmp_path: Path) -> None:
+    """Where no parent holds it."""
+    damaged = {name: torch.full_like(tensor, torch.nan) for name, tensor in state(parents[0]).items()}
+    out = write_state(damaged, parents[0], tmp_path / "out")
+    models = [{"model": str(path), "parameters": {"weight": w}} for path, w in zip(parents, (1, -1), strict=True)]
+    text = yaml.safe_dump({"merge_method": "linear", "models": models, "dtype": "float16"})
+    (out / "mergekit_config.yml").write_text(text)
+    (cause,) = (cause for cause in diagnose(open_case(str(out))) if cause.name == "NaN")
+    assert "add up to 0" in cause.remedy
+    assert cause.remedy.endswith(", and merge again")
+
+
 def test_a_parent_with_two_copies_of_a_tensor(
     parents: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
