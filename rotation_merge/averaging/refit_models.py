@@ -27,9 +27,10 @@ from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
+from rotation_merge.record import with_margin
 from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, Samples, read_samples, split_batches
-from rotation_merge.run.evaluate import score
+from rotation_merge.run.evaluate import margin, score
 from rotation_merge.run.functions import empty_model, in_memory
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.runner import Runner, StateStore
@@ -208,13 +209,14 @@ class ModelRefit:
         refit.skip, refit.watch = self.excluded, progress
         solved = refit.run().solved()
         written = start.replaced(solved)
-        losses = list[float]()
+        losses = list[list[list[float]]]()
         try:
-            losses += [self._loss(merge) for merge in (start, written) if self.held_out]
+            losses += [self._losses(merge) for merge in (start, written) if self.held_out]
         except DataError as error:
             self.notes.append(f"The refit was not judged on held-out samples: {error}.")
-        self._note(refit, losses)
-        if losses and losses[1] > losses[0]:
+        worse = bool(losses) and _mean(losses[1]) > _mean(losses[0])
+        self._note(refit, losses, worse)
+        if worse:
             written = start
         if self.own_heads and not self.pooled:
             self._solve_heads(written, merge, donors)
@@ -253,8 +255,8 @@ class ModelRefit:
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
 
-    def _loss(self, merge: Tensors) -> float:
-        """The loss of a merge on held-out samples.
+    def _losses(self, merge: Tensors) -> list[list[float]]:
+        """The losses of a merge on held-out examples, set by set, times the share of the set's teacher in the mean.
 
         Raises:
             DataError: the base's head has no such labels.
@@ -266,8 +268,8 @@ class ModelRefit:
         def answer(**_: Tensor) -> SimpleNamespace:
             return SimpleNamespace(logits=runner.answer(next(numbers)).logits.cpu())
 
-        total = sum(share for share, _ in self.held_out)
-        return sum(share * score(answer, data).loss for share, data in self.held_out) / total
+        mean_share = fmean(share for share, _ in self.held_out)
+        return [[share / mean_share * loss for loss in score(answer, x).losses] for share, x in self.held_out]
 
     def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
@@ -292,8 +294,13 @@ class ModelRefit:
                 "leaves out tensors with NAME in their names)."
             )
 
-    def _note(self, refit: Refit, losses: Sequence[float]) -> None:
-        """Put the refit in words into the notes."""
+    def _note(self, refit: Refit, losses: Sequence[list[list[float]]], worse: bool) -> None:
+        """Put the refit in words into the notes.
+
+        Args:
+            losses: of the start and of the refit on held-out samples, as `_losses` gives them; may be empty.
+            worse: whether the refit's are higher.
+        """
         before, after = map(fmean, zip(*(refit.errors.values() or [(0.0, 0.0)]), strict=True))
         target = "the mean of all models' answers" if self.pooled else "each sample's own model"
         sources = ", ".join(f"`{teacher.original.name}` {teacher.words}" for teacher in self.teachers)
@@ -305,11 +312,18 @@ class ModelRefit:
         )
         if losses:
             examples = sum(data.examples for _, data in self.held_out)
-            written = f"; that is worse, so the {start} was written" * (losses[1] > losses[0])
-            change = f"{losses[0]:.4f} before the refit and {losses[1]:.4f} after it"
+            written = f"; that is worse, so the {start} was written" * worse
+            (first, second), error = map(_mean, losses), margin(*losses)
+            change = f"{first:.4f} before the refit and {second:.4f} after it"
+            change += f" (a difference of {with_margin(f'{second - first:.4f}', error)})"
             self.notes.append(f"On {examples} held-out samples the loss was {change}{written}.")
         unsolved = {**refit.unsolved}
         if self.base.tied_head is not None and not self.base.untie:
             unsolved["tied to the embedding, 'untie: true' gives it its own tensor"] = [self.base.tied_head]
         for reason, names in unsolved.items():
             self.notes.append(f"Refit kept the {start} ({reason}): {', '.join(f'`{name}`' for name in names)}.")
+
+
+def _mean(sets: Sequence[Sequence[float]]) -> float:
+    """The mean over sets of their means."""
+    return fmean(map(fmean, sets))

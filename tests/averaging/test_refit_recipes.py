@@ -11,6 +11,7 @@ import torch
 from cli_support import run
 from plugin_support import from_file, merged
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
+from scipy.stats import t
 from test_refit import farthest
 from test_task_vectors import of
 from test_task_vectors import three as three
@@ -151,11 +152,12 @@ def test_a_ridge_that_lets_nothing_move_gives_the_start(
         torch.testing.assert_close(ours[name], expected[name], atol=1e-5, rtol=1e-4)
 
 
-def loss_of(path: Path, file: Path, rows: slice) -> float:
+def losses_of(path: Path, file: Path, rows: slice) -> Tensor:
+    """Of each text."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.tensor([json.loads(line)["input_ids"] for line in file.read_text().splitlines()])[rows]
     with torch.no_grad():
-        return float(model(ids, labels=ids).loss)
+        return torch.stack([model(row, labels=row).loss for row in ids.split(1)]).double()
 
 
 @pytest.mark.slow
@@ -166,8 +168,11 @@ def test_samples_held_out_are_the_next_of_the_file(
     monkeypatch.setattr("rotation_merge.run.evaluate.MOST_LOGITS", 100)
     merged(on_texts(three, forty_texts), tmp_path / "refit")
     merged(of(three, "linear", weight=1.0), tmp_path / "linear")
-    before, after = (loss_of(tmp_path / name, forty_texts, slice(24, 32)) for name in ("linear", "refit"))
-    assert f"was {before:.4f} before the refit and {after:.4f} after it" in notes_of(tmp_path / "refit")
+    before, after = (losses_of(tmp_path / name, forty_texts, slice(24, 32)) for name in ("linear", "refit"))
+    change = after - before
+    margin = t.ppf(0.975, 7) * float(change.std()) / 8**0.5
+    words = f"was {before.mean():.4f} before the refit and {after.mean():.4f} after it"
+    assert f"{words} (a difference of {change.mean():.4f} ± {margin:.2g})" in notes_of(tmp_path / "refit")
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ CARRY = [
         call(f"carry donor --from anchor --to anchor out {options}", words)
         for options, words in {
             "--carry refit --steps 5": "carry by distil",
-            "--data texts.txt": "--scale auto",
+            "--data text.txt": "--scale auto",
             "--scale much": "auto, a number",
             "--scale nan": "auto, a number",
             "--carry refit --data nowhere.txt": "nowhere.txt",
