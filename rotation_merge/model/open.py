@@ -112,7 +112,8 @@ def _in_memory(
     check_classes(config, name)
     check_codes(config, kinds, tensors.shapes, name)
     architecture = _architecture(name, config, tensors.shapes, untie, "error")
-    return _with_own_head(View(name, config, architecture, tensors, module=module, untie=untie), "error")
+    view = View(name, config, architecture, tensors, module=module, untie=untie)
+    return view if any(tensor.is_meta for tensor in state.values()) else _with_own_head(view, "error")
 
 
 def _with_own_head(view: View, unsupported: str) -> View:
