@@ -70,13 +70,13 @@ def test_an_alignment_of_the_hub_at_its_revision(home: Hub, pair: tuple[Path, Pa
     plain, name = recipe_for("linear", anchor, donor), f"org/maps/sub/a.safetensors@{first}"
     recipe, asked = from_file(plain, Path(name)), len(home.asked)
     path = write_recipe(recipe, tmp_path / "r.yml")
-    faults = [(f["error"], f["where"]) for f in parsed("check", path)["faults"]]
+    faults = [(f["error"], f["where"]) for f in parsed("check", path)["faults"] if "no tokenizer" not in f["what"]]
     assert (faults, len(home.asked)) == ([(False, "models[1].parameters.alignment")], asked)
     tensors, local = merged(recipe, tmp_path / "out"), from_file(plain, tmp_path / "kept.safetensors")
     assert all(torch.equal(tensors[n], x) for n, x in merged(local, tmp_path / "local").items())
     assert json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["files"] == {str(donor): name}
     asked = len(home.asked)
-    assert parsed("check", path)["faults"] == []
+    assert [f for f in parsed("check", path)["faults"] if "no tokenizer" not in f["what"]] == []
     merged(recipe, tmp_path / "again")
     assert len(home.asked) == asked
     latest = from_file(plain, Path("org/maps/sub/a.safetensors"))
