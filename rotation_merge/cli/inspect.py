@@ -53,6 +53,7 @@ def inspect(
         (bool(questions) or document, aligning, "{} is an option of aligning a model", "leave it out"),
     )
     from rotation_merge.cli import inspected
+    from rotation_merge.report.files import is_own_file
 
     if prove is not None:
         return inspected.proof_of(prove, config)
@@ -61,7 +62,7 @@ def inspect(
     assert target is not None
     if fingerprint or draft:
         return inspected.fingerprint_of(target) if fingerprint else inspected.draft_of(target)
-    if report or (document and inspected.is_own_file(target)):
+    if report or (document and is_own_file(target)):
         return inspected.of_file(target if document else os.path.join(target, REPORT_FILE))
     return inspected.of_aligning(target, options, opening.untie)
 

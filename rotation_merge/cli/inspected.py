@@ -22,12 +22,10 @@ from rotation_merge.mergekit_plugin.donors import Donor
 from rotation_merge.mergekit_plugin.keys import BY_NAME, PLACES
 from rotation_merge.model.contents import read_json
 from rotation_merge.model.open import open_model
-from rotation_merge.report.files import described, is_own_file
+from rotation_merge.report.files import described
 from rotation_merge.report.memory import peak_memory
 from rotation_merge.report.spaces import matched_spaces
 from rotation_merge.run.functions import configured_dtype
-
-__all__ = ["is_own_file"]
 
 
 def of_aligning(target: str, options: AlignConfig, untie: bool) -> Answer:
