@@ -12,7 +12,7 @@ import click
 
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest_path
 from rotation_merge.files import FILE, FOLDER, MATCHING_UNFINISHED, UNFINISHED, WORD, WORK, Output, check_output, locked
-from rotation_merge.model.hub import check_adapter, check_file, check_local, check_path
+from rotation_merge.model.hub import check_adapter, check_file, check_local, check_path, is_hub_name
 from rotation_merge.run.sample_kinds import check_source
 
 ADAPTER = "adapter"
@@ -105,6 +105,12 @@ def _check_model_or_recipe(name: str) -> None:
         _check_model(name)
 
 
+def _check_patient(name: str) -> None:
+    """Refuse what doctor cannot examine; of a name of the hub it decides itself, whose base may have an adapter."""
+    if not is_hub_name(name.partition("@")[0]):
+        check_local(name)
+
+
 def is_document(path: str) -> bool:
     """Whether a path is a file that is no model: a recipe, or a file of ours."""
     return os.path.isfile(path) and not path.lower().endswith(".gguf")
@@ -146,7 +152,7 @@ def _is_statistics(path: str) -> bool:
 
 MODEL, INPUT_FILE = Reads("model", refuse=_check_model), Reads("file", refuse=check_file)
 SAMPLES, ADAPTER_INPUT = Reads("data", refuse=check_source), Reads("adapter", refuse=check_adapter)
-PARENT, PATIENT = Reads("model"), Reads("model", recipe=True, refuse=check_local)
+PARENT, PATIENT = Reads("model"), Reads("model", recipe=True, refuse=_check_patient)
 MODELS_OR_RECIPE = Reads("model", recipe=True, refuse=_check_model_or_recipe)
 NAMED_ALIGNMENTS = Reads("names", named=True, refuse=check_file)
 BOTH = (UNFINISHED, MATCHING_UNFINISHED)

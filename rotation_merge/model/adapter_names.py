@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mergekit.common import ModelPath
 
+from rotation_merge.architecture.registry import every_name
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import PEFT, Adapter, Change
 from rotation_merge.model.folder import place_of
 from rotation_merge.model.open import open_model
+from rotation_merge.model.view import View
 
 COMPILED = "_orig_mod"
 """What torch.compile puts into names."""
@@ -58,6 +61,24 @@ def by_module(adapters: Sequence[Adapter]) -> tuple[list[Mapping[str, Change]], 
     unsure = sorted(chosen[stem] for stem in differing - base.keys() if len({*names[stem]}) > 1)
     problem = f"The adapters name {len(unsure)} modules differently, and no base on this machine says which is right"
     return renamed, [f"{problem}; OUT has names such as '{unsure[0]}'."] if unsure else []
+
+
+def named_for(adapter: Adapter, base: View) -> Adapter:
+    """An adapter under a base's names: kohya writes '_' for '.', and both forms of single files a prefix of their own.
+
+    Names that fit none of the base's parameters stay; adapters of peft are unchanged.
+    """
+    if adapter.form == PEFT:
+        return adapter
+    flat = {name.replace(".", "_"): name for name in every_name(base.config)} | {
+        name.replace(".", "_"): name for name in base
+    }
+    names = {}
+    for name in adapter.changes:
+        short = name.replace(".", "_")
+        if fits := [ending for ending in flat if f"_{short}".endswith(f"_{ending}")]:
+            names[name] = flat[max(fits, key=len)]
+    return replace(adapter, names=names)
 
 
 def _ends(stem: str) -> list[str]:

@@ -294,6 +294,24 @@ def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
+    parts = parts_by_name(base, adapter, model)
+    wide = {name: torch.promote_types(base.dtypes[name], torch.float32) for name in parts}
+
+    def changed(name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(wide[name], copy=True) if name in wide else tensor
+        for number, part in parts.get(name, ()):
+            _apply(adapter, part, number, tensor)
+        return tensor
+
+    return base.tensors.map(changed, dtypes={**base.dtypes, **wide})
+
+
+def parts_by_name(base: View, adapter: Adapter, model: str) -> dict[str, list[tuple[int, AdapterPart]]]:
+    """By the name of a stored tensor the changes of an adapter that fall in it; see `adapted`.
+
+    Returns:
+        With each change the number of the tensor among those that are stored apart.
+    """
     parts: dict[str, list[tuple[int, AdapterPart]]] = {}
     for part in itertools.chain.from_iterable(map(pieces, adapter_parts(adapter, base, model))):
         info = part.info
@@ -309,15 +327,7 @@ def adapted(base: View, adapter: Adapter, model: str) -> Tensors:
         for number, name in enumerate(info.names):
             if not info.stacked or part.expert in (None, number):
                 parts.setdefault(name, []).append((number, part))
-    wide = {name: torch.promote_types(base.dtypes[name], torch.float32) for name in parts}
-
-    def changed(name: str, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(wide[name], copy=True) if name in wide else tensor
-        for number, part in parts.get(name, ()):
-            _apply(adapter, part, number, tensor)
-        return tensor
-
-    return base.tensors.map(changed, dtypes={**base.dtypes, **wide})
+    return parts
 
 
 def _apply(adapter: Adapter, part: AdapterPart, number: int, tensor: Tensor) -> None:

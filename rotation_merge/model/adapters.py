@@ -133,6 +133,7 @@ class Adapter:
         beside: other files by name.
         notes: of the transfer that made it.
         report: of that transfer.
+        names: of a base's parameters, by those of a single file (see `model/adapter_names.py`).
     """
 
     config: Mapping[str, Any]
@@ -143,6 +144,7 @@ class Adapter:
     beside: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     report: MergeReport | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str) -> Adapter:
@@ -200,7 +202,9 @@ class Adapter:
                 raise self.refusal(f"tensor '{key}' is not part of W + s B A")
         if not parts:
             raise self._damaged("it holds no tensors")
-        return {name: self._scaled(Change(name, **change)) for name, change in parts.items()}
+        changes = [self._scaled(Change(name, **change)) for name, change in parts.items()]
+        named = [replace(change, name=self.names.get(change.name, change.name)) for change in changes]
+        return {change.name: change for change in named}
 
     @property
     def base(self) -> str | None:

@@ -24,6 +24,7 @@ from rotation_merge.model.adapter_parts import adapted
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.apply import with_tied
 from rotation_merge.model.checkpoint import stamps_of
+from rotation_merge.model.codes import dequantised
 from rotation_merge.model.contents import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -60,6 +61,7 @@ def open_model(
     unsupported: str = "error",
     options: MergeOptions | None = None,
     any_base: bool = False,
+    dequantise: bool = False,
 ) -> View:
     """Open a model and check it; of a stored model config and headers are read, no tensor.
 
@@ -70,6 +72,7 @@ def open_model(
         unsupported: `error` refuses an unknown architecture and unknown tensors, `merge` leaves them where they are.
         options: of mergekit, for caches and what it may run.
         any_base: take an adapter of another base: the caller checks it, or was told to.
+        dequantise: read FP8 codes of a stored model as numbers, which are refused otherwise.
 
     Raises:
         CheckpointError: it is no model, or cannot be read, or is damaged; names its type.
@@ -83,7 +86,7 @@ def open_model(
         return replace(model, architecture=architecture, untie=untie)
     model = as_reference(model)
     if isinstance(model, ModelReference):
-        return _open_files(model, options or MergeOptions(), untie, unsupported, any_base)
+        return _open_files(model, options or MergeOptions(), untie, unsupported, any_base, dequantise)
     if isinstance(model, nn.Module):
         if hasattr(model, "merge_and_unload"):
             problem = "is a model of peft, with an adapter beside its weights"
@@ -191,12 +194,14 @@ def _keys_of(kind: str, config: dict[str, Any]) -> set[str]:
 
 
 def _open_files(
-    reference: ModelReference, options: MergeOptions, untie: bool, unsupported: str, any_base: bool
+    reference: ModelReference, options: MergeOptions, untie: bool, unsupported: str, any_base: bool, dequantise: bool
 ) -> View:
     """Open a stored model: a folder, one of the hub, a GGUF, with its adapter."""
     name, lora, cache = str(reference), reference.lora, options.transformers_cache
     adapter = None if lora is None else Adapter.open(fetched(lora, cache, ADAPTER_FILES))
     folder, config, tensors = read_stored(reference, options)
+    if dequantise:
+        config, tensors = dequantised(config, tensors, name)
     architecture = _architecture(name, config, tensors.shapes, untie, unsupported)
     remarks = tuple(f"`{name}` {codes_read}." for codes_read in filter(None, [quantised(folder)]))
     files = Files(reference.model_copy(update={"lora": None}), folder, tensors.dtypes, options, tensors)
@@ -204,6 +209,25 @@ def _open_files(
     base = _with_own_head(stored, unsupported)
     if adapter is None:
         return base
+    view = with_adapter(base, adapter, reference, unsupported)
+    if not any_base:
+        check_own_base(view)
+    return view
+
+
+def with_adapter(base: View, adapter: Adapter, reference: ModelReference, unsupported: str = "merge") -> View:
+    """A stored model with an adapter merged into its weights, each when it is asked for.
+
+    Args:
+        reference: names both.
+        unsupported: as of `open_model`.
+
+    Raises:
+        CheckpointError: the adapter changes something that the model does not have, or that has another shape.
+    """
+    name, remarks, files = str(reference), base.remarks, base.files
+    if files is None:
+        raise CheckpointError("is in memory", where=base.name, remedy="give its folder")
     if not adapter.base:
         remarks = (f"`{name}`: the adapter does not say which base it was trained on.", *remarks)
     apart = _with_head_apart(base, adapter)
@@ -211,15 +235,13 @@ def _open_files(
     dtypes = dict(apart.dtypes) if apart is not base else files.dtypes
     files = replace(files, reference=reference, dtypes=dtypes, tensors=tensors, adapter=adapter, base=base)
     view = replace(apart, name=name, tensors=tensors, files=files, remarks=remarks)
-    if apart is not base:
-        tied = adapter.config.get("ensure_weight_tying")
-        view = view if tied else _with_own_head(view, unsupported)
-        if not view.head_differs:
-            tensors = tensors.only(base)
-            view = replace(view, architecture=base.architecture, tensors=tensors, files=replace(files, tensors=tensors))
-    if not any_base:
-        check_own_base(view)
-    return view
+    if apart is base:
+        return view
+    view = view if adapter.config.get("ensure_weight_tying") else _with_own_head(view, unsupported)
+    if view.head_differs:
+        return view
+    tensors = tensors.only(base)
+    return replace(view, architecture=base.architecture, tensors=tensors, files=replace(files, tensors=tensors))
 
 
 def _with_head_apart(base: View, adapter: Adapter) -> View:
