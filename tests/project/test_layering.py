@@ -28,16 +28,16 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("symmetry",): (1200, 1315),
     ("architecture",): (1800, 1800),
     ("record",): (250, 249),
-    ("model",): (4000, 5968),
+    ("model",): (4000, 6093),
     ("run",): (2400, 3716),
     ("matching",): (3400, 4887),
     ("averaging",): (2000, 3107),
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4088),
-    ("diagnose",): (2100, 2100),
+    ("diagnose",): (2100, 2711),
     ("search", "share"): (1400, 2006),
-    ("api", "cli", "__init__"): (1400, 2737),
+    ("api", "cli", "__init__"): (1400, 2780),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
