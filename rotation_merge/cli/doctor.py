@@ -99,6 +99,8 @@ def _of_adapter(base: str, adapter: Adapter, merged: str) -> Answer:
     if facts["right"]:
         right += f", at most {facts['deviation']:.2g} units of rounding off (in '{facts['at']}')"
     lines = [*_numbered(causes), f"{right}." if causes else f"{right}; all other tensors are those of {base}."]
+    if facts["tied"]:
+        lines.append(f"The head is tied to the embedding in {' and '.join(facts['tied'])}.")
     return _answer(causes, {"merged": merged, "parents": [base, adapter.path], **facts}, lines)
 
 

@@ -15,6 +15,9 @@ import tiny_models as tiny
 import torch
 import transformers
 from cli_support import error_of, output_of, run
+from hub_support import Hub
+from huggingface_hub import snapshot_download
+from peft import PeftModel
 from plugin_support import lora, make, state, write_adapter, write_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,7 +36,7 @@ FIRST = {case.family: case for case in reversed(tiny.ALL)}
 SPARSE = next(case for case in tiny.ALL if case.family == "qwen_moe" and "expert" in str(case.config))
 
 
-def causes(base: Path | str, adapter: Path, merged: Path) -> dict[str, dict[str, Any]]:
+def causes(base: Path | str, adapter: Path | str, merged: Path) -> dict[str, dict[str, Any]]:
     """What is found, by name; JSON, words and exit code agree."""
     done = run("doctor", base, adapter, merged, "--json")
     assert done.exit_code in (0, 1), done.output
@@ -98,7 +101,7 @@ MISTAKES: dict[str, tuple[Callable[[State, State, Path], State], dict[str, str]]
     ),
     "scale forgotten": (
         lambda base, change, _: merged_by_hand(base, change, 1.0),
-        {"scale": "8 of 8 changes of the adapter: each is in the model 0.6667 times (its scale alpha / r = 1.5 was"},
+        {"scale": "8 of 8 changes of the adapter, each of which is in the model 0.6667 times (its scale alpha / r ="},
     ),
     "rsLoRA's scale": (
         lambda base, change, _: merged_by_hand(base, change, 3.0),
@@ -112,22 +115,22 @@ MISTAKES: dict[str, tuple[Callable[[State, State, Path], State], dict[str, str]]
     "half": (lambda base, change, _: merged_by_hand(base, change, 0.75), {"scale": "is in the model 0.5 times: "}),
     "missing": (
         lambda base, change, _: merged_by_hand(base, without(change, "0.self_attn.q_proj.weight")),
-        {"unchanged": f"1 of 8 changes of the adapter: each is missing: the tensors are the base's: '{Q}'"},
+        {"unchanged": f"1 of 8 changes of the adapter, each of which is missing (the tensor is the base's): '{Q}'"},
     ),
     "not merged": (lambda base, _, __: base, {"unchanged": "8 of 8"}),
     "transposed": (
         lambda base, change, _: merged_by_hand(base, {n: x.mT if n in (Q, O) else x for n, x in change.items()}),
-        {"transposed": f"2 of 8 changes of the adapter: each is transposed: '{Q}', '{O}'"},
+        {"transposed": f"2 of 8 changes of the adapter, each of which is transposed: '{Q}', '{O}'"},
     ),
     "lower rank": (
         lambda base, _, adapter: merged_by_hand(base, lower_rank(adapter)),
-        {"lower rank": "8 of 8 changes of the adapter: each is cut to ranks 1 to 2 of 4"},
+        {"lower rank": "8 of 8 changes of the adapter, each of which is cut to ranks 1 to 2 of 4"},
     ),
     "another adapter as well": (
         lambda base, change, _: merged_by_hand(
             merged_by_hand(base, change), {Q: torch.ones(32, 1) @ torch.rand(1, 32)}
         ),
-        {"other change": "each is another in the model: the difference is of rank 1: "},
+        {"other change": "each of which is another in the model: the difference is of rank 1: "},
     ),
     "a norm": (
         lambda base, change, _: {**merged_by_hand(base, change), NORM: 1.1 * base[NORM]},
@@ -159,24 +162,35 @@ def test_mistakes(which: str, llama: tuple[Path, Path, State], tmp_path: Path) -
         assert words in found[name]["what"], found
 
 
-def test_bfloat16_hides_neither_a_missing_change_nor_a_scale(tmp_path: Path) -> None:
-    """A change of a tenth of the rounding of the weights is still told from none, from half of it, and from two."""
+def test_bfloat16_hides_no_mistake(tmp_path: Path) -> None:
+    """Also of changes that are smaller than half of the rounding of the weights."""
     torch.manual_seed(0)
-    base = make("llama", tmp_path / "wide", hidden_size=128, intermediate_size=256, num_hidden_layers=1)
-    base = write_state({name: x.bfloat16() for name, x in state(base).items()}, base, tmp_path / "base")
-    lora(tmp_path / "lora", tmp_path / "wide", spread=0.012, **LORA)
-    change, plain = changes_of(tmp_path / "lora"), {name: x.float() for name, x in state(base).items()}
+    wide = make("llama", tmp_path / "wide", hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    base = write_state({name: x.bfloat16() for name, x in state(wide).items()}, wide, tmp_path / "base")
+    adapter = tmp_path / "lora"
+    lora(adapter, wide, spread=0.012, **LORA)
+    change, plain = changes_of(adapter), {name: x.float() for name, x in state(base).items()}
+    assert 1.5 * change[Q].norm() < 0.5 * 2**-8 * plain[Q].norm()
+    right = merged_by_hand(plain, change)
     other = {name: 3e-3 * torch.randn(len(x), 2) @ torch.randn(2, x.shape[1]) for name, x in change.items()}
-    for factor, expected in ((1.5, ""), (0.0, "unchanged"), (1.0, "scale"), (3.0, "scale")):
-        tensors = {name: x.bfloat16() for name, x in merged_by_hand(plain, change, factor).items()}
-        assert set(causes(base, tmp_path / "lora", write_state(tensors, base, tmp_path / f"{factor}"))) == {
-            *filter(None, [expected])
-        }
-    both = merged_by_hand(merged_by_hand(plain, change), other, 1.0)
-    found = causes(
-        base, tmp_path / "lora", write_state({n: x.bfloat16() for n, x in both.items()}, base, tmp_path / "both")
-    )
-    assert set(found) == {"other change"}
+    merges: dict[str, tuple[State, set[str]]] = {
+        "right": (right, set()),
+        "not merged": (plain, {"unchanged"}),
+        "scale forgotten": (merged_by_hand(plain, change, 1.0), {"scale"}),
+        "merged twice": (merged_by_hand(plain, change, 3.0), {"scale"}),
+        "transposed": (
+            merged_by_hand(plain, {n: x.mT if n in (Q, O) else 0.0 * x for n, x in change.items()}),
+            {"transposed", "unchanged"},
+        ),
+        "lower rank": (merged_by_hand(plain, lower_rank(adapter)), {"lower rank"}),
+        "another as well": (merged_by_hand(right, other, 1.0), {"other change"}),
+    }
+    for name, (tensors, expected) in merges.items():
+        merged = write_state({n: x.bfloat16() for n, x in tensors.items()}, base, tmp_path / name)
+        found = causes(base, adapter, merged)
+        assert set(found) == expected, name
+        assert ("twice" in name) == ("it was merged twice" in str(found))
+        assert ("forgotten" in name) == ("its scale alpha / r = 1.5 was forgotten" in str(found))
 
 
 WAYS: dict[str, tuple[tiny.Case, dict[str, Any]]] = {
@@ -211,8 +225,6 @@ def test_as_peft_merges_it(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_as_peft_merges_it_in_bfloat16(stored: torch.dtype, llama: tuple[Path, Path, State], tmp_path: Path) -> None:
     """Base, change and sum are each rounded to it; also where the changes are as small as that."""
-    from peft import PeftModel
-
     source, adapter, _ = llama
     base = write_state({name: x.to(stored) for name, x in state(source).items()}, source, tmp_path / "base")
     edited(base, dtype=str(stored).removeprefix("torch."))
@@ -335,6 +347,8 @@ def test_tied_heads(way: str, tmp_path: Path) -> None:
     right = rm.average([f"{base}+{adapter}"])
     right.save_pretrained(tmp_path / "right")
     assert not causes(base, adapter, tmp_path / "right")
+    named = f"The head is tied to the embedding in {base}"
+    assert named in output_of("doctor", base, adapter, tmp_path / "right")
     tensors, config = state(tmp_path / "right"), {"tie_word_embeddings": HEAD not in state(tmp_path / "right")}
     expected = [] if config["tie_word_embeddings"] else ["tied head"]
     tied = write_state(without(tensors, HEAD), base, tmp_path / "tied")
@@ -399,7 +413,12 @@ def test_a_base_in_fp8(llama: tuple[Path, Path, State], tmp_path: Path) -> None:
     in_fp8({name: x.bfloat16() for name, x in state(source).items()}, source, base)
     plain, raw = numbers(base)
     right = merged_by_hand(plain, change)
-    half = {name: x.bfloat16() for name, x in right.items()}
+    config = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=[16, 16])
+    options = {"quantization_config": config, "dtype": torch.bfloat16}
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base, **options)
+    whole = PeftModel.from_pretrained(whole, adapter).merge_and_unload()
+    half = {name: x.contiguous() for name, x in whole.state_dict().items()}
+    assert half[Q].dtype == torch.bfloat16
     assert not causes(base, adapter, write_state(half, source, tmp_path / "half"))
     assert not causes(base, adapter, in_fp8(right, source, tmp_path / "codes"))
     unscaled = {name: x.bfloat16() for name, x in merged_by_hand(raw, change).items()}
@@ -462,7 +481,18 @@ def test_a_base_with_another_adapter_and_shards(llama: tuple[Path, Path, State],
     assert not causes(f"{base}+{tmp_path / 'first'}", adapter, tmp_path / "merged")
     answer = rm.doctor(base, [adapter, tmp_path / "merged"])
     assert answer.code == 1
-    assert {cause["name"] for cause in answer.data["causes"]} == {"other change", "unchanged"} & {"other change"}
+    assert {cause["name"] for cause in answer.data["causes"]} == {"other change"}
+
+
+def test_names_of_the_hub(home: Hub, llama: tuple[Path, Path, State], tmp_path: Path) -> None:
+    """An adapter that is in the cache, and a base that is fetched."""
+    base, adapter, change = llama
+    merged = write_state(merged_by_hand(state(base), change), base, tmp_path / "merged")
+    home.publish("org/base", base)
+    home.publish("org/lora", adapter)
+    assert "org/base: no such file or directory" in error_of("doctor", "org/base", "org/lora", merged)
+    snapshot_download("org/lora")
+    assert not causes("org/base", "org/lora", merged)
 
 
 def test_bad_input(llama: tuple[Path, Path, State], tmp_path: Path) -> None:

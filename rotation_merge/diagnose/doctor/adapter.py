@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ STILL = 0.51
 """Units of rounding that a tensor which the adapter does not change may be off: half of one, by rounding once."""
 MOST = 0.8
 """Share of all matrices that differ by changes of full rank where the merge has another base."""
+CLEARER = 0.7
+"""Share of what the adapter's own change leaves that a mistake's may leave where it is the better explanation."""
 SAMPLE = 1 << 12
 """Entries of an expert's change by which it is told from those of other experts."""
 
@@ -51,7 +53,7 @@ CODES, BASE, TIED = "FP8 scales", "other base", "tied head"
 MERGE = "merge again with peft's merge_and_unload(), once, by the adapter's own adapter_config.json"
 CHANGES: dict[str, tuple[str, str]] = {
     "scale": ("is in the model {}", MERGE),
-    UNCHANGED: ("is missing: the tensors are the base's", "merge again: the tool left these modules out"),
+    UNCHANGED: ("is missing (the tensor is the base's)", "merge again: the tool left these modules out"),
     "whole modules": ("replaces whole tensors ('modules_to_save') and is missing", "copy them from the adapter"),
     "transposed": ("is transposed", "merge again, with the 'fan_in_fan_out' of the module's class"),
     "lower rank": ("is cut to {}", "merge again with the ranks of the factors ('rank_pattern')"),
@@ -110,10 +112,9 @@ class Region(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """What a mistake makes of a change: another matrix is changed, or by another change."""
+    """What a mistake makes of a change."""
 
     kind: str
-    before: Tensor
     change: Tensor
     detail: str = ""
 
@@ -226,7 +227,8 @@ class AdapterMerge:
                 findings.append(finding)
                 if finding.kind == OTHER and stacks(info):
                     step = -(-fitted.change.numel() // SAMPLE)
-                    samples[region.name] = fitted.gained.flatten()[::step], fitted.change.flatten()[::step]
+                    gained = fitted.after - fitted.before
+                    samples[region.name] = gained.flatten()[::step], fitted.change.flatten()[::step]
                 region.cut(merged).copy_(region.cut(right))
             if (rest := self._still(name, right, merged)) is not None:
                 findings.append(rest)
@@ -247,12 +249,16 @@ class AdapterMerge:
     def _fitted(self, name: str, before: Tensor, right: Tensor, merged: Tensor) -> Fitted:
         stored = torch.float8_e4m3fn if name in self.codes[1] else self.merged.dtypes[name]
         grid = grid_of(merged, stored)
-        of_adapter = [dtype for dtype in as_tensors(self.adapter.tensors).dtypes.values() if dtype.is_floating_point]
         half = torch.finfo(torch.bfloat16).eps  # nobody computes in FP8
         weights = max(torch.finfo(grid).eps, half if name in self.codes[0] else 0.0)
-        changes = max(min(weights, half), *(torch.finfo(dtype).eps for dtype in of_adapter))
+        changes = max(min(weights, half), self._rounding_of_factors)
         change = as_matrix(right) - as_matrix(before)
         return Fitted(as_matrix(before), change, as_matrix(merged), grid, (weights, changes))
+
+    @cached_property
+    def _rounding_of_factors(self) -> float:
+        dtypes = set(as_tensors(self.adapter.tensors).dtypes.values())
+        return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
     def _still(self, name: str, before: Tensor, merged: Tensor) -> Finding | None:
         """A tensor that should be the base's, and is not."""
@@ -271,26 +277,28 @@ class AdapterMerge:
 
     def _change(self, region: Region, name: str, fitted: Fitted) -> Finding:
         """What became of one change."""
-        label, part, deviation = region.name, region.part, fitted.deviation
-        matrix = min(fitted.before.shape) > 1
+        label, part, change = region.name, region.part, fitted.change
         if fitted.right:
-            return Finding(RIGHT, label, size=deviation)
+            return Finding(RIGHT, label, size=fitted.deviation)
         if kind := self._on_codes(name, region, fitted):
             return Finding(kind, label)
-        if (factor := fitted.factor(fitted.change)) is not None:
-            share = fitted.expected_share if fitted.expected_share > 0.1 else 1.0
-            factor, tolerance = factor / share, SHARE + fitted.spread(fitted.change) / share
-            if abs(factor) <= tolerance:
-                return Finding("whole modules" if part.change.value else UNCHANGED, label)
-            if abs(factor - 1) <= tolerance:
-                return Finding(OTHER, label, " in single entries", size=deviation, full=False if matrix else None)
-            return Finding("scale", label, _times(factor, tolerance, part, self.adapter))
-        for mistake in self._mistakes(name, region, fitted):
-            held = replace(fitted, before=mistake.before).factor(mistake.change)
-            if held is not None and abs(held) > 0.2:
+        fit, tolerance = fitted.fit(change), SHARE + fitted.spread(change)
+        missing = fitted.gained <= 0.25 * fitted.expected or (
+            fitted.coarse and fitted.explains(fit) and abs(fit.factor) < tolerance
+        )
+        if missing:
+            return Finding("whole modules" if part.change.value else UNCHANGED, label)
+        mistakes = [(fitted.fit(mistake.change), mistake) for mistake in self._mistakes(region, fitted)]
+        for best, mistake in sorted(mistakes, key=lambda pair: pair[0].rest)[:1]:
+            if best.rest < CLEARER * fit.rest and fitted.explains(best):
                 return Finding(mistake.kind, label, mistake.detail)
-        detail = f": the difference is of {'full rank' if fitted.is_full else f'rank {fitted.rank}'}" if matrix else ""
-        return Finding(OTHER, label, detail, size=deviation, full=fitted.is_full if matrix else None)
+        if fitted.explains(fit) and abs(fit.factor - 1) > tolerance:
+            return Finding("scale", label, _times(fit.factor, tolerance, part, self.adapter))
+        if min(change.shape) == 1:
+            return Finding(OTHER, label)
+        rank = "full rank" if fitted.is_full else f"rank {fitted.rank}"
+        words = f": the difference is of {rank}" if fitted.rank else " by little"
+        return Finding(OTHER, label, words, full=fitted.is_full)
 
     def _low_rank(self, region: Region) -> LowRank | None:
         """The factors of one map's change; None where it has none."""
@@ -299,20 +307,20 @@ class AdapterMerge:
         low = region.part.factors(self.adapter)
         return low if region.expert is None else low.of_expert(region.expert)
 
-    def _mistakes(self, name: str, region: Region, fitted: Fitted) -> Iterator[Mistake]:
+    def _mistakes(self, region: Region, fitted: Fitted) -> Iterator[Mistake]:
         """What mistakes make of a change."""
-        before, change, low = fitted.before, fitted.change, self._low_rank(region)
+        change, low = fitted.change, self._low_rank(region)
         turned = low is not None and region.part.flipped
         if change.shape[0] == change.shape[1]:
-            yield Mistake("transposed", before, change.mT)
+            yield Mistake("transposed", change.mT)
         if stacks(region.part.info):
-            yield from (Mistake("halves swapped", before, change.roll(change.shape[d] // 2, d)) for d in (0, 1))
+            yield from (Mistake("halves swapped", change.roll(change.shape[dim] // 2, dim)) for dim in (0, 1))
         if low is not None and low.magnitude is not None:
             product = low.to(change.dtype).product().flatten(1)
-            yield Mistake("DoRA magnitude", before, product.mT if turned else product)
-        elif low is not None and (count := fitted.ranks(low, turned)):
+            yield Mistake("DoRA magnitude", product.mT if turned else product)
+        elif low is not None and (count := fitted.first_ranks(low, turned)) < low.rank:
             first = replace(low, a=low.a[:count], b=low.b[:, :count]).to(change.dtype).product().flatten(1)
-            yield Mistake("lower rank", before, first.mT if turned else first, f"ranks 1 to {count} of {low.rank}")
+            yield Mistake("lower rank", first.mT if turned else first, f"ranks 1 to {count} of {low.rank}")
 
     def _on_codes(self, name: str, region: Region, fitted: Fitted) -> str:
         """The kind of a change that was made to FP8 codes, or that codes without scales have; empty: of none."""
@@ -320,14 +328,18 @@ class AdapterMerge:
             return ""
         codes = as_matrix(region.cut(self.codes[0][name].float()))
         scaled = fitted.change * torch.where(codes == 0, 0.0, fitted.before / codes)
-        added = replace(fitted, change=scaled)
-        if name in self.codes[1] and added.spread(scaled) < 0.2 and abs((added.factor(scaled) or 0.0) - 1) < 0.1:
-            return "FP8 codes"
+        if name in self.codes[1] and replace(fitted, change=scaled).spread(scaled) < 0.2:
+            added = fitted.fit(scaled)
+            if fitted.explains(added) and abs(added.factor - 1) < 0.1:
+                return "FP8 codes"
         return CODES if replace(fitted, before=codes).right else ""
 
 
 def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[list[Cause], dict[str, Any]]:
-    """Causes why a merge with an adapter is not right, the likeliest first; and how many changes are right, and nearly.
+    """Causes why a merge with an adapter is not right, the likeliest first, and facts for the reader.
+
+    The facts are the number of changes and of right ones, the largest deviation of these in units of the rounding, the
+    tensor where that is, and the models whose head is their embedding.
 
     Raises:
         CheckpointError: a model cannot be read.
@@ -336,7 +348,8 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
     changes = [finding for finding in findings if finding.kind == RIGHT or finding.kind in CHANGES]
     right = [finding for finding in changes if finding.kind == RIGHT]
     worst = max(right, key=lambda finding: finding.size, default=Finding(RIGHT, ""))
-    facts = {"changes": len(changes), "right": len(right), "deviation": worst.size, "at": worst.name}
+    tied = [view.name for view in (merge.base, merge.model) if says_tied(view.config)]
+    facts = {"changes": len(changes), "right": len(right), "deviation": worst.size, "at": worst.name, "tied": tied}
     matrices = sum(len(shape) > 1 for shape in merge.before.shapes.values())
     full = [finding for finding in findings if finding.full]
     others = [finding for finding in full if finding.kind == ELSEWHERE]
@@ -357,7 +370,7 @@ def _cause(merge: AdapterMerge, kind: str, detail: str, findings: Sequence[Findi
     names = named(f"'{finding.name}'{finding.note}" for finding in findings)
     if kind in CHANGES:
         words, remedy = CHANGES[kind]
-        what = f"{len(findings)} of {changes} changes of the adapter: each {words.format(detail)}: {names}"
+        what = f"{len(findings)} of {changes} changes of the adapter, each of which {words.format(detail)}: {names}"
         return Cause(kind, 0.97, what, merge.model.name, remedy)
     likelihood, words, remedy = TENSORS[kind]
     what = words.format(detail) if kind == TIED else f"{len(findings)} tensors {words}: {names}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,17 @@ SMALLEST = 2.0**-24
 """The smallest number of float16, the unit of its numbers next to zero."""
 SAMPLED = 256
 """Rows and columns at most on which a rank is counted."""
+ENTRIES = 1 << 20
+"""Entries at most on which explanations are compared."""
+EXPLAINED = 0.5
+"""Share of what a matrix gained that an explanation may leave."""
+
+
+class Fit(NamedTuple):
+    """How many times a matrix holds some change, and the norm of what that leaves, rounding taken into account."""
+
+    factor: float
+    rest: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +52,13 @@ class Fitted:
     rounding: tuple[float, float]
 
     @cached_property
-    def gained(self) -> Tensor:
-        return self.after - self.before
-
-    @cached_property
     def off(self) -> Tensor:
         """What M is off W + D."""
         return self.after - (self.before + self.change)
 
     @cached_property
     def unit(self) -> Tensor:
-        """Unit of rounding of each entry: of W or M, and of D, which sums of products round by its rows and columns."""
+        """Unit of rounding of each entry: of W or W + D, and of D, by the lengths of its row and column."""
         change = self.change
         lengths = change.norm(dim=1, keepdim=True) * change.norm(dim=0, keepdim=True) / change.norm().clamp_min(1e-30)
         weights, changes = self.rounding
@@ -62,70 +70,102 @@ class Fitted:
         """Largest deviation of M from W + D, in units of the rounding."""
         return float((self.off.abs() / self.unit.clamp_min(1e-45)).max()) if self.off.any() else 0.0
 
-    @cached_property
-    def expected_share(self) -> float:
-        """Share of D that is left of it where W + D is rounded to the grid."""
-        return self._share(self._rounded()[0] - self.before)
-
     @property
     def right(self) -> bool:
         """Whether M is W + D up to rounding: no entry is further off, and the rest is no part of D, nor a pattern."""
         if self.deviation > UNITS:
             return False
-        off = min((self.after - rounded for rounded in self._rounded()), key=lambda rest: float(rest.norm()))
-        return abs(self._share(off)) <= SHARE + self.spread(self.change) and self._is_noise(off, SHARE * self.change)
+        total = self.before + self.change
+        sums = [total] if self._on_grid else [total, self._round(self.before) + self.change]
+        rest = min((self.after - self._round(x) for x in sums), key=lambda rest: float(rest.norm()))
+        share = float((rest * self.change).sum() / self.change.square().sum().clamp_min(1e-45))
+        allowed = sum(n**0.5 for n in rest.shape) + SHARE * float(self._in_units(self.change).norm())
+        return (
+            abs(share) <= SHARE + self.spread(self.change) and largest_singular_value(self._in_units(rest)) <= allowed
+        )
 
-    def _rounded(self) -> list[Tensor]:
-        """W + D rounded once, and with W rounded before, as where a model is loaded in the type of the merge."""
-        if self.grid.itemsize == 1:  # whose grid depends on the scales
-            return [self.before + self.change]
-        dtype, sums = self.before.dtype, [self.before + self.change]
-        sums.append(self.before.to(self.grid).to(dtype) + self.change)
-        return [total.to(self.grid).to(dtype) for total in sums]
+    @cached_property
+    def _on_grid(self) -> bool:
+        """Whether W is rounded as M is; else a tool may have rounded it before the change."""
+        return torch.equal(self._round(self.before), self.before)
 
-    def _share(self, tensor: Tensor) -> float:
-        """How many times D a tensor holds."""
-        return float((tensor * self.change).sum() / self.change.square().sum().clamp_min(1e-45))
+    def _round(self, tensor: Tensor) -> Tensor:
+        """A matrix rounded as M is; FP8 depends on scales, and is left as it is."""
+        return tensor if self.coarse else tensor.to(self.grid).to(tensor.dtype)
+
+    @property
+    def coarse(self) -> bool:
+        """Whether M is stored in FP8."""
+        return self.grid.itemsize == 1
+
+    def _in_units(self, tensor: Tensor) -> Tensor:
+        """A matrix in units of the rounding of its rows and columns, which keeps its rank."""
+        rows, columns = (self.unit.norm(dim=d, keepdim=True) / self.unit.shape[d] ** 0.5 for d in (1, 0))
+        return tensor * (columns.square().mean().sqrt() / (rows * columns).clamp_min(1e-45))
 
     def spread(self, change: Tensor) -> float:
         """What rounding may add to, or take from, the number of times that a change is held."""
         return 2 * float((self.unit * change).norm() / change.square().sum().clamp_min(1e-45))
 
-    def _is_noise(self, rest: Tensor, change: Tensor) -> bool:
-        """Whether a rest has no pattern: its largest singular value is one of rounding, or of a share of a change."""
-        noise = self.unit.norm(dim=1).max() + self.unit.norm(dim=0).max()
-        return largest_singular_value(rest) <= float(noise + change.norm())
+    # --- explanations
 
-    def factor(self, change: Tensor) -> float | None:
-        """The number c for which M is W + c times a change, up to rounding; None where there is none."""
-        square = float(change.square().sum())
-        if square == 0:
-            return None
-        factor = float((self.gained * change).sum()) / square
-        rest = self.gained - factor * change
-        part = 0.05 * factor * change
-        fits = float(rest.norm()) <= float(self.unit.norm() + part.norm()) and self._is_noise(rest, part)
-        return factor if fits else None
+    def _sample(self, tensor: Tensor) -> Tensor:
+        """Some entries, the same of every matrix."""
+        return tensor.flatten()[:: -(-tensor.numel() // ENTRIES) | 1]
 
-    def ranks(self, low: LowRank, flipped: bool) -> int:
-        """How many of the first ranks of the adapter's change alone M seems to hold; 0 where none or all."""
-        a, b = (factor.to(self.gained.dtype) for factor in low.flat())
-        gained = self.gained.mT if flipped else self.gained
-        gram = (b.mT @ b) * (a @ a.mT)
-        inner = (b * (gained @ a.mT)).sum(0)
-        shares = torch.linalg.lstsq(gram.double(), inner[:, None].double(), driver="gelsd").solution[:, 0]
-        held = shares > shares.max() / 2
-        first = int(held.to(torch.int).cumprod(0).sum())
-        return first if 0 < first < len(shares) and first == int(held.sum()) else 0
+    def fit(self, change: Tensor, before: Tensor | None = None) -> Fit:
+        """How many times M holds a change.
+
+        The number c is the one for which W + c times the change, rounded, holds as much of it as M does.
+
+        Args:
+            before: W, where it is not the base's.
+        """
+        before, change, after = map(self._sample, (self.before if before is None else before, change, self.after))
+        starts = [before] if self._on_grid else [before, self._round(before)]
+        fits = []
+        for start in starts:
+            wanted, factor = float(((after - start) * change).sum()), 1.0
+            for _ in range(12):
+                held = float(((self._round(start + factor * change) - start) * change).sum())
+                ratio = wanted / held if held else 4.0
+                factor *= -1.0 if ratio < 0 else min(4.0, max(0.25, ratio ** (2 / 3)))
+            fits.append(Fit(factor, float((after - self._round(start + factor * change)).norm())))
+        return min(fits, key=lambda fit: fit.rest)
+
+    @cached_property
+    def gained(self) -> float:
+        """Norm of what M gained, up to rounding."""
+        before, after = self._sample(self.before), self._sample(self.after)
+        return float((after - self._round(before)).norm())
+
+    @cached_property
+    def expected(self) -> float:
+        """Norm of what it should have gained."""
+        before, change = self._sample(self.before), self._sample(self.change)
+        return float((self._round(before + change) - self._round(before)).norm())
+
+    def explains(self, fit: Fit) -> bool:
+        """Whether a fit leaves little."""
+        noise = float(self._sample(self.unit).norm()) if self.coarse else 0.0
+        return fit.rest <= max(noise, EXPLAINED * self.gained)
+
+    def first_ranks(self, low: LowRank, flipped: bool) -> int:
+        """How many of the first ranks of the adapter's change explain M best; all, where nothing is cut."""
+        a, b = (factor.to(self.before.dtype) for factor in low.flat())
+        gained = self.after - self.before
+        inner = (b * ((gained.mT if flipped else gained) @ a.mT)).sum(0).cumsum(0)
+        squares = ((b.mT @ b) * (a @ a.mT)).cumsum(0).cumsum(1).diagonal()
+        return int((inner.square() / squares.clamp_min(1e-45)).argmax()) + 1
 
     @cached_property
     def rank(self) -> int:
-        """Rank of what M is off, above its rounding, on a sample of rows and columns; their number where it is full."""
-        rows, columns = (max(1, -(-n // SAMPLED)) for n in self.off.shape)
-        values = torch.linalg.svdvals(self.off[::rows, ::columns])
-        sampled = self.unit[::rows, ::columns]
-        noise = sampled.norm(dim=1).max() + sampled.norm(dim=0).max()
-        return int((values > torch.maximum(noise, 1e-4 * values[0])).sum())
+        """Rank of what M is off, as far as it is above rounding, on a sample of rows and columns."""
+        rows, columns = (-(-n // SAMPLED) for n in self.off.shape)
+        sample = self._in_units(self.off)[::rows, ::columns]
+        values = torch.linalg.svdvals(sample)
+        noise = 0.5 * sum(n**0.5 for n in sample.shape)
+        return int((values > max(noise, 1e-4 * float(values[0]))).sum())
 
     @property
     def is_full(self) -> bool:
