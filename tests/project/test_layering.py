@@ -35,9 +35,9 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4088),
-    ("diagnose",): (2100, 2711),
+    ("diagnose",): (2100, 2764),
     ("search", "share"): (1400, 2006),
-    ("api", "cli", "__init__"): (1400, 2780),
+    ("api", "cli", "__init__"): (1400, 2782),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 
