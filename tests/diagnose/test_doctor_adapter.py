@@ -140,6 +140,10 @@ MISTAKES: dict[str, tuple[Callable[[State, State, Path], State], dict[str, str]]
         lambda base, change, _: {**merged_by_hand(base, change), K: base[K] + 1e-3 * torch.eye(16, 32)[:1]},
         {"other tensors": K},
     ),
+    "NaN": (
+        lambda base, change, _: {**merged_by_hand(base, change), Q: torch.nan * base[Q], NORM: torch.inf * base[NORM]},
+        {"NaN": f"2 tensors hold NaN or infinity: '{Q}', '{NORM}'"},
+    ),
     "another base": (
         lambda base, change, _: {n: x + 0.1 * torch.randn_like(x) for n, x in merged_by_hand(base, change).items()},
         {"other base": "tensors differ by changes of full rank: it is not from this base"},
@@ -424,6 +428,7 @@ def test_a_base_in_fp8(llama: tuple[Path, Path, State], tmp_path: Path) -> None:
     unscaled = {name: x.bfloat16() for name, x in merged_by_hand(raw, change).items()}
     found = causes(base, adapter, write_state(unscaled, source, tmp_path / "unscaled"))
     assert set(found) == {"FP8 scales"}
+    assert run("doctor", base, adapter, tmp_path / "unscaled").output.splitlines()[-1].startswith("0 of 8 changes of")
     assert found["FP8 scales"]["what"].startswith("14 tensors hold FP8 codes without their scales")
     added = {**state(base), **{n: (raw[n] + 100 * x).to(torch.float8_e4m3fn) for n, x in change.items()}}
     large = shutil.copytree(adapter, tmp_path / "large")

@@ -24,6 +24,7 @@ from rotation_merge.architecture.registry import find, resolve, says_tied, store
 from rotation_merge.diagnose.doctor.case import Cause
 from rotation_merge.diagnose.doctor.fitted import SHARE, Fitted, as_matrix, grid_of
 from rotation_merge.errors import ArchitectureError, CheckpointError, named
+from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.adapter_names import named_for
 from rotation_merge.model.adapter_parts import AdapterPart, parts_by_name
 from rotation_merge.model.adapters import SUFFIX, Adapter
@@ -49,7 +50,7 @@ SAMPLE = 1 << 12
 """Entries of an expert's change by which it is told from those of other experts."""
 
 RIGHT, OTHER, UNCHANGED, SOME, ELSEWHERE = "", "other change", "unchanged", "some experts", "other tensors"
-CODES, BASE, TIED = "FP8 scales", "other base", "tied head"
+CODES, BASE, TIED, NAN = "FP8 scales", "other base", "tied head", "NaN"
 MERGE = "merge again with peft's merge_and_unload(), once, by the adapter's own adapter_config.json"
 CHANGES: dict[str, tuple[str, str]] = {
     "scale": ("is in the model {}", MERGE),
@@ -66,6 +67,7 @@ CHANGES: dict[str, tuple[str, str]] = {
 }
 TENSORS: dict[str, tuple[float, str, str]] = {
     BASE: (0.98, "differ by changes of full rank: it is not from this base", "compare the two: 'doctor MERGED BASE'"),
+    NAN: (1.0, "hold NaN or infinity", "merge again in float32, or bfloat16"),
     CODES: (0.98, "hold FP8 codes without their scales", "dequantise the base, then merge"),
     ELSEWHERE: (0.9, "changed, though the adapter does not name them", "take them from the base, or merge again"),
     "missing tensors": (0.97, "are missing", "copy them from the base, or merge again"),
@@ -167,9 +169,7 @@ class AdapterMerge:
     def findings(self, progress: Progress | None = None) -> list[Finding]:
         """What became of each change of the adapter, and every other tensor that is not the base's."""
         findings = [*self._absent(), *self._tied()]
-        settled = {finding.name for finding in findings}
-        if all(says_tied(view.config) for view in (self.base, self.expected, self.model)):
-            settled |= {info.name for info in self.architecture.heads()}
+        settled = self._copies | {finding.name for finding in findings}
         groups = [(info, info.names) for info in self.architecture.tensors()]
         placed = {name for _, names in groups for name in names}
         groups += [(TensorInfo(name, (name,), ()), (name,)) for name in self.before if name not in placed]
@@ -178,6 +178,17 @@ class AdapterMerge:
                 progress("comparing", number, len(groups))
             findings += self._of(info, [name for name in names if name in self.merged and name not in settled])
         return findings
+
+    @property
+    def changes(self) -> int:
+        """The number of changes of the adapter, those of all experts in one tensor counted one by one."""
+        return sum(1 for name in self.parts if name not in self._copies for _ in self._regions(name))
+
+    @cached_property
+    def _copies(self) -> set[str]:
+        """Heads that are the embedding's tensor everywhere."""
+        everywhere = all(says_tied(view.config) for view in (self.base, self.expected, self.model))
+        return {info.name for info in self.architecture.heads()} if everywhere else set()
 
     def _absent(self) -> Iterator[Finding]:
         """Tensors of the base that the merged model lacks, and the other way round."""
@@ -221,6 +232,9 @@ class AdapterMerge:
                 continue
             right = at_least_float32(self.right[name]) if name in self.parts else before
             merged = self.merged[name].to(right.dtype, copy=True)
+            if not all_finite([merged]):
+                findings.append(Finding(NAN, name))
+                continue
             for region in self._regions(name):
                 fitted = self._fitted(name, *(region.cut(tensor) for tensor in (before, right, merged)))
                 finding = self._change(region, name, fitted)
@@ -345,11 +359,10 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
         CheckpointError: a model cannot be read.
     """
     findings = merge.findings(progress)
-    changes = [finding for finding in findings if finding.kind == RIGHT or finding.kind in CHANGES]
-    right = [finding for finding in changes if finding.kind == RIGHT]
+    right = [finding for finding in findings if finding.kind == RIGHT]
     worst = max(right, key=lambda finding: finding.size, default=Finding(RIGHT, ""))
     tied = [view.name for view in (merge.base, merge.model) if says_tied(view.config)]
-    facts = {"changes": len(changes), "right": len(right), "deviation": worst.size, "at": worst.name, "tied": tied}
+    facts = {"changes": merge.changes, "right": len(right), "deviation": worst.size, "at": worst.name, "tied": tied}
     matrices = sum(len(shape) > 1 for shape in merge.before.shapes.values())
     full = [finding for finding in findings if finding.full]
     others = [finding for finding in full if finding.kind == ELSEWHERE]
@@ -361,16 +374,18 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
     for finding in findings:
         if finding.kind != RIGHT:
             groups.setdefault((finding.kind, finding.detail), []).append(finding)
-    causes = [_cause(merge, kind, detail, group, len(changes)) for (kind, detail), group in groups.items()]
+    causes = [_cause(merge, kind, detail, group) for (kind, detail), group in groups.items()]
     return sorted(causes, key=lambda cause: -cause.likelihood), facts
 
 
-def _cause(merge: AdapterMerge, kind: str, detail: str, findings: Sequence[Finding], changes: int) -> Cause:
+def _cause(merge: AdapterMerge, kind: str, detail: str, findings: Sequence[Finding]) -> Cause:
     """The cause that findings of one kind are signs of."""
     names = named(f"'{finding.name}'{finding.note}" for finding in findings)
     if kind in CHANGES:
         words, remedy = CHANGES[kind]
-        what = f"{len(findings)} of {changes} changes of the adapter, each of which {words.format(detail)}: {names}"
+        what = (
+            f"{len(findings)} of {merge.changes} changes of the adapter, each of which {words.format(detail)}: {names}"
+        )
         return Cause(kind, 0.97, what, merge.model.name, remedy)
     likelihood, words, remedy = TENSORS[kind]
     what = words.format(detail) if kind == TIED else f"{len(findings)} tensors {words}: {names}"
@@ -382,17 +397,15 @@ def _times(factor: float, tolerance: float, part: AdapterPart, adapter: Adapter)
     rank = adapter.shapes[part.change.b][1] // max(part.experts, 1) if part.change.b else 1
     rooted = bool(adapter.config.get("use_rslora"))
     scale, other = ("alpha / sqrt(r)", "alpha / r") if rooted else ("alpha / r", "alpha / sqrt(r) (rsLoRA)")
-    reasons = {
-        f"its scale {scale} = {part.scale:.4g} was forgotten": 1 / part.scale if part.scale else 0.0,
-        f"its scale is {scale}, and {other} was taken": rank ** (-0.5 if rooted else 0.5),
-        f"it was not divided by {'sqrt(r)' if rooted else 'r'} = {rank ** (0.5 if rooted else 1):.4g}": rank
-        ** (0.5 if rooted else 1.0),
-        "it was merged twice": 2.0,
-        "it was subtracted": -1.0,
-    }
-    explained = {
-        reason: value for reason, value in reasons.items() if abs(factor - value) <= tolerance * max(1, abs(value))
-    }
+    divisor, root = ("sqrt(r)", rank**0.5) if rooted else ("r", float(rank))
+    reasons = [
+        (f"its scale {scale} = {part.scale:.4g} was forgotten", 1 / (part.scale or 1.0)),
+        (f"its scale is {scale}, and {other} was taken", rank ** (-0.5 if rooted else 0.5)),
+        (f"it was not divided by {divisor} = {root:.4g}", root),
+        ("it was merged twice", 2.0),
+        ("it was subtracted", -1.0),
+    ]
+    explained = {reason: value for reason, value in reasons if abs(factor - value) <= tolerance * max(1, abs(value))}
     value = next(iter(explained.values()), factor)
     return f"{value:.{4 if explained else 2}g} times" + (f" ({' or '.join(explained)})" if explained else "")
 

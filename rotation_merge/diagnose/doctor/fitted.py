@@ -78,6 +78,8 @@ class Fitted:
         total = self.before + self.change
         sums = [total] if self._on_grid else [total, self._round(self.before) + self.change]
         rest = min((self.after - self._round(x) for x in sums), key=lambda rest: float(rest.norm()))
+        if not rest.any():
+            return True
         share = float((rest * self.change).sum() / self.change.square().sum().clamp_min(1e-45))
         allowed = sum(n**0.5 for n in rest.shape) + SHARE * float(self._in_units(self.change).norm())
         return (
