@@ -185,10 +185,18 @@ class AdapterMerge:
         return sum(1 for name in self.parts if name not in self._copies for _ in self._regions(name))
 
     @cached_property
+    def _heads(self) -> list[str]:
+        return [info.name for info in self.architecture.heads()]
+
+    def is_tied(self, view: View) -> bool:
+        """Whether a model's head is its embedding: its config says so, or the base has none and does not say why."""
+        untold = not says_tied(self.base.config) and any(head not in self.base.tensors for head in self._heads)
+        return says_tied(view.config) or untold
+
+    @cached_property
     def _copies(self) -> set[str]:
         """Heads that are the embedding's tensor everywhere."""
-        everywhere = all(says_tied(view.config) for view in (self.base, self.expected, self.model))
-        return {info.name for info in self.architecture.heads()} if everywhere else set()
+        return {*self._heads} if all(map(self.is_tied, (self.base, self.expected, self.model))) else set()
 
     def _absent(self) -> Iterator[Finding]:
         """Tensors of the base that the merged model lacks, and the other way round."""
@@ -197,10 +205,8 @@ class AdapterMerge:
         for name in self.before:
             if name not in self.merged and not name.endswith(spare):
                 yield Finding("lost tensors" if name in unread else "missing tensors", name)
-        if not says_tied(self.model.config):
-            heads = (info.name for info in self.architecture.heads() if info.name in self.merged)
-            stored = any(info.name in self.model.tensors for info in of_model.heads())
-            yield from (Finding("missing tensors", name) for name in heads if not stored)
+        if not self.is_tied(self.model) and not any(info.name in self.model.tensors for info in of_model.heads()):
+            yield from (Finding("missing tensors", name) for name in self._heads if name in self.merged)
         known = restructured(self.before, self.architecture, of_model)
         further = (name for name in self.model.tensors if name not in known and not name.endswith(spare))
         yield from (Finding("new tensors", name) for name in further)
@@ -361,7 +367,7 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
     findings = merge.findings(progress)
     right = [finding for finding in findings if finding.kind == RIGHT]
     worst = max(right, key=lambda finding: finding.size, default=Finding(RIGHT, ""))
-    tied = [view.name for view in (merge.base, merge.model) if says_tied(view.config)]
+    tied = [view.name for view in (merge.base, merge.model) if merge.is_tied(view)]
     facts = {"changes": merge.changes, "right": len(right), "deviation": worst.size, "at": worst.name, "tied": tied}
     matrices = sum(len(shape) > 1 for shape in merge.before.shapes.values())
     full = [finding for finding in findings if finding.full]
