@@ -61,17 +61,9 @@ def vits(root: Path, args: argparse.Namespace) -> None:
             models = [load(root / f"vit-{seed}") for seed in (a, b)]
             views, start, seconds = learned(models, images(count, 64 if labels else 32, labels), args.steps or 1500)
             path = rm.barrier(*views, "demo:digits", rm.BarrierConfig(points=21))
-            table.add(
-                {
-                    "data": title,
-                    "seeds": f"{a} and {b}",
-                    "parents": f"{100 * path.accuracy[0]:.1f} / {100 * path.accuracy[-1]:.1f} %",
-                    "middle": f"{100 * path.accuracy[path.middle()]:.1f} %",
-                    "barrier (nats)": f"{path.barrier():.3f}",
-                    "time": seconds,
-                    "from": start,
-                }
-            )
+            first, middle, last = (f"{100 * path.accuracy[i]:.1f}" for i in (0, path.middle(), -1))
+            cells = {"data": title, "seeds": f"{a} and {b}", "parents": f"{first} / {last} %", "middle": f"{middle} %"}
+            table.add({**cells, "barrier (nats)": f"{path.barrier():.3f}", "time": seconds, "from": start})
 
 
 def joint(root: Path, args: argparse.Namespace) -> None:
@@ -97,18 +89,10 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
         ends = [loss(model, "python", count=None) for model in models]
         plain, middle = (loss(rm.average(some), "python", count=None) for some in (models, views))
         before, after = (value - fmean(ends) for value in (plain, middle))
-        table.add(
-            {
-                "seeds": f"{a} and {b}",
-                "parents": f"{ends[0]:.3f} / {ends[1]:.3f}",
-                "plain middle": f"{plain:.3f}",
-                "learned middle": f"{middle:.3f}",
-                "barrier, plain": f"{before:.3f}",
-                "learned": f"{after:.3f}",
-                "ratio": f"1/{before / after:.1f}",
-                "time": seconds,
-            }
-        )
+        losses = {"plain middle": plain, "learned middle": middle, "barrier, plain": before, "learned": after}
+        cells = {"seeds": f"{a} and {b}", "parents": f"{ends[0]:.3f} / {ends[1]:.3f}"}
+        cells |= {title: f"{value:.3f}" for title, value in losses.items()}
+        table.add({**cells, "ratio": f"1/{before / after:.1f}", "time": seconds})
 
 
 def step(root: Path, args: argparse.Namespace) -> None:

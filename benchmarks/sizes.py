@@ -5,6 +5,7 @@
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
     python benchmarks/sizes.py --changes --shape llama-8b --layers 1 --vocabulary 4000    changes of two fine-tunes
+    python benchmarks/sizes.py --precision --shape llama-8b   float32 beside float64 in `wudi`
     python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
 
@@ -22,17 +23,20 @@ over a residual stream are as many as the measured part takes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
 import statistics
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -44,6 +48,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotation_merge as rm
+from rotation_merge.averaging import wudi
+from rotation_merge.averaging.task_vectors import change_of
 from rotation_merge.mergekit_plugin import SWITCH
 
 OPTIONS: dict[str, Any] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "scaling": True}
@@ -187,18 +193,11 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
     linear = middle(costs[LINEAR])
     for case, measured in costs.items():
         cost = middle(measured)
-        table.add(
-            {
-                "merge": case,
-                "wall, s": f"{cost.wall:.1f}",
-                "processor, s": f"{cost.processor:.1f}",
-                "wall, times linear": f"{cost.wall / linear.wall:.2f}",
-                "processor, times linear": f"{cost.processor / linear.processor:.2f}",
-                "peak, MB": f"{cost.peak / 1e6:.0f}",
-                "peak, times linear": f"{cost.peak / linear.peak:.2f}",
-                "after the start": f"{after_start(cost, threads):.1f}",
-            }
-        )
+        figures = {"wall, s": cost.wall, "processor, s": cost.processor, "after the start": after_start(cost, threads)}
+        cells = {"merge": case, **{title: f"{seconds:.1f}" for title, seconds in figures.items()}}
+        for name in ("wall", "processor", "peak"):
+            cells[f"{name}, times linear"] = f"{getattr(cost, name) / getattr(linear, name):.2f}"
+        table.add({**cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
 
 
 def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, table: Table, folder: Path) -> None:
@@ -216,16 +215,10 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
         rest = (after_start(few, threads) - layers * layer) * whole / some
         seconds = full["num_hidden_layers"] * layer + rest
         linear = linear or seconds
-        table.add(
-            {
-                "merge": case,
-                "a layer, s": f"{layer:.2f}",
-                "outside of layers, s": f"{rest:.1f}",
-                f"{full['num_hidden_layers']} layers, min": f"{seconds / 60:.1f}",
-                "times linear": f"{seconds / linear:.2f}",
-                "peak of the part, MB": f"{many.peak / 1e6:.0f}",
-            }
-        )
+        cells = {"merge": case, "a layer, s": f"{layer:.2f}", "outside of layers, s": f"{rest:.1f}"}
+        cells |= {f"{full['num_hidden_layers']} layers, min": f"{seconds / 60:.1f}"}
+        cells |= {"times linear": f"{seconds / linear:.2f}", "peak of the part, MB": f"{many.peak / 1e6:.0f}"}
+        table.add(cells)
 
 
 def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -250,6 +243,26 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
         cost = run({"delegate": delegate, **STILL}, anchor, donors, threads)
         cells = {"after the start, s": f"{after_start(cost, threads):.0f}", "peak, MB": f"{cost.peak / 1e6:.0f}"}
         table.add({"merge": delegate, **cells})
+
+
+def precision(shape: Shape, threads: int, table: Table, folder: Path) -> None:
+    """How far float32 takes `wudi` from float64, on maps of a layer: two changes of rank 16 with as much noise."""
+    maps = {size for name, size in sizes_of(shape).items() if ".layers.0." in name and len(size) > 1}
+    options, types = {"ridge": wudi.WUDI_RIDGE, "sides": "one"}, {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    for size, (stored, dtype) in itertools.product(sorted(maps), types.items()):
+        base, changes = drawn("base", size, 0).to(dtype), []
+        for seed in (1, 2):
+            left, right, noise = (drawn("", x, seed) for x in ((size[0], 16), (size[1], 16), size))
+            low = left @ right.mT
+            change = low / low.norm() + noise / noise.norm()
+            changes.append(change_of(base, (base + NOISE * float(base.norm()) * change).to(dtype)))
+        merged, cells = [], {"map": f"{size[0]} x {size[1]}", "stored as": stored}
+        for title, least in (("float32, s", wudi.SINGLE), ("float64, s", math.inf)):
+            start = time.process_time()
+            with patch.object(wudi, "SINGLE", least):
+                merged.append(wudi.Wudi().change(changes, [1.0, 1.0], options).whole())
+            cells[title] = f"{time.process_time() - start:.0f}"
+        table.add({**cells, "difference": f"{float((merged[0] - merged[1]).norm() / merged[1].norm()):.1e}"})
 
 
 def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
@@ -293,6 +306,7 @@ def apart(layers: int, width: int, donors: int, kind: str, place: Path) -> Cost:
 MODES = {
     "data": (with_data, "measure and refit instead"),
     "changes": (changes, "average changes of fine-tunes instead"),
+    "precision": (precision, "compare float32 to float64 in wudi instead"),
     "align": (outside, "align and carry instead"),
 }
 

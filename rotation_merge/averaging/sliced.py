@@ -17,6 +17,9 @@ Part = slice | EllipsisType
 NULL = 1e-12
 """Singular values below this share of the largest count as zero in a polar factor."""
 
+BLOCK = 512
+"""Rows of a product of a matrix with itself that are computed at once."""
+
 TINY = torch.finfo(torch.float64).tiny
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -65,11 +68,19 @@ class SlicedMatrix:
         """The Frobenius norm; its slices are computed once."""
         return math.hypot(*(float(self.rows(part).norm()) for part in self.parts))
 
+    def to(self, dtype: torch.dtype) -> SlicedMatrix:
+        """Its rows in another type than float64."""
+        return SlicedMatrix(lambda part: self.rows(part).to(dtype), self.parts)
+
     def gram(self) -> Tensor:
-        """``D^T D``."""
-        total = torch.zeros((), dtype=torch.float64)
+        """``D^T D``, of which what lies above the diagonal is copied."""
+        total = torch.zeros(())
         for number, rows in enumerate(map(self.rows, self.parts)):
-            total = total.addmm_(rows.mT, rows) if number else rows.mT @ rows
+            total = total if number else rows.new_zeros(rows.shape[1], rows.shape[1])
+            for i in range(0, len(total), BLOCK):
+                total[i : i + BLOCK, : i + BLOCK].addmm_(rows[:, i : i + BLOCK].mT, rows[:, : i + BLOCK])
+        for i in range(BLOCK, len(total), BLOCK):
+            total[:i, i : i + BLOCK] = total[i : i + BLOCK, :i].mT
         return total
 
     def svd(self) -> tuple[Callable[[int], SlicedMatrix], Tensor, Tensor]:

@@ -1,8 +1,8 @@
 r"""Task vectors: the changes of fine-tunes of one base, which a rule merges map by map without data.
 
 Directions: a change D_t is W_t - W_0 of one map, shape (outputs, inputs), in the base's coordinates; all work is done
-in float64. An embedding that is the head, too, is such a map. Under ``D -> L D R^T`` with orthogonal L and R every rule
-gives ``L f(D) R^T``: an alignment may come before.
+in float64, but for large Grams of `wudi`. An embedding that is the head, too, is such a map. Under ``D -> L D R^T``
+with orthogonal L and R every rule gives ``L f(D) R^T``: an alignment may come before.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ r"""WUDI: RegMean with the Grams that the changes imply, in closed form."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,12 @@ WUDI_RIDGE = 0.05
 
 BESIDE_RIDGE = 0.3
 """The same of `WudiBeside`: more of the plain sum, which is the prior there."""
+
+SINGLE = 1024
+"""Rows of Grams from which on they are formed and solved in float32: half the time and memory."""
+
+CONDITIONED = 0.01
+"""Least ridge of float32: the condition number is at most ``1 + (1 + rows^1/2) / (2 ridge)``, whatever the changes."""
 
 STEPS = 30
 """Of conjugate gradients, where both sides of a map are weighed."""
@@ -62,25 +69,13 @@ class Wudi(TaskVectorMethod):
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
         shares = [weight / c.norm**2 if c.norm else 0.0 for c, weight in zip(changes, weights, strict=True)]
-        if len(changes[0].parts) == 1:
-            whole = [change.whole() for change in changes]
-            if parameters["sides"] == "both":
-                return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
-            return SlicedMatrix.of(one_side(whole, shares, self.prior(whole, weights), parameters["ridge"]))
-        grams = [change.gram() for change in changes]
-        total = torch.zeros_like(grams[0])
-        for gram, share in zip(grams, shares, strict=True):
-            total.add_(gram, alpha=share)
-        solve = _ridge_solver(total, parameters["ridge"])
-
-        def merged(rows: list[Tensor]) -> Tensor:
-            prior = self.prior(rows, weights)
-            right = torch.zeros_like(prior)
-            for change, gram, share in zip(rows, grams, shares, strict=True):
-                right.addmm_(change - prior, gram, alpha=share)
-            return prior + solve(right)
-
-        return combined(changes, merged)
+        if len(changes[0].parts) > 1:
+            solve = _by_inputs(changes, shares, parameters["ridge"])
+            return combined(changes, lambda rows: solve(rows, self.prior(rows, weights)))
+        whole = [change.whole() for change in changes]
+        if parameters["sides"] == "both":
+            return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
+        return SlicedMatrix.of(one_side(whole, shares, self.prior(whole, weights), parameters["ridge"]))
 
     def prior(self, changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """M, of whole changes or of the same rows of each."""
@@ -98,35 +93,82 @@ class WudiBeside(Wudi):
 
 
 def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
-    """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``; see `Wudi`.
+    """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``, float64; see `Wudi`.
 
     Args:
+        changes: D_t, (outputs, inputs), float64; not all zero.
         shares: a_t: each weight over the squared norm of the change, which its Gram is divided by.
-        prior: M.
+        prior: M, (outputs, inputs), float64; any matrix.
         ridge: l over the mean eigenvalue of the sum, weighted by itself.
     """
-    total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
-    right = torch.zeros_like(prior)
-    wide = 2 * prior.shape[0] < prior.shape[1]  # D D^T D takes less time and memory by D D^T than by D^T D
+    if ridge and len(changes) * prior.shape[0] < prior.shape[1]:
+        return _by_outputs(changes, shares, prior, ridge)
+    return _by_inputs([SlicedMatrix.of(change) for change in changes], shares, ridge)(changes, prior)
+
+
+def _by_inputs(
+    changes: Sequence[SlicedMatrix], shares: Sequence[float], ridge: float
+) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
+    """`one_side` as a function of all rows of the changes and of M, or of the same ones, by Grams (inputs, inputs).
+
+    With B one of the changes it is ``B + (sum_t a_t (D_t - B) G_t + l (M - B)) (sum_t a_t G_t + l I)^-1``, which takes
+    no product for B. Without a ridge, B is M: where the Grams have no eigenvalues, nothing else determines D.
+    """
+    first = changes[0].rows(changes[0].parts[0])
+    outputs, inputs = first.shape
+    wide = len(changes[0].parts) == 1 and 2 * outputs < inputs  # X D^T D takes less by X D^T than by D^T D
+    dtype = _precision(inputs, ridge)
+    total, products = first.new_zeros(inputs, inputs, dtype=dtype), list[Callable[[Tensor], Tensor]]()
     for change, share in zip(changes, shares, strict=True):
-        if wide:
-            total.addmm_(change.mT, change, alpha=share)
-            right.addmm_((change - prior) @ change.mT, change, alpha=share)
-        else:
-            gram = change.mT @ change
-            total.add_(gram, alpha=share)
-            right.addmm_(change - prior, gram, alpha=share)
-    return prior + _ridge_solver(total, ridge)(right)
+        scaled = change.to(dtype) * share**0.5  # the factor first: squares of small numbers vanish in float32
+        gram = scaled.gram()
+        total.add_(gram)
+        products.append(partial(_twice, factor=scaled.whole()) if wide else partial(torch.matmul, other=gram))
+    penalty, solve = _ridge_solver(total, ridge)
+
+    def merged(rows: Sequence[Tensor], prior: Tensor) -> Tensor:
+        start = rows[-1] if ridge else prior
+        right = torch.zeros_like(prior, dtype=dtype)
+        for change, product in zip(rows, products, strict=True):
+            if change is not start:
+                right.add_(product((change - start).to(dtype)))
+        return start + solve(right.add_(prior - start, alpha=penalty))
+
+    return merged
 
 
-def _ridge_solver(total: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
-    """``R (G + l I)^-1`` as a function of R; l is `ridge` times G's mean eigenvalue, weighted by itself. Changes G."""
-    penalty = ridge * float(total.square().sum() / total.diagonal().sum())
+def _by_outputs(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
+    """`one_side` by a Gram (changes * outputs, changes * outputs), where that is smaller than (inputs, inputs).
+
+    With S the changes times ``a_t^1/2`` one below the other, and W ``a_t^1/2 (D_t - M) D_t^T`` side by side, it is
+    ``M + W S (S^T S + l I)^-1 = M + W (S S^T + l I)^-1 S``; the two products have the same eigenvalues but zeros.
+    """
+    dtype = _precision(len(changes) * len(prior), ridge)
+    stacked = torch.cat([change.to(dtype) * share**0.5 for change, share in zip(changes, shares, strict=True)])
+    parts = stacked.split(len(prior))
+    right = torch.cat([(d - prior).to(dtype) @ part.mT for d, part in zip(changes, parts, strict=True)], 1)
+    _, solve = _ridge_solver(SlicedMatrix.of(stacked.mT).gram(), ridge)
+    return prior + solve(right) @ stacked
+
+
+def _twice(x: Tensor, factor: Tensor) -> Tensor:
+    """``X D^T D``."""
+    return (x @ factor.mT) @ factor
+
+
+def _precision(size: int, ridge: float) -> torch.dtype:
+    """The type that Grams of so many rows are formed and solved in."""
+    return torch.float32 if size >= SINGLE and ridge >= CONDITIONED else torch.float64
+
+
+def _ridge_solver(total: Tensor, ridge: float) -> tuple[float, Callable[[Tensor], Tensor]]:
+    """l, `ridge` times G's mean eigenvalue weighted by itself, and ``R (G + l I)^-1`` as a function of R. Changes G."""
+    penalty = ridge * float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2 / float(total.trace())
     if penalty == 0.0:
-        return lambda right: torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
+        return penalty, lambda right: torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
     total.diagonal().add_(penalty)
     factor = torch.linalg.cholesky(total)
-    return lambda right: torch.cholesky_solve(right.mT, factor).mT
+    return penalty, lambda right: torch.cholesky_solve(right.mT, factor).mT
 
 
 def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:

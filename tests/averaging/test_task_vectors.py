@@ -61,8 +61,10 @@ def sliced(matrix: Tensor, step: int) -> SlicedMatrix:
 
 
 @pytest.mark.parametrize("step", [3, 7, 50])
-def test_decompositions_of_slices(step: int) -> None:
+def test_decompositions_of_slices(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of fewer rows than columns, of more, and one of all; singular values from 1 to 1e-10."""
+    monkeypatch.setattr("rotation_merge.averaging.sliced.BLOCK", 4)
+    torch.testing.assert_close(sliced(random(50, 11), step).gram(), random(50, 11).mT @ random(50, 11))
     matrix = random(50, 6) * torch.logspace(0, -10, 6, dtype=torch.float64)
     left_vectors, values, right = sliced(matrix, step).svd()
     u, identity = left_vectors(6).whole(), torch.eye(6, dtype=torch.float64)
