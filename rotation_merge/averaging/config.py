@@ -11,8 +11,9 @@ from pydantic.dataclasses import dataclass
 from rotation_merge.config import EACH, RECIPE, Config, Count, Length, NotNegative, Rate, option
 from rotation_merge.errors import RecipeError, nearest
 
-_STOCK = ("int8_mask", "normalize", "rescale", "lambda", "density")
-_TASK_VECTORS = ("lambda", "others", "lengths")
+_CALIBRATION = ("calibrate", "alpha")
+_STOCK = ("int8_mask", "normalize", "rescale", "lambda", "density", *_CALIBRATION)
+_TASK_VECTORS = ("lambda", "others", "lengths", *_CALIBRATION)
 ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": (),
     **dict.fromkeys(("breadcrumbs", "breadcrumbs_ties"), (*_STOCK, "gamma")),
@@ -20,7 +21,8 @@ ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("della", "della_linear"), (*_STOCK, "epsilon")),
     **dict.fromkeys(("task_arithmetic", "ties"), _STOCK),
     "wudi": (*_TASK_VECTORS, "ridge", "sides"),
-    **dict.fromkeys(("tsv", "iso"), _TASK_VECTORS),
+    "tsv": _TASK_VECTORS,
+    "iso": ("lambda", "others", "lengths"),
 }
 """Parameters of methods that merge adapters: mergekit's that work on task vectors, and ours."""
 ADAPTER_METHODS = tuple(ADAPTER_PARAMETERS)
@@ -40,6 +42,29 @@ def check_adapter_parameters(method: str, names: Iterable[str]) -> None:
     for name in (name for name in names if name not in known):
         remedy = f"{nearest(name, known)}; it has {', '.join(known)}" if known else "leave it out"
         raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
+
+
+CALIBRATED = tuple(name for name in (*ADAPTER_METHODS, "ram", "sce") if name not in ("linear", "iso"))
+"""Delegates whose merged change can be calibrated: it has singular vectors of its own, which behind `iso`, with all
+singular values equal, any others might stand for."""
+
+
+@dataclass(frozen=True)
+class CalibrationConfig(Config):
+    """What is done to the merged change of each linear map."""
+
+    calibrate: Literal["svc"] | None = option(
+        None,
+        "`svc`: divide the singular values of each merged change by how much the models' changes overlap there",
+        scope=RECIPE,
+        delegates=CALIBRATED,
+    )
+    alpha: Annotated[float, Gt(0), Le(1)] = option(
+        0.5,
+        "least share of a change that counts with `calibrate`; a smaller one goes further from the base",
+        scope=RECIPE,
+        delegates=CALIBRATED,
+    )
 
 
 @dataclass(frozen=True)

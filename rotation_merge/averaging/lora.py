@@ -28,12 +28,15 @@ from rotation_merge.averaging.config import (
     ADAPTER_PARAMETERS,
     AUTO,
     AdapterMergeConfig,
+    CalibrationConfig,
     check_adapter_parameters,
 )
 from rotation_merge.averaging.methods import Source
-from rotation_merge.averaging.parameters import checked, numbers_for
+from rotation_merge.averaging.parameters import checked, numbers_for, parameter
 from rotation_merge.averaging.registry import TASK_VECTORS
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
+from rotation_merge.averaging.sliced import SlicedMatrix
+from rotation_merge.averaging.svc import calibrated
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, changes_of
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Output, check_output
 from rotation_merge.linalg.finite import all_finite
@@ -184,8 +187,12 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
         raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
     method = TASK_VECTORS.get(name) or _ENTRYWISE["task_arithmetic" if name == LINEAR else name]
     check_adapter_parameters(name, parameters)
-    specs = {spec.name: spec for spec in method.spec.parameters if spec.name in ADAPTER_PARAMETERS[name]}
+    options = [parameter(o.key, o.default, o.text, o.type) for o in CalibrationConfig.options().values()]
+    specs = {spec.name: spec for spec in (*method.spec.parameters, *options) if spec.name in ADAPTER_PARAMETERS[name]}
     values = {key: checked(spec, parameters.get(key, spec.default)) for key, spec in specs.items()}
+    calibrates, alpha = values.pop("calibrate", None), values.pop("alpha", 1.0)
+    if "alpha" in parameters and not calibrates:
+        raise RecipeError("'alpha' has no effect without 'calibrate'", remedy="add 'calibrate: svc', or leave it out")
     values |= {"normalize": True} if name == LINEAR else {}
 
     def in_mergekit(changes: Sequence[Tensor], weights: Sequence[float], _: LowRank) -> Tensor:
@@ -200,9 +207,18 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
         linear = not like.embedding and like.a.ndim == 2  # as in recipes, convolutions and embeddings get the mean
         return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, linear)
 
-    if isinstance(method, TaskVectorMethod):
-        return by_own_rule, False
-    return in_mergekit, method.sparsification_method is not None or method.consensus_method is not None
+    own = isinstance(method, TaskVectorMethod)
+    rule: Rule = by_own_rule if own else in_mergekit
+    entrywise = not own and bool(method.sparsification_method or method.consensus_method)
+
+    def then_calibrated(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
+        merged = rule(changes, weights, like)
+        if like.embedding or like.a.ndim != 2:
+            return merged
+        counting, _ = changes_of(torch.zeros_like(merged), changes, [...], values.get("lengths") != "auto")
+        return calibrated(SlicedMatrix.of(merged), counting, alpha).whole()
+
+    return then_calibrated if calibrates else rule, entrywise
 
 
 def _merged(

@@ -75,16 +75,10 @@ class TaskVectorMethod(OwnMethod):
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
         base, *tuned_sources = sources
         start, weights = base.weight, [source.share for source in tuned_sources]
-        parts: list[Part] = [...]
-        if info.vocabulary_axis is not None:
-            parts = [*row_slices(start.shape, 0, SLICE)]
-        changes = [change_of(start, source.weight, parts) for source in tuned_sources]
-        lengths = [change.norm for change in changes]
-        if not any(lengths):
+        parts, keeps = map_parts(start, info.vocabulary_axis is not None), parameters["lengths"] == "keep"
+        changes, ratio = changes_of(start, [source.weight for source in tuned_sources], parts, keeps)
+        if not any(change.norm for change in changes):
             return start
-        factors, ratio = shortening(lengths)
-        if parameters["lengths"] == "auto":
-            changes = [c if factor == 1.0 else c.scaled(factor) for c, factor in zip(changes, factors, strict=True)]
         if linear:
             self.note("ratios", ratio)
             self.note("lengths", parameters["lengths"])
@@ -113,6 +107,26 @@ class TaskVectorMethod(OwnMethod):
             keep = "kept ('lengths: keep')" if "keep" in log["lengths"] else SHORTENED
             line += f", in {uneven} maps by more than {RATIO:g}: long ones are {keep}." if uneven else "."
         return [line]
+
+
+def map_parts(base: Tensor, vocabulary: bool) -> list[Part]:
+    """The slices of rows in which changes of a tensor are computed: several of a long vocabulary."""
+    return [*row_slices(base.shape, 0, SLICE)] if vocabulary else [...]
+
+
+def changes_of(
+    base: Tensor, tuned: Sequence[Tensor], parts: Sequence[Part], keeps: bool
+) -> tuple[list[SlicedMatrix], float]:
+    """The changes of several models' tensors from a base, and the ratio of the longest to the shortest.
+
+    Args:
+        keeps: whether long ones stay as they are; else they are shortened by `shortening`.
+    """
+    changes = [change_of(base, tensor, parts) for tensor in tuned]
+    factors, ratio = shortening([change.norm for change in changes])
+    if keeps:
+        return changes, ratio
+    return [c if factor == 1.0 else c.scaled(factor) for c, factor in zip(changes, factors, strict=True)], ratio
 
 
 def change_of(base: Tensor, tuned: Tensor, parts: Sequence[Part] = (...,)) -> SlicedMatrix:

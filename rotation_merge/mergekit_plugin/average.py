@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.average import averaged
+from rotation_merge.averaging.config import CalibrationConfig
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin import METHOD, delegates
@@ -32,7 +33,7 @@ from rotation_merge.model.writing import free_name
 from rotation_merge.run.batches import unpadded
 from rotation_merge.run.statistics import Statistics
 
-IN_PYTHON = ("exclude", "heads_of", "samples", "targets", "start")
+IN_PYTHON = ("exclude", "heads_of", "samples", "targets", "start", *CalibrationConfig.options())
 """Parameters of recipes that the call has, too."""
 
 

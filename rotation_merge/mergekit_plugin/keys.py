@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.config import CalibrationConfig, RefitConfig
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.config import (
     BLOCK,
@@ -103,7 +103,14 @@ class RecipeConfig(Config):
     prove: bool = option(False, "check that donors moved by alignment files keep their outputs", scope=RECIPE)
 
 
-CONFIGS: tuple[type[Config], ...] = (AlignConfig, MatchConfig, TransferConfig, RefitConfig, RecipeConfig)
+CONFIGS: tuple[type[Config], ...] = (
+    AlignConfig,
+    MatchConfig,
+    TransferConfig,
+    RefitConfig,
+    CalibrationConfig,
+    RecipeConfig,
+)
 """Configs with fields that recipes have. A field with a `scope` is a parameter: `Recipe.value` and `Recipe.of_model`
 read it."""
 
@@ -125,7 +132,17 @@ OPTIONS = names(BLOCK, WHOLE)
 MATCHING = (*OPTIONS, "preset", "match_on")
 """Parameters that only say how donors are matched."""
 
-MERGING = ("exclude", "heads_of", "unsupported", "statistics", "data", "samples", "targets", "start")
+MERGING = (
+    "exclude",
+    "heads_of",
+    "unsupported",
+    "statistics",
+    "data",
+    "samples",
+    "targets",
+    "start",
+    *CalibrationConfig.options(),
+)
 """Parameters of merging, as opposed to aligning."""
 
 OF_MODEL = names(EACH, DONOR_ONLY)

@@ -68,7 +68,7 @@ def bound_method(
         if recipe.value("heads_of") == "each" and of_tensor.get("stream") == "transport":
             problem = "'heads_of: each' puts the body under every donor's head, which plans of the stream do not move"
             raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
-        method.participants(name, of_tensor["weight"], of_tensor)
+        method.participants(name, of_tensor.get("weight", {}), of_tensor)
     run.later.append(method.words)
     return method
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.averaging.svc import Calibrated
 from rotation_merge.config import FILE, MODEL, Config
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import FOLDER, MATCHING_UNFINISHED, WORK, Output
@@ -159,7 +160,12 @@ class Recipe:
 def read(document: Document) -> Recipe | None:
     """Read a document, collecting its faults there; None where it has any."""
     delegate = check(document)
-    return None if document.first or delegate is None else Recipe(document, document.config, delegate)
+    if document.first or delegate is None:
+        return None
+    recipe = Recipe(document, document.config, delegate)
+    if recipe.value("calibrate") is None:
+        return recipe
+    return replace(recipe, delegate=Calibrated(delegate, recipe.value("alpha")))
 
 
 def check_file(path: str, text: str) -> None:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.parameters import checked as check_value
+from rotation_merge.averaging.svc import IDLE
 from rotation_merge.config import DTYPES
 from rotation_merge.errors import RecipeError, nearest, nearest_path, short
 from rotation_merge.matching.options import AlignConfig
@@ -132,6 +133,7 @@ def check(document: Document) -> MergeMethod | None:
         document.collect(_contract(config, delegate))
         document.collect(sums_of_zero(config, delegate))
         document.collect(other_sums(config, delegate), ignored=True)
+        document.collect(_idle_calibration(config, delegate), ignored=True)
     return delegate
 
 
@@ -261,12 +263,22 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
         elif option is not None and spec is None and name not in allowed:
             remedy = f"it stands {keys.PLACES[option.scope]}, in recipes with 'merge_method: {METHOD}'"
             yield setting.path, f"parameter '{name}' does not belong here", remedy
-        elif option and option.scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
+        elif (
+            option
+            and not spec
+            and option.scope != keys.BLOCK
+            and isinstance(setting.value, list | ConditionalParameter)
+        ):
             if name != "delegate":  # of which it has been said that it is no method
                 problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
                 yield setting.path, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"
         elif remedy := _readers(setting, delegate, used):
             yield setting.path, f"parameter '{name}' has no effect with {method} here", remedy
+
+
+def _varies(setting: Setting) -> bool:
+    """Whether a parameter is a list of values for layers, or has filters."""
+    return isinstance(setting.value, list | ConditionalParameter)
 
 
 def _allowed(config: MergeConfiguration, delegate: MergeMethod | None, part: Any) -> tuple[str, ...]:
@@ -281,10 +293,15 @@ def _readers(setting: Setting, delegate: MergeMethod | None, used: set[str]) -> 
     """Who reads a parameter that the delegate does not, or not under one model, as a remedy; else empty."""
     if delegate is None:
         return ""
-    readers = keys.BY_NAME[setting.name].delegates if setting.name in keys.BY_NAME else ()
+    own = any(setting.name == spec.name for spec in delegate.spec.parameters)
+    readers = keys.BY_NAME[setting.name].delegates if setting.name in keys.BY_NAME and not own else ()
     sampled = setting.name in ("data", "samples") and {"match_on", "finetuned_from"} & used
+    if setting.name == "calibrate" and delegate.spec.name == "iso":
+        return "leave it out; iso gives all singular values one size, so there are none to calibrate"
     if readers and delegate.spec.name not in readers and not sampled:
         return f"leave it out; it is read by delegate {', '.join(readers)}"
+    if setting.name == "alpha" and readers and "calibrate" not in used:
+        return "add 'calibrate: svc', or leave it out"
     shared = [spec.name for spec in delegate.spec.parameters if spec.scope == ParameterScope.SHARED]
     misplaced = setting.name in shared and isinstance(setting.part, MODELS)
     return "move it under the recipe's 'parameters'" if misplaced else ""
@@ -295,8 +312,8 @@ def _values(config: MergeConfiguration, delegate: MergeMethod | None) -> Iterato
     specs = {} if delegate is None else {spec.name: spec for spec in delegate.spec.parameters}
     for setting in settings(config):
         name, spec = setting.name, specs.get(setting.name)
-        ours = name in _allowed(config, delegate, setting.part) and name != "delegate"
-        if ours and keys.BY_NAME[name].scope != keys.BLOCK and isinstance(setting.value, list | ConditionalParameter):
+        ours = spec is None and name in _allowed(config, delegate, setting.part) and name != "delegate"
+        if ours and keys.BY_NAME[name].scope != keys.BLOCK and _varies(setting):
             continue  # of which it has been said that it takes none
         for place, value in setting.leaves():
             try:
@@ -457,6 +474,12 @@ def _sums(config: MergeConfiguration, name: str) -> Iterator[tuple[Path, float, 
         numbers = [weight for weight in values if isinstance(weight, int | float)]
         if len(numbers) == len(values):  # else there are lists or filters
             yield group.path, sum(numbers), max(map(abs, numbers), default=0.0), divides
+
+
+def _idle_calibration(config: MergeConfiguration, delegate: MergeMethod) -> Iterator[Finding]:
+    """A calibration behind a delegate that it does no good to."""
+    if delegate.spec.name == "wudi" and (config.parameters or {}).get("calibrate") == "svc":
+        yield ("parameters", "calibrate"), IDLE, "leave it out"
 
 
 # --- names in models -------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""SVC: a merged change whose singular values are divided by how much the models' changes overlap along them.
+
+What several changes share is counted several times in their sum, and half of it is lost where a rule cuts. Behind any
+rule that merges changes of one base, each singular value is brought back to what the changes themselves hold there.
+
+Source: Singular Value Calibration (arXiv 2602.05536).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from mergekit.merge_methods.base import MergeMethod, TensorGroup
+from torch import Tensor
+
+from rotation_merge.averaging.methods import MergedModels, OwnMethod
+from rotation_merge.averaging.sliced import NULL, Part, SlicedMatrix
+from rotation_merge.averaging.task_vectors import changes_of, map_parts
+
+IDLE = "'calibrate: svc' brings nothing behind wudi, which settles overlaps itself"
+"""What is said where somebody asks for it there."""
+
+
+def calibrated(merged: SlicedMatrix, changes: Sequence[SlicedMatrix], alpha: float) -> SlicedMatrix:
+    r"""A merged change M (outputs, inputs) with singular values ``s_r <- s_r T / sum_t max(alpha, o_rt)``.
+
+    ``o_rt = <u_r^T M, u_r^T D_t> / |u_r^T D_t|^2`` is the share of the change D_t that M has along its left singular
+    vector u_r. Changes that are zero do not count, and where a change is no more than rounding, its share is none. So a
+    change alone stays as it is, and equal changes give themselves, whatever their sum was multiplied by.
+
+    Args:
+        changes: of the T models, (outputs, inputs), in the same slices as M.
+        alpha: the least share that counts: along what one of T models changes alone, a sum grows by up to
+            ``T / (1 + (T - 1) alpha)``.
+    """
+    counting = [change for change in changes if change.norm > 0.0]
+    left_vectors, values, right = merged.svd()
+    count = int((values > NULL * values[0]).sum())
+    if not counting or not count:
+        return merged
+    left, rows = left_vectors(count), values[:count, None] * right[:count]
+    shares = torch.zeros_like(values[:count])
+    for change in counting:
+        parts = torch.zeros_like(rows)
+        for part in change.parts:
+            parts.addmm_(left.rows(part).mT, change.rows(part))
+        squared, least = parts.square().sum(1), max(NULL * change.norm, change.error)
+        share = (rows * parts).sum(1) / squared.clamp_min(least**2)
+        shares += torch.where(squared > least**2, share, 0.0).clamp_min(alpha)
+    return left @ (rows * (len(counting) / shares)[:, None])
+
+
+class Calibrated(OwnMethod):
+    """A delegate that merges changes of one base, mergekit's or ours, and SVC behind it, map by map.
+
+    Args:
+        inner: the delegate, whose parameters it has.
+        alpha: as of `calibrated`.
+    """
+
+    needs_base = True
+    tied = True
+
+    def __init__(self, inner: MergeMethod, alpha: float) -> None:
+        self.inner, self.alpha, self.spec = inner, alpha, inner.spec
+
+    def on(self, models: MergedModels) -> Self:
+        method = super().on(models)
+        if isinstance(self.inner, OwnMethod):
+            method.inner = self.inner.on(models)
+        if self.spec.name == "wudi":
+            models.tell(f"{IDLE}.")
+        return method
+
+    def words(self) -> list[str]:
+        inner = self.inner.words() if isinstance(self.inner, OwnMethod) else []
+        count = len(self.models.log["calibrated"])
+        return [*inner, f"Singular values of {count} merged linear maps are calibrated (SVC, alpha {self.alpha:g})."]
+
+    def participants(
+        self, name: str, weights: Mapping[Hashable, float], parameters: Mapping[str, Any]
+    ) -> list[Hashable]:
+        if isinstance(self.inner, OwnMethod):
+            return self.inner.participants(name, weights, parameters)
+        return [self.models.base, *weights]
+
+    def _merged(self, group: TensorGroup, parameters: dict[str, Any], out_dtype: torch.dtype | None) -> Tensor:
+        name, base = str(group.metadata.name), next(entry.tensor for entry in group.entries if entry.is_base)
+        if not base.is_floating_point():
+            return base
+        exact = group  # in which a method of ours sees what was rounded
+        if not isinstance(self.inner, OwnMethod):
+            exact = replace(group, entries=tuple(replace(e, tensor=e.tensor.double()) for e in group.entries))
+        plain = {**parameters, **({"lambda": 1.0} if "lambda" in parameters else {})}
+        (merged,) = self.inner((exact,), parameters=plain, out_dtype=torch.float64)
+        change = merged - base
+        if (linear := self.linear(name)) is not None:
+            weights = parameters.get("weight", {})
+            tuned = [e.tensor for e in group.entries if not e.is_base and weights.get(e.id, 1.0) != 0]
+            maps = [linear.as_matrices(tensor) for tensor in (change, base, *tuned)]
+            vocabulary, keeps = linear.info.vocabulary_axis is not None, parameters.get("lengths") != "auto"
+            for of_map in zip(*maps, strict=True) if maps[0].ndim == 3 else [maps]:
+                self._calibrate(*of_map, parts=map_parts(of_map[0], vocabulary), keeps=keeps)
+            self.note("calibrated", name)
+        merged = change.mul_(parameters.get("lambda", 1.0)).add_(base)
+        return merged.to(base.device, out_dtype or self.models.storage(name) or base.dtype)
+
+    def _calibrate(self, change: Tensor, base: Tensor, *tuned: Tensor, parts: Sequence[Part], keeps: bool) -> None:
+        """Calibrate the merged change of one map (outputs, inputs) in place; float64.
+
+        Args:
+            keeps: whether the delegate has merged the changes as long as they are.
+        """
+        changes, _ = changes_of(base, tuned, parts, keeps)
+        result = calibrated(SlicedMatrix(lambda part: change[part], parts), changes, self.alpha)
+        for part in parts:
+            change[part] = result.rows(part)
