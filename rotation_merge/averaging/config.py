@@ -55,13 +55,13 @@ class CalibrationConfig(Config):
 
     calibrate: Literal["svc"] | None = option(
         None,
-        "`svc`: divide the singular values of each merged change by how much the models' changes overlap there",
+        "`svc`: merged changes have less of what the models' changes share; with all delegates of changes but `iso`",
         scope=RECIPE,
         delegates=CALIBRATED,
     )
     alpha: Annotated[float, Gt(0), Le(1)] = option(
         0.5,
-        "least share of a change that counts with `calibrate`; a smaller one goes further from the base",
+        "least overlap with `calibrate`; smaller ones go further",
         scope=RECIPE,
         delegates=CALIBRATED,
     )

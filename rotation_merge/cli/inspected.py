@@ -126,11 +126,15 @@ def delegates() -> list[dict[str, Any]]:
     return entries
 
 
+FEW = 4
+
+
 def options() -> list[dict[str, Any]]:
     """Every parameter of rotation_merge itself; `text` is Markdown."""
     entries = []
     for name, option in BY_NAME.items():
-        readers = f" Delegate: {', '.join(f'`{reader}`' for reader in option.delegates)}." if option.delegates else ""
+        few = option.delegates if len(option.delegates) <= FEW else ()  # the help of an option of many says of which
+        readers = f" Delegate: {', '.join(f'`{reader}`' for reader in few)}." if few else ""
         entry = {"name": name, "where": PLACES[option.scope], "values": option.values}
         entries.append({**entry, "default": str(option.default).lower(), "text": f"{sentence(option.help)}{readers}"})
     return entries

@@ -286,6 +286,8 @@ def test_what_a_parent_has_beside_its_weights(
         (parent / name).write_text(text if whole is None else json.dumps(whole))
         if name in kept:
             shutil.copy(parent / name, merge / name)
+    said = [(defect.kind, defect.line) for defect in check_folder(str(merge), [str(parent)])]
+    assert all(any(kind == of and name in line for of, line in said) for name, kind in expected.items())
     assert dict(line.split(": ") for line in mend(str(merge), [str(parent)])) == expected
     assert check_folder(str(merge), [str(parent)]) == []
 
