@@ -23,10 +23,12 @@ from rotation_merge.workers import listener
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
 
-FIRST, LAST = "wudi", "wudi, both sides"
-"""Tried first, as it usually wins at the scale that it begins with; and last, as it is the costliest."""
-SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, LAST: 1.1}
+FIRST, CALIBRATED, LAST = "wudi", "tsv, calibrated", "wudi, both sides"
+"""Tried first, as it usually wins at the scale that it begins with; behind `tsv`; last, as it is the costliest."""
+SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, CALIBRATED: 1.0, LAST: 1.1}
 """The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
+FURTHER = {CALIBRATED: {"calibrate": "svc"}, LAST: {"sides": "both"}}
+"""Parameters beside the delegate and its scale."""
 STEPS = 400
 """Of learning, where there is time."""
 
@@ -106,7 +108,7 @@ def _of_changes(parents: Parents, options: Mapping[str, Any]) -> Iterator[Candid
         return
     for name, scale in {"task_arithmetic": round(1 / math.sqrt(len(tuned)), 3), **SCALES}.items():
         if len(tuned) > 1 or name == "task_arithmetic":
-            parameters = {"delegate": name.partition(",")[0], **options, **({"sides": "both"} if name == LAST else {})}
+            parameters = {"delegate": name.partition(",")[0], **options, **FURTHER.get(name, {})}
             of_model = dict.fromkeys(tuned, {"density": 0.5} if name == "ties" else {})
             yield Candidate(name, base.name, tuned, parameters, of_model, scale=scale)
 

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 import rotation_merge as rm
 from rotation_merge import RotationMergeError, merge_adapters
-from rotation_merge.averaging.config import ADAPTER_METHODS, ADAPTER_PARAMETERS
+from rotation_merge.averaging.config import ADAPTER_METHODS, ADAPTER_PARAMETERS, CALIBRATED, CalibrationConfig
 from rotation_merge.averaging.registry import TASK_VECTORS
 
 MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}
@@ -42,7 +42,9 @@ def test_all_methods_on_task_vectors_merge_adapters() -> None:
     methods = {m.spec.name: m.spec for m in [*sorted(stock, key=lambda m: m.spec.name), *TASK_VECTORS.values()]}
     assert ("linear", *methods) == ADAPTER_METHODS
     for name, spec in methods.items():
-        assert {"weight", *ADAPTER_PARAMETERS[name]} == {parameter.name for parameter in spec.parameters}
+        calibration = set(CalibrationConfig.options()) if name in CALIBRATED else set()
+        parameters = {parameter.name for parameter in spec.parameters} | calibration
+        assert {"weight", *ADAPTER_PARAMETERS[name]} == parameters
 
 
 def write_peft(

@@ -111,7 +111,7 @@ def parents(relation: str, base: str | None = None) -> Parents:
 
 SAMPLED = ["regmean", "refit, plain", "refit, whole model", "learned"]
 ALIGNED = ["plain", "heads, neurons", "whole model", *SAMPLED]
-CHEAP = ["wudi", "plain", "task_arithmetic", "ties", "tsv"]
+CHEAP = ["wudi", "plain", "task_arithmetic", "ties", "tsv", "tsv, calibrated"]
 
 
 @pytest.mark.parametrize(
