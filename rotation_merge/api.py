@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from rotation_merge.averaging.config import AdapterMergeConfig as AdapterMergeConfig
-from rotation_merge.averaging.config import PolishConfig, RefitConfig
+from rotation_merge.averaging.config import PolishConfig, RefitConfig, numbers_for
 from rotation_merge.averaging.lora import merge_adapters as merge_adapters
 from rotation_merge.averaging.methods import OwnMethod
-from rotation_merge.averaging.parameters import numbers_for
 from rotation_merge.averaging.polish import PolishReport, polished
 from rotation_merge.carrying.bases import Transfer
 from rotation_merge.carrying.config import TransferConfig

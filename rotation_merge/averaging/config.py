@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic.dataclasses import dataclass
 
 from rotation_merge.config import EACH, RECIPE, Config, Count, Length, NotNegative, Rate, option
-from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.errors import RecipeError, nearest, short
 
 _CALIBRATION = ("calibrate", "alpha")
 _STOCK = ("int8_mask", "normalize", "rescale", "lambda", "density", *_CALIBRATION)
@@ -47,6 +47,24 @@ def check_adapter_parameters(method: str, names: Iterable[str]) -> None:
 CALIBRATED = tuple(name for name in (*ADAPTER_METHODS, "ram", "sce") if name not in ("linear", "iso"))
 """Delegates whose merged change can be calibrated: it has singular vectors of its own, which behind `iso`, with all
 singular values equal, any others might stand for."""
+
+
+def numbers_for(weights: Any, count: int, of: str) -> list[float]:
+    """Weights that a caller gave, one for each of `count` models.
+
+    Args:
+        of: what they are weights of, in the singular.
+
+    Raises:
+        RecipeError: they are no numbers, or too many or too few.
+    """
+    try:
+        values = [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy=f"give one number for each {of}") from error
+    if len(values) != count:
+        raise RecipeError(f"{len(values)} weights for {count} {of}s", remedy=f"give one weight for each {of}")
+    return values
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,15 @@ class AdapterMergeConfig(Config):
     )
     energy: Annotated[float, Gt(0), Le(1)] = option(0.99, f"share of each map's squared norm that rank `{AUTO}` keeps")
     seed: int = option(0, "seed of the entries that DARE drops")
+
+    def check_energy(self) -> None:
+        """Refuse an energy that no rank is chosen by.
+
+        Raises:
+            RecipeError: names the rank.
+        """
+        if self.energy != AdapterMergeConfig.energy and self.rank != AUTO:
+            raise RecipeError(f"'energy' has no effect with rank {self.rank or 'not given'}", remedy="choose rank auto")
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.config import (
     ADAPTER_METHODS,
     ADAPTER_PARAMETERS,
-    AUTO,
     AdapterMergeConfig,
     CalibrationConfig,
     check_adapter_parameters,
+    numbers_for,
 )
 from rotation_merge.averaging.methods import Source
-from rotation_merge.averaging.parameters import checked, numbers_for, parameter
+from rotation_merge.averaging.parameters import checked, parameter
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.svc import calibrated
@@ -149,8 +149,7 @@ def merge_adapters(
     if len(paths) < 2:
         remedy = "name two or more adapters, then the output folder"
         raise CheckpointError("a merge needs two adapters or more", remedy=remedy)
-    if chosen.energy != AdapterMergeConfig.energy and chosen.rank != AUTO:
-        raise RecipeError(f"'energy' has no effect with rank {chosen.rank or 'not given'}", remedy="choose rank auto")
+    chosen.check_energy()
     read = [plain_adapter(path) for path in paths]
     named, notes = by_module(read)
     base_weights = _check_alike(read, named, same_base)

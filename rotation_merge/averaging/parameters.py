@@ -9,7 +9,7 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.config import Option
-from rotation_merge.errors import RecipeError, short
+from rotation_merge.errors import RecipeError
 
 WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of the model")
 
@@ -43,21 +43,3 @@ def checked(spec: ParameterSpec, value: Any) -> Any:
     if spec.name in SHARES and isinstance(valid, int | float) and not 0 <= valid <= 1:
         raise RecipeError(problem, remedy="it is a share: give a number from 0 to 1")
     return valid
-
-
-def numbers_for(weights: Any, count: int, of: str) -> list[float]:
-    """Weights that a caller gave, one for each of `count` models.
-
-    Args:
-        of: what they are weights of, in the singular.
-
-    Raises:
-        RecipeError: they are no numbers, or too many or too few.
-    """
-    try:
-        values = [float(weight) for weight in weights]
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"'weights' are {short(repr(weights))}", remedy=f"give one number for each {of}") from error
-    if len(values) != count:
-        raise RecipeError(f"{len(values)} weights for {count} {of}s", remedy=f"give one weight for each {of}")
-    return values

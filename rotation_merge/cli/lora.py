@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import rotation_merge as rm
-from rotation_merge.averaging.config import AdapterMergeConfig, AdapterMethod, check_adapter_parameters
+from rotation_merge.averaging.config import AdapterMergeConfig, AdapterMethod, check_adapter_parameters, numbers_for
 from rotation_merge.cli.command import cli_command
 from rotation_merge.cli.paths import ADAPTER_INPUT, NEW_ADAPTER
 from rotation_merge.cli.show import Answer, Table
@@ -38,7 +38,8 @@ def command(
     if malformed := [word for word in parameter if "=" not in word]:
         raise RecipeError(f"--parameter is '{malformed[0]}'", remedy="give NAME=VALUE")
     check_adapter_parameters(method, parameters)
-    numbers = None if weights is None else _numbers(weights)
+    config.check_energy()
+    numbers = None if weights is None else numbers_for(_numbers(weights), len(adapters), "adapter")
     merged = rm.merge_adapters(adapters, method, numbers, config, parameters=parameters, same_base=not force)
     merged.save(out, force)
     shares, maps = dict(zip(adapters, merged.shares(), strict=True)), merged.maps

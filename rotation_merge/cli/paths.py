@@ -41,7 +41,7 @@ class Reads(click.ParamType):
         Raises:
             RotationMergeError: names the first.
         """
-        for value in values if self.recipe else self.inputs(values):
+        for value in values if self.recipe else self._parts(values):
             self.refuse(value)
 
     def inputs(self, values: Sequence[str]) -> list[str]:
@@ -52,9 +52,13 @@ class Reads(click.ParamType):
 
             with suppress(RecipeError):
                 return [values[0], *inputs_in(read_recipe(values[0]))]
+        return [value for value in self._parts(values) if not (self.name == "data" and WORD.fullmatch(value))]
+
+    def _parts(self, values: Sequence[str]) -> list[str]:
+        """The single names in a parameter's values."""
         if self.named:
             values = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
-        return [value for value in values if value and not (self.name == "data" and WORD.fullmatch(value))]
+        return [value for value in values if value]
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 TEXTS = Path(__file__).parent / "texts"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-NAMES = ("python", "english", "c")
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -35,7 +34,7 @@ def text(name: str) -> Tensor:
     """Bytes of one held-out text, in the order of the file.
 
     Args:
-        name: one of ``NAMES``.
+        name: `python`, `english` or `c`.
 
     Returns:
         Token ids (token id = byte), int64, shape (length,).

@@ -19,6 +19,9 @@ KINDS = (
 SOURCES = SELF, SYNTHETIC = "self", "synthetic"
 """Samples that need no file: text that a language model writes, and images made of noise."""
 
+DEMO = {f"demo:{name}": name for name in ("digits", "python", "english", "c")}
+"""Samples that come with the package."""
+
 SAMPLES = 64
 """Samples that are made where no number is given."""
 
@@ -43,11 +46,14 @@ def columns(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_source(source: str) -> None:
-    """Refuse a source of samples that is neither a word, nor here, nor on the hub.
+    """Refuse a source of samples that is neither a known word, nor here, nor on the hub.
 
     Raises:
         DataError: names it, and the expected content.
     """
+    if source.startswith("demo:") and source not in DEMO:
+        problem = f"the demo has no data '{source.removeprefix('demo:')}'"
+        raise DataError(problem, remedy=f"known: {', '.join(DEMO)}")
     if not WORD.fullmatch(source):
         check_file(source, f"give {KINDS}", DataError)
 

@@ -21,7 +21,7 @@ from rotation_merge.run import demo
 from rotation_merge.run.batches import Batch, by_rows, check_inputs, device_of, joined
 from rotation_merge.run.functions import check_answers, fused_attention, local_path, outputs, predicts_next
 from rotation_merge.run.pictures import image_rows, pixel_reader, split_arrays, synthetic_images
-from rotation_merge.run.sample_kinds import KINDS, SELF, SYNTHETIC, check_source, columns
+from rotation_merge.run.sample_kinds import DEMO, KINDS, SELF, SYNTHETIC, check_source, columns
 from rotation_merge.run.sentence import is_sentence_model
 from rotation_merge.workers import listener
 
@@ -51,7 +51,8 @@ def read_examples(source: str, model: Any, model_path: str, length: int, count: 
         folder = local_path(model_path) if model_path else ""
         return by_rows({"pixel_values": synthetic_images(model, folder, count, seed)})
     if source.startswith("demo:"):
-        return _demo(source.removeprefix("demo:"), length)
+        check_source(source)
+        return _demo(source, length)
     check_source(source)
     path = Path(local_file(source))
     try:
@@ -148,15 +149,12 @@ READERS: dict[str, Callable[[Path], dict[str, Tensor] | list[Any]]] = {
 """Files by suffix; all others are text."""
 
 
-def _demo(name: str, length: int) -> list[Batch]:
+def _demo(source: str, length: int) -> list[Batch]:
     """Samples that come with the package."""
-    if name == "digits":
+    if (name := DEMO[source]) == "digits":
         _, _, pixels, labels = demo.digits()
         return by_rows({"pixel_values": pixels, "labels": labels})
-    if name not in demo.NAMES:
-        known = ", ".join(f"demo:{known}" for known in ("digits", *demo.NAMES))
-        raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
-    return _windows(demo.text(name), length, f"demo:{name}")
+    return _windows(demo.text(name), length, source)
 
 
 def _windows(tokens: Tensor, length: int, source: str) -> list[Batch]:
