@@ -5,8 +5,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rotation_merge.run.sample_kinds import DEMO
+
 TEXTS = Path(__file__).parent / "texts"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
+NAMES = tuple(name for name in DEMO.values() if name != "digits")
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +37,7 @@ def text(name: str) -> Tensor:
     """Bytes of one held-out text, in the order of the file.
 
     Args:
-        name: `python`, `english` or `c`.
+        name: one of ``NAMES``.
 
     Returns:
         Token ids (token id = byte), int64, shape (length,).
