@@ -114,6 +114,13 @@ MISTAKES: dict[str, tuple[Callable[[State, State, Path], State], dict[str, str]]
     ),
     "subtracted": (lambda base, change, _: merged_by_hand(base, change, -1.5), {"scale": "it was subtracted"}),
     "half": (lambda base, change, _: merged_by_hand(base, change, 0.75), {"scale": "is in the model 0.5 times: "}),
+    **{
+        f"a {part}th": (
+            lambda base, change, _, part=part: merged_by_hand(base, change, 1.5 / part),
+            {"scale": f"8 of 8 changes of the adapter, each of which is in the model {1 / part:.2g} times: "},
+        )
+        for part in (4, 20)
+    },
     "missing": (
         lambda base, change, _: merged_by_hand(base, without(change, "0.self_attn.q_proj.weight")),
         {"unchanged": f"1 of 8 changes of the adapter, each of which is missing (the tensor is the base's): '{Q}'"},

@@ -303,10 +303,8 @@ class AdapterMerge:
         if kind := self._on_codes(name, region, fitted):
             return Finding(kind, label)
         fit, tolerance = fitted.fit(change), SHARE + fitted.spread(change)
-        missing = fitted.gained <= 0.25 * fitted.expected or (
-            fitted.coarse and fitted.explains(fit) and abs(fit.factor) < tolerance
-        )
-        if missing:
+        held = fitted.explains(fit) and abs(fit.factor) >= tolerance  # such as a quarter of it
+        if not held and (fitted.gained <= 0.25 * fitted.expected or (fitted.coarse and fitted.explains(fit))):
             return Finding("whole modules" if part.change.value else UNCHANGED, label)
         mistakes = [(fitted.fit(mistake.change), mistake) for mistake in self._mistakes(region, fitted)]
         for best, mistake in sorted(mistakes, key=lambda pair: pair[0].rest)[:1]:
