@@ -65,13 +65,14 @@ class Calibrated(OwnMethod):
     tied = True
 
     def __init__(self, inner: MergeMethod, alpha: float) -> None:
-        self.inner, self.alpha, self.spec = inner, alpha, inner.spec
+        self.inner, self.alpha = inner, alpha
+        self.spec = replace(inner.spec, name=f"{inner.spec.name}, calibrated")
 
     def on(self, models: MergedModels) -> Self:
         method = super().on(models)
         if isinstance(self.inner, OwnMethod):
             method.inner = self.inner.on(models)
-        if self.spec.name == "wudi":
+        if self.inner.spec.name == "wudi":
             models.tell(f"{IDLE}.")
         return method
 

@@ -62,7 +62,8 @@ def _changes(recipe: Recipe, models: Models, donors: Sequence[ModelReference]) -
     method, fine_tunes = recipe.delegate, {str(donor): models[donor] for donor in donors}
     changes = sampled_changes(models[recipe.base], fine_tunes)
     automatic = (recipe.config.parameters or {}).get("lengths", "auto") == "auto"
-    shortened = isinstance(method, TaskVectorMethod) and automatic
+    rule = getattr(method, "inner", method)  # without what calibrates it
+    shortened = isinstance(rule, TaskVectorMethod) and automatic
     name, each = method.spec.name, ", ".join(f"{model} {length:.3g}" for model, length in changes.lengths.items())
     words = f"lengths of changes to {recipe.base} in a few matrices, as shares of its norm: {each}"
     words += f" (ratio {changes.ratio:.2g})"

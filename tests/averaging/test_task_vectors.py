@@ -320,6 +320,8 @@ def test_check_says_how_long_changes_are(uneven: list[Checkpoint], tmp_path: Pat
     changes = json.loads(run("check", path, "--json").stdout)["changes"]
     assert changes["ratio"] == pytest.approx(10, rel=0.1)
     assert "share in the mean" in run("check", path).output
+    calibrated = write_recipe(of(uneven, "tsv", weight=1.0, calibrate="svc"), tmp_path / "c.yml")
+    assert "with tsv, calibrated the longer ones are shortened" in run("check", calibrated).output
     ties = write_recipe(of(uneven, "ties", weight=1.0), tmp_path / "t.yml")
     assert "'weight'" in run("check", ties).output
     linear = write_recipe(of(uneven, "linear", weight=0.5), tmp_path / "l.yml")

@@ -113,6 +113,13 @@ def test_recipes_of_ours(how: str, measured: Models, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("delegate", ["task_arithmetic", "tsv"])
+def test_calibrated_merges(delegate: str, models: Models, tmp_path: Path) -> None:
+    recipe = recipe_for(delegate, models["base"], models["one"], models["two"], **STILL, calibrate="svc")
+    assert_sound(recipe, models, tmp_path / "out")
+
+
+@pytest.mark.slow
 def test_a_carried_change(models: Models, tmp_path: Path) -> None:
     """From a base in other coordinates."""
     recipe = recipe_for("task_arithmetic", models["far"], models["one"], residual="rotation", heads="permutation")
