@@ -31,11 +31,11 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 6093),
     ("run",): (2400, 3722),
     ("matching",): (3400, 4887),
-    ("averaging",): (2000, 3343),
+    ("averaging",): (2000, 3344),
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4135),
-    ("diagnose",): (2100, 2783),
+    ("diagnose",): (2100, 2784),
     ("search", "share"): (1400, 2008),
     ("api", "cli", "__init__"): (1400, 2790),
 }
