@@ -135,7 +135,7 @@ LINES = [
     call("evaluate anchor --data a.csv", "a.csv: holds no column of texts", "but one, two"),
     call("evaluate anchor --data x.json", "but prompt, answer; rename", spoil=put("x.json", ASKED)),
     call("polish anchor out --teachers donor --data x.jsonl", "prompt, answer", spoil=put("x.jsonl", f"{ASKED}\n")),
-    call("evaluate lora --data demo:bytes", "is an adapter, not a model; write org/base+", spoil=adapter("lora")),
+    call("evaluate lora --data demo:english", "is an adapter, not a model; write org/base+", spoil=adapter("lora")),
     call("verify anchor ./nothing", "./nothing: no such directory"),
     call("verify anchor vit", "vit: is of another class than anchor"),
     call("verify vit anchor", "anchor: is of another class than vit"),
