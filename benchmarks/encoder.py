@@ -57,6 +57,7 @@ MERGES: dict[str, Merge] = {
     "task arithmetic, scale 0.7": (0, "", {"delegate": "task_arithmetic", "weight": 0.7}),
     "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     **{name: (0, "", {"delegate": name, "weight": 1.0}) for name in OF_CHANGES},
+    "tsv, calibrated": (0, "", {"delegate": "tsv", "weight": 1.0, "calibrate": "svc"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{f"refit, {n} texts a task": (n, "", {**SOLVED, "samples": n}) for n in (16, 32, 64, 128, 384, 1536)},
     **{f"refit from wudi, {n} texts a task": (n, "", {**SOLVED, "samples": n, "start": "wudi"}) for n in (128, 1536)},

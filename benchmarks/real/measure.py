@@ -57,6 +57,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "wudi": {"method": "wudi", "searched": True},
     "wudi, sides: both": {"method": "wudi", "sides": "both", "searched": True},
     "tsv": {"method": "tsv"},
+    "tsv, calibrated": {"method": "tsv", "calibrate": "svc"},
     "iso": {"method": "iso"},
     "regmean, own text": {"method": "regmean", "measured": "self", "weight": 1.0},
     "refit, own text": {**REFIT, "data": "self"},
