@@ -226,7 +226,11 @@ def test_a_repository_of_files_says_how_to_name_one(
         at_home(hub, tmp_path / "cache", monkeypatch)
         hub.publish("org/a", models / "a")
         hub.commit("models/org/b-GGUF", {"b-F16.gguf": (models / "a.gguf").read_bytes(), "README.md": b"text"})
-        for command in (("inspect", "org/b-GGUF"), ("evaluate", "org/b-GGUF", "--data", "demo:english"), ("check", path)):
+        for command in (
+            ("inspect", "org/b-GGUF"),
+            ("evaluate", "org/b-GGUF", "--data", "demo:english"),
+            ("check", path),
+        ):
             words = f"org/b-GGUF: holds models in GGUF: b-F16.gguf; name one of its files, as {name}"
             assert words in run(*command).output
         assert "did you mean 'b-F16.gguf'?" in run("inspect", "org/b-GGUF:b-F17.gguf").output
