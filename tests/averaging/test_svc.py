@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from carry_support import noisy
 from cli_support import run
 from plugin_support import lora, merged, write_recipe
 from residual_support import Checkpoint, report
@@ -108,6 +110,32 @@ def test_it_follows_a_method_that_stands_alone(three: list[Checkpoint], tmp_path
     alone = {**document, "merge_method": "tsv", "parameters": {"calibrate": "svc"}}
     expected, result = merged(document, tmp_path / "as delegate"), merged(alone, tmp_path / "alone")
     assert all(torch.equal(expected[name], result[name]) for name in expected)
+
+
+def test_a_scale_comes_behind_it_and_a_model_without_weight_does_not_count(
+    three: list[Checkpoint], tmp_path: Path
+) -> None:
+    parameters = {"weight": 1.0, "calibrate": "svc"}
+    whole = merged(of(three, "task_arithmetic", **parameters), tmp_path / "whole")
+    half = merged(of(three, "task_arithmetic", **parameters, **{"lambda": 0.5}), tmp_path / "half")
+    for name in (MAP, NORM):
+        start = three[0].state[name]
+        torch.testing.assert_close(half[name] - start, 0.5 * (whole[name] - start), atol=1e-6, rtol=1e-5)
+    document = of(three, "task_arithmetic", calibrate="svc")
+    for entry, weight in zip(document["models"], (0.7, 0.0), strict=True):
+        entry["parameters"] = {"weight": weight}
+    torch.testing.assert_close(merged(document, tmp_path / "one")[MAP], three[1].state[MAP], atol=1e-5, rtol=1e-4)
+
+
+def test_changes_count_as_long_as_they_were_merged(three: list[Checkpoint], tmp_path: Path) -> None:
+    """A method of ours shortens a long one; one of mergekit's does not."""
+    models = [*three[:2], replace(three[0], path=noisy(three[0].path, tmp_path / "long", 0.1))]
+    for delegate, settings, factor in (("tsv", {}, 0.5), ("task_arithmetic", {"weight": 1.0}, 1.0)):
+        plain = merged(of(models, delegate, **settings), tmp_path / f"{delegate} plain")[MAP].double()
+        result = merged(of(models, delegate, **settings, calibrate="svc"), tmp_path / delegate)[MAP].double()
+        start, short, long = (model.state[MAP].double() for model in models)
+        expected = as_in_the_paper(plain - start, [short - start, factor * (long - start)])
+        torch.testing.assert_close(result - start, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
