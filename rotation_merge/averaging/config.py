@@ -13,7 +13,8 @@ from rotation_merge.errors import RecipeError, nearest, short
 
 _CALIBRATION = ("calibrate", "alpha")
 _STOCK = ("int8_mask", "normalize", "rescale", "lambda", "density", *_CALIBRATION)
-_TASK_VECTORS = ("lambda", "others", "lengths", *_CALIBRATION)
+_UNCALIBRATED = ("lambda", "others", "lengths")
+_TASK_VECTORS = (*_UNCALIBRATED, *_CALIBRATION)
 ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": (),
     **dict.fromkeys(("breadcrumbs", "breadcrumbs_ties"), (*_STOCK, "gamma")),
@@ -22,7 +23,7 @@ ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("task_arithmetic", "ties"), _STOCK),
     "wudi": (*_TASK_VECTORS, "ridge", "sides"),
     "tsv": _TASK_VECTORS,
-    "iso": ("lambda", "others", "lengths"),
+    "iso": _UNCALIBRATED,
 }
 """Parameters of methods that merge adapters: mergekit's that work on task vectors, and ours."""
 ADAPTER_METHODS = tuple(ADAPTER_PARAMETERS)

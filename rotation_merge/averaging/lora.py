@@ -34,9 +34,8 @@ from rotation_merge.averaging.config import (
 from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.parameters import checked, parameter
 from rotation_merge.averaging.registry import TASK_VECTORS
-from rotation_merge.averaging.sliced import SlicedMatrix
-from rotation_merge.averaging.svc import calibrated
-from rotation_merge.averaging.task_vectors import TaskVectorMethod, changes_of
+from rotation_merge.averaging.svc import calibrate
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Output, check_output
 from rotation_merge.linalg.finite import all_finite
@@ -203,8 +202,7 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
         assert isinstance(method, TaskVectorMethod)
         sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
         base, size = Source(torch.zeros_like(changes[0]), 0.0), {"size": min(like.shape)}
-        linear = not like.embedding and like.a.ndim == 2  # as in recipes, convolutions and embeddings get the mean
-        return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, linear)
+        return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, _is_linear(like))
 
     own = isinstance(method, TaskVectorMethod)
     rule: Rule = by_own_rule if own else in_mergekit
@@ -212,12 +210,16 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
 
     def then_calibrated(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
         merged = rule(changes, weights, like)
-        if like.embedding or like.a.ndim != 2:
-            return merged
-        counting, _ = changes_of(torch.zeros_like(merged), changes, [...], values.get("lengths") != "auto")
-        return calibrated(SlicedMatrix.of(merged), counting, alpha).whole()
+        if _is_linear(like):
+            calibrate(merged, torch.zeros_like(merged), changes, values, alpha)
+        return merged
 
     return then_calibrated if calibrates else rule, entrywise
+
+
+def _is_linear(like: LowRank) -> bool:
+    """Whether factors are of a linear map; as in recipes, others get the mean."""
+    return not like.embedding and like.a.ndim == 2
 
 
 def _merged(

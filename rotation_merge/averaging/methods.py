@@ -220,8 +220,11 @@ class OwnMethod(MergeMethod):
             merged = self._average(name, sources, linear is not None, shared)
         except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or name, remedy=error.remedy) from error
-        dtype = out_dtype or self.models.storage(name) or first.dtype
-        return turned(merged).to(first.device, dtype)
+        return self.rounded(turned(merged), name, first, out_dtype)
+
+    def rounded(self, merged: Tensor, name: str, first: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+        """A merged tensor in the dtype that it is stored in: of the result, or of the first model's tensor."""
+        return merged.to(first.device, out_dtype or self.models.storage(name) or first.dtype)
 
     def _average(self, name: str, sources: list[Source], linear: bool, parameters: Mapping[str, Any]) -> Tensor:
         if name not in self.models.places:

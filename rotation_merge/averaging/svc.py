@@ -17,7 +17,7 @@ from mergekit.merge_methods.base import MergeMethod, TensorGroup
 from torch import Tensor
 
 from rotation_merge.averaging.methods import MergedModels, OwnMethod
-from rotation_merge.averaging.sliced import NULL, Part, SlicedMatrix
+from rotation_merge.averaging.sliced import NULL, SlicedMatrix
 from rotation_merge.averaging.task_vectors import changes_of, map_parts
 
 IDLE = "'calibrate: svc' brings nothing behind wudi, which settles overlaps itself"
@@ -37,10 +37,10 @@ def calibrated(merged: SlicedMatrix, changes: Sequence[SlicedMatrix], alpha: flo
             ``T / (1 + (T - 1) alpha)``.
     """
     counting = [change for change in changes if change.norm > 0.0]
+    if not counting or not merged.norm:
+        return merged
     left_vectors, values, right = merged.svd()
     count = int((values > NULL * values[0]).sum())
-    if not counting or not count:
-        return merged
     left, rows = left_vectors(count), values[:count, None] * right[:count]
     shares = torch.zeros_like(values[:count])
     for change in counting:
@@ -51,6 +51,30 @@ def calibrated(merged: SlicedMatrix, changes: Sequence[SlicedMatrix], alpha: flo
         share = (rows * parts).sum(1) / squared.clamp_min(least**2)
         shares += torch.where(squared > least**2, share, 0.0).clamp_min(alpha)
     return left @ (rows * (len(counting) / shares)[:, None])
+
+
+def calibrate(
+    change: Tensor,
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    parameters: Mapping[str, Any],
+    alpha: float,
+    vocabulary: bool = False,
+) -> None:
+    """Calibrate the merged change of one map in place.
+
+    Args:
+        change: (outputs, inputs), float64.
+        base, tuned: of the same shape: the map in the base, and in each of the models.
+        parameters: of the delegate; where it has merged long changes shortened, they count as that.
+        alpha: as of `calibrated`.
+        vocabulary: whether there may be very many outputs.
+    """
+    parts = map_parts(change, vocabulary)
+    changes, _ = changes_of(base, tuned, parts, parameters.get("lengths") != "auto")
+    result = calibrated(SlicedMatrix(lambda part: change[part], parts), changes, alpha)
+    for part in parts:
+        change[part] = result.rows(part)
 
 
 class Calibrated(OwnMethod):
@@ -102,20 +126,9 @@ class Calibrated(OwnMethod):
             weights = parameters.get("weight", {})
             tuned = [e.tensor for e in group.entries if not e.is_base and weights.get(e.id, 1.0) != 0]
             maps = [linear.as_matrices(tensor) for tensor in (change, base, *tuned)]
-            vocabulary, keeps = linear.info.vocabulary_axis is not None, parameters.get("lengths") != "auto"
-            for of_map in zip(*maps, strict=True) if maps[0].ndim == 3 else [maps]:
-                self._calibrate(*of_map, parts=map_parts(of_map[0], vocabulary), keeps=keeps)
+            vocabulary = linear.info.vocabulary_axis is not None
+            for of_map, start, *of_models in zip(*maps, strict=True) if maps[0].ndim == 3 else [maps]:
+                calibrate(of_map, start, of_models, parameters, self.alpha, vocabulary)
             self.note("calibrated", name)
         merged = change.mul_(parameters.get("lambda", 1.0)).add_(base)
-        return merged.to(base.device, out_dtype or self.models.storage(name) or base.dtype)
-
-    def _calibrate(self, change: Tensor, base: Tensor, *tuned: Tensor, parts: Sequence[Part], keeps: bool) -> None:
-        """Calibrate the merged change of one map (outputs, inputs) in place; float64.
-
-        Args:
-            keeps: whether the delegate has merged the changes as long as they are.
-        """
-        changes, _ = changes_of(base, tuned, parts, keeps)
-        result = calibrated(SlicedMatrix(lambda part: change[part], parts), changes, self.alpha)
-        for part in parts:
-            change[part] = result.rows(part)
+        return self.rounded(merged, name, base, out_dtype)

@@ -127,6 +127,7 @@ def delegates() -> list[dict[str, Any]]:
 
 
 FEW = 4
+"""So many delegates, at most, are named as the readers of an option."""
 
 
 def options() -> list[dict[str, Any]]:

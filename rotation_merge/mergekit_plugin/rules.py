@@ -263,12 +263,7 @@ def _parameters(config: MergeConfiguration, delegate: MergeMethod | None) -> Ite
         elif option is not None and spec is None and name not in allowed:
             remedy = f"it stands {keys.PLACES[option.scope]}, in recipes with 'merge_method: {METHOD}'"
             yield setting.path, f"parameter '{name}' does not belong here", remedy
-        elif (
-            option
-            and not spec
-            and option.scope != keys.BLOCK
-            and isinstance(setting.value, list | ConditionalParameter)
-        ):
+        elif option and not spec and option.scope != keys.BLOCK and _varies(setting):
             if name != "delegate":  # of which it has been said that it is no method
                 problem = f"parameter '{name}' applies to the whole model and takes no lists or filters"
                 yield setting.path, problem, "give one value; for 'layers' ranges such as '0-5,11' in one string"

@@ -50,10 +50,9 @@ def read_examples(source: str, model: Any, model_path: str, length: int, count: 
     if source == SYNTHETIC:
         folder = local_path(model_path) if model_path else ""
         return by_rows({"pixel_values": synthetic_images(model, folder, count, seed)})
-    if source.startswith("demo:"):
-        check_source(source)
-        return _demo(source, length)
     check_source(source)
+    if source in DEMO:
+        return _demo(source, length)
     path = Path(local_file(source))
     try:
         content = _content(path, model.config)

@@ -29,15 +29,15 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 249),
     ("model",): (4000, 6093),
-    ("run",): (2400, 3722),
+    ("run",): (2400, 3721),
     ("matching",): (3400, 4887),
-    ("averaging",): (2000, 3344),
+    ("averaging",): (2000, 3363),
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
-    ("mergekit_plugin",): (2500, 4135),
+    ("mergekit_plugin",): (2500, 4130),
     ("diagnose",): (2100, 2784),
     ("search", "share"): (1400, 2008),
-    ("api", "cli", "__init__"): (1400, 2790),
+    ("api", "cli", "__init__"): (1400, 2791),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
 

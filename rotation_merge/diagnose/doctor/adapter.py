@@ -79,7 +79,7 @@ TENSORS: dict[str, tuple[float, str, str]] = {
 the remedy."""
 
 
-class Finding(NamedTuple):
+class TensorFinding(NamedTuple):
     """What became of one change of the adapter, or of one other tensor.
 
     Attributes:
@@ -166,7 +166,7 @@ class AdapterMerge:
         parts, codes = parts_by_name(apart, adapter, expected.name), (_codes(base_name), _codes(name))
         return cls(adapter, base, expected, model, architecture, before, right, merged, parts, codes)
 
-    def findings(self, progress: Progress | None = None) -> list[Finding]:
+    def findings(self, progress: Progress | None = None) -> list[TensorFinding]:
         """What became of each change of the adapter, and every other tensor that is not the base's."""
         findings = [*self._absent(), *self._tied()]
         settled = self._copies | {finding.name for finding in findings}
@@ -198,20 +198,20 @@ class AdapterMerge:
         """Heads that are the embedding's tensor everywhere."""
         return {*self._heads} if all(map(self.is_tied, (self.base, self.expected, self.model))) else set()
 
-    def _absent(self) -> Iterator[Finding]:
+    def _absent(self) -> Iterator[TensorFinding]:
         """Tensors of the base that the merged model lacks, and the other way round."""
         of_model, unread, spec = _apart(self.model), set(self.base.unread), find(self.base.config)
         spare = tuple(spec.ignored) if spec is not None else ()
         for name in self.before:
             if name not in self.merged and not name.endswith(spare):
-                yield Finding("lost tensors" if name in unread else "missing tensors", name)
+                yield TensorFinding("lost tensors" if name in unread else "missing tensors", name)
         if not self.is_tied(self.model) and not any(info.name in self.model.tensors for info in of_model.heads()):
-            yield from (Finding("missing tensors", name) for name in self._heads if name in self.merged)
+            yield from (TensorFinding("missing tensors", name) for name in self._heads if name in self.merged)
         known = restructured(self.before, self.architecture, of_model)
         further = (name for name in self.model.tensors if name not in known and not name.endswith(spare))
-        yield from (Finding("new tensors", name) for name in further)
+        yield from (TensorFinding("new tensors", name) for name in further)
 
-    def _tied(self) -> Iterator[Finding]:
+    def _tied(self) -> Iterator[TensorFinding]:
         """Heads and embeddings that are one tensor in the merged model alone, or in the right one alone."""
         for info in self.architecture.heads():
             head, embedding = info.name, next((name for name in info.tied if name in self.before), "")
@@ -220,26 +220,26 @@ class AdapterMerge:
             sources = (self.before, self.right, self.merged)
             was_one, one, are_one = (are_equal(tensors[head], tensors[embedding]) for tensors in sources)
             if one and not are_one:
-                yield Finding(TIED, head, f"'{head}' and '{embedding}' are one tensor, but differ in the model")
+                yield TensorFinding(TIED, head, f"'{head}' and '{embedding}' are one tensor, but differ in the model")
             elif are_one and not one:
                 words = f"'{head}' and '{embedding}' are one tensor in the model, but must differ"
                 words += "; the change of one reached both" if was_one else ""
-                yield from (Finding(TIED, name, words) for name in (head, embedding))
+                yield from (TensorFinding(TIED, name, words) for name in (head, embedding))
 
-    def _of(self, info: TensorInfo, names: Sequence[str]) -> list[Finding]:
+    def _of(self, info: TensorInfo, names: Sequence[str]) -> list[TensorFinding]:
         """What became of a tensor, or of those of all its experts."""
-        findings, samples = list[Finding](), dict[str, tuple[Tensor, Tensor]]()
+        findings, samples = list[TensorFinding](), dict[str, tuple[Tensor, Tensor]]()
         for name in names:
             if name not in self.parts and are_equal(self.before[name], self.merged[name]):
                 continue
             before = at_least_float32(self.before[name])
             if not self.before.dtypes[name].is_floating_point:
-                findings.append(Finding(ELSEWHERE, name))
+                findings.append(TensorFinding(ELSEWHERE, name))
                 continue
             right = at_least_float32(self.right[name]) if name in self.parts else before
             merged = self.merged[name].to(right.dtype, copy=True)
             if not all_finite([merged]):
-                findings.append(Finding(NAN, name))
+                findings.append(TensorFinding(NAN, name))
                 continue
             for region in self._regions(name):
                 fitted = self._fitted(name, *(region.cut(tensor) for tensor in (before, right, merged)))
@@ -280,7 +280,7 @@ class AdapterMerge:
         dtypes = set(as_tensors(self.adapter.tensors).dtypes.values())
         return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
-    def _still(self, name: str, before: Tensor, merged: Tensor) -> Finding | None:
+    def _still(self, name: str, before: Tensor, merged: Tensor) -> TensorFinding | None:
         """A tensor that should be the base's, and is not."""
         if torch.equal(before.to(self.merged.dtypes[name]).to(before.dtype), merged):
             return None
@@ -290,33 +290,33 @@ class AdapterMerge:
         if fitted.deviation <= allowed:
             return None
         if codes and replace(fitted, before=as_matrix(self.codes[0][name].float())).deviation <= allowed:
-            return Finding(CODES, name)
+            return TensorFinding(CODES, name)
         size = float(fitted.off.norm() / fitted.before.norm().clamp_min(1e-30))
         note = f" (by {size:.2g} of its norm)"
-        return Finding(ELSEWHERE, name, note=note, size=size, full=fitted.is_full if before.ndim > 1 else None)
+        return TensorFinding(ELSEWHERE, name, note=note, size=size, full=fitted.is_full if before.ndim > 1 else None)
 
-    def _change(self, region: Region, name: str, fitted: Fitted) -> Finding:
+    def _change(self, region: Region, name: str, fitted: Fitted) -> TensorFinding:
         """What became of one change."""
         label, part, change = region.name, region.part, fitted.change
         if fitted.right:
-            return Finding(RIGHT, label, size=fitted.deviation)
+            return TensorFinding(RIGHT, label, size=fitted.deviation)
         if kind := self._on_codes(name, region, fitted):
-            return Finding(kind, label)
+            return TensorFinding(kind, label)
         fit, tolerance = fitted.fit(change), SHARE + fitted.spread(change)
         held = fitted.explains(fit) and abs(fit.factor) >= tolerance  # such as a quarter of it
         if not held and (fitted.gained <= 0.25 * fitted.expected or (fitted.coarse and fitted.explains(fit))):
-            return Finding("whole modules" if part.change.value else UNCHANGED, label)
+            return TensorFinding("whole modules" if part.change.value else UNCHANGED, label)
         mistakes = [(fitted.fit(mistake.change), mistake) for mistake in self._mistakes(region, fitted)]
         for best, mistake in sorted(mistakes, key=lambda pair: pair[0].rest)[:1]:
             if best.rest < CLEARER * fit.rest and fitted.explains(best):
-                return Finding(mistake.kind, label, mistake.detail)
+                return TensorFinding(mistake.kind, label, mistake.detail)
         if fitted.explains(fit) and abs(fit.factor - 1) > tolerance:
-            return Finding("scale", label, _times(fit.factor, tolerance, part, self.adapter))
+            return TensorFinding("scale", label, _times(fit.factor, tolerance, part, self.adapter))
         if min(change.shape) == 1:
-            return Finding(OTHER, label)
+            return TensorFinding(OTHER, label)
         rank = "full rank" if fitted.is_full else f"rank {fitted.rank}"
         words = f": the difference is of {rank}" if fitted.rank else " by little"
-        return Finding(OTHER, label, words, full=fitted.is_full)
+        return TensorFinding(OTHER, label, words, full=fitted.is_full)
 
     def _low_rank(self, region: Region) -> LowRank | None:
         """The factors of one map's change; None where it has none."""
@@ -364,7 +364,7 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
     """
     findings = merge.findings(progress)
     right = [finding for finding in findings if finding.kind == RIGHT]
-    worst = max(right, key=lambda finding: finding.size, default=Finding(RIGHT, ""))
+    worst = max(right, key=lambda finding: finding.size, default=TensorFinding(RIGHT, ""))
     tied = [view.name for view in (merge.base, merge.model) if merge.is_tied(view)]
     facts = {"changes": merge.changes, "right": len(right), "deviation": worst.size, "at": worst.name, "tied": tied}
     matrices = sum(len(shape) > 1 for shape in merge.before.shapes.values())
@@ -373,8 +373,8 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
     if len(full) > MOST * matrices and others:
         size = median(finding.size for finding in others)
         kept = [finding for finding in findings if finding.kind in ("missing tensors", "new tensors", "lost tensors")]
-        findings = [*kept, *(Finding(BASE, finding.name, size=size) for finding in full)]
-    groups: dict[tuple[str, str], list[Finding]] = {}
+        findings = [*kept, *(TensorFinding(BASE, finding.name, size=size) for finding in full)]
+    groups: dict[tuple[str, str], list[TensorFinding]] = {}
     for finding in findings:
         if finding.kind != RIGHT:
             groups.setdefault((finding.kind, finding.detail), []).append(finding)
@@ -382,7 +382,7 @@ def of_adapter(merge: AdapterMerge, progress: Progress | None = None) -> tuple[l
     return sorted(causes, key=lambda cause: -cause.likelihood), facts
 
 
-def _cause(merge: AdapterMerge, kind: str, detail: str, findings: Sequence[Finding]) -> Cause:
+def _cause(merge: AdapterMerge, kind: str, detail: str, findings: Sequence[TensorFinding]) -> Cause:
     """The cause that findings of one kind are signs of."""
     names = named(f"'{finding.name}'{finding.note}" for finding in findings)
     if kind in CHANGES:
@@ -414,7 +414,7 @@ def _times(factor: float, tolerance: float, part: AdapterPart, adapter: Adapter)
     return f"{value:.{4 if explained else 2}g} times" + (f" ({' or '.join(explained)})" if explained else "")
 
 
-def _of_experts(findings: list[Finding], samples: Mapping[str, tuple[Tensor, Tensor]]) -> list[Finding]:
+def _of_experts(findings: list[TensorFinding], samples: Mapping[str, tuple[Tensor, Tensor]]) -> list[TensorFinding]:
     """Findings of all experts together: changes that some lack, and those that others have."""
     kinds, places = {finding.kind for finding in findings}, dict[str, str]()
     for name, (gained, _) in samples.items():
@@ -424,7 +424,7 @@ def _of_experts(findings: list[Finding], samples: Mapping[str, tuple[Tensor, Ten
             places[name] = nearest
     kind_of = {UNCHANGED: SOME} if RIGHT in kinds else {}
     return [
-        Finding("experts permuted", finding.name, note=f" (that of '{places[finding.name]}')")
+        TensorFinding("experts permuted", finding.name, note=f" (that of '{places[finding.name]}')")
         if finding.name in places
         else finding._replace(kind=kind_of.get(finding.kind, finding.kind))
         for finding in findings
