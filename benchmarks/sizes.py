@@ -248,7 +248,7 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
 def precision(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """How far float32 takes `wudi` from float64, on maps of a layer: two changes of rank 16 with as much noise."""
     maps = {size for name, size in sizes_of(shape).items() if ".layers.0." in name and len(size) > 1}
-    options, types = {"ridge": wudi.WUDI_RIDGE, "sides": "one"}, {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    options, types = {"ridge": wudi.WUDI_RIDGE}, {"bfloat16": torch.bfloat16, "float32": torch.float32}
     for size, (stored, dtype) in itertools.product(sorted(maps), types.items()):
         base, changes = drawn("base", size, 0).to(dtype), []
         for seed in (1, 2):

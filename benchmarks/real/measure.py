@@ -55,7 +55,6 @@ MERGES: dict[str, dict[str, Any]] = {
     "ties, density 0.5": {"method": "ties", "weight": 1.0, "density": 0.5, "searched": True},
     "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5},
     "wudi": {"method": "wudi", "searched": True},
-    "wudi, sides: both": {"method": "wudi", "sides": "both", "searched": True},
     "tsv": {"method": "tsv"},
     "tsv, calibrated": {"method": "tsv", "calibrate": "svc"},
     "iso": {"method": "iso"},
@@ -444,9 +443,9 @@ def added(bench: Bench, tuned: str, base: str, way: str) -> PreTrainedModel:
     for name, new in model.named_parameters():
         change = fine[name] - old[name]
         if way.startswith("wudi") and name.endswith(("proj.weight", "embed_tokens.weight")):  # a tied head
-            of_base, values = (new - old[name]).double(), {"ridge": BESIDE_RIDGE, "sides": "one"}
+            of_base, ridge = (new - old[name]).double(), {"ridge": BESIDE_RIDGE}
             changes = [SlicedMatrix.of(each) for each in (of_base, change.double())]
-            change = WudiBeside().change(changes, [1.0, 1.0], values).whole() - of_base
+            change = WudiBeside().change(changes, [1.0, 1.0], ridge).whole() - of_base
         new.copy_(new + change)
     return model
 

@@ -21,7 +21,7 @@ ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dare_linear", "dare_ties"), _STOCK),
     **dict.fromkeys(("della", "della_linear"), (*_STOCK, "epsilon")),
     **dict.fromkeys(("task_arithmetic", "ties"), _STOCK),
-    "wudi": (*_TASK_VECTORS, "ridge", "sides"),
+    "wudi": (*_TASK_VECTORS, "ridge"),
     "tsv": _TASK_VECTORS,
     "iso": _UNCALIBRATED,
 }

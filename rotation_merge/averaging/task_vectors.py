@@ -82,9 +82,6 @@ class TaskVectorMethod(OwnMethod):
         if linear:
             self.note("ratios", ratio)
             self.note("lengths", parameters["lengths"])
-            if info.vocabulary_axis is not None and "sides" in parameters:
-                # with both sides, rows of rare tokens, which have next to no change, would grow
-                parameters = {**parameters, "sides": "one"}
             change = self.change(changes, weights, parameters)
         else:
             self.note("others", parameters["others"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from mergekit.merge_methods.base import MergeMethodSpec
@@ -28,22 +28,19 @@ SINGLE = 1024
 CONDITIONED = 0.01
 """Least ridge of float32: the condition number is at most ``1 + (1 + rows^1/2) / (2 ridge)``, whatever the changes."""
 
-STEPS = 30
-"""Of conjugate gradients, where both sides of a map are weighed."""
-
-PRIOR = 0.7
-"""Factor of the sum of the changes in the prior of `both` sides."""
+Rows = Callable[[Sequence[Tensor]], Tensor]
+"""A matrix as a function of all rows of the changes, or of the same rows of each."""
 
 
 class Wudi(TaskVectorMethod):
     r"""RegMean with the Grams that the changes imply, in closed form.
 
-    ``D = (sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1`` with ``G_t = D_t^T D_t`` and M the mean of the changes; l
-    is `ridge` times the mean eigenvalue of the sum, each weighted by itself. (The plain mean is next to nothing where
-    the changes have low rank, as those of LoRAs, and D grows out of proportion.) `sides: both` also weighs the outputs,
-    by ``L_t = D_t D_t^T``: ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
+    ``D = (sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1`` with ``G_t = D_t^T D_t``. l is `ridge` times the mean
+    eigenvalue of the sum, each weighted by itself. (The plain mean is next to nothing where the changes have low rank,
+    as those of LoRAs, and D grows out of proportion.) M, which D is where the Grams say little, is the sum of the
+    changes, in which what they share counts once (`prior_of`). Changes that are zero do not count.
 
-    Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent).
+    Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent and without M).
     """
 
     spec = MergeMethodSpec(
@@ -55,11 +52,9 @@ class Wudi(TaskVectorMethod):
             parameter(
                 "ridge",
                 WUDI_RIDGE,
-                "strength of the pull towards the mean of the changes, relative to the mean eigenvalue of the Grams",
+                "strength of the pull towards the sum of the changes, where what they share counts once, relative to "
+                "the mean eigenvalue of the Grams",
                 NotNegative,
-            ),
-            parameter(
-                "sides", "one", "Grams of one side (inputs) or both (inputs and outputs)", Literal["one", "both"]
             ),
         ),
         contract=CONTRACT,
@@ -68,28 +63,50 @@ class Wudi(TaskVectorMethod):
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        shares = [weight / c.norm**2 if c.norm else 0.0 for c, weight in zip(changes, weights, strict=True)]
+        counting = [(change, weight) for change, weight in zip(changes, weights, strict=True) if change.norm > 0.0]
+        changes, weights = [change for change, _ in counting], [weight for _, weight in counting]
+        if len(changes) == 1:
+            return changes[0]
+        shares, prior = [weight / change.norm**2 for change, weight in counting], self.prior(changes, weights)
         if len(changes[0].parts) > 1:
             solve = _by_inputs(changes, shares, parameters["ridge"])
-            return combined(changes, lambda rows: solve(rows, self.prior(rows, weights)))
+            return combined(changes, lambda rows: solve(rows, prior(rows)))
         whole = [change.whole() for change in changes]
-        if parameters["sides"] == "both":
-            return SlicedMatrix.of(both_sides(whole, weights, parameters["ridge"]))
-        return SlicedMatrix.of(one_side(whole, shares, self.prior(whole, weights), parameters["ridge"]))
+        return SlicedMatrix.of(one_side(whole, shares, prior(whole), parameters["ridge"]))
 
-    def prior(self, changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """M, of whole changes or of the same rows of each."""
-        return mean(changes, weights)
+    def prior(self, changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
+        return prior_of(changes, weights)
 
 
 class WudiBeside(Wudi):
-    """The same with the sum of the changes as M: one change beside another one.
+    """The same with the plain sum of the changes as M, whatever they share: one change beside another one."""
 
-    Where the two read from orthogonal inputs (``second @ first^T = 0``) the result is their sum.
+    def prior(self, changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
+        return lambda rows: sum(weights) * mean(rows, weights)
+
+
+def prior_of(changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
+    """M of `Wudi`: the sum of the changes, each of which it holds once.
+
+    It is the weighted mean, lengthened until it holds each change once on the average (``<M, D_t> / |D_t|^2 = 1``), but
+    to no more than the sum. So orthogonal changes give their sum, equal ones themselves.
+
+    Args:
+        changes: D_t, (outputs, inputs), float64; none is zero.
+        weights: of the mean, positive.
+
+    Source: Singular Value Calibration (arXiv 2602.05536), here of the whole map instead of each singular direction.
     """
-
-    def prior(self, changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        return sum(weights) * mean(changes, weights)
+    products = torch.zeros(len(changes), 2, dtype=torch.float64)
+    for part in changes[0].parts:
+        rows = [change.rows(part) for change in changes]
+        middle = mean(rows, weights).flatten()
+        found = [(float(middle @ each), float(each @ each)) for each in map(Tensor.flatten, rows)]
+        products += torch.tensor(found, dtype=torch.float64)
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    held = float(shares @ (products[:, 0] / products[:, 1]))
+    length = 1 / max(held, float(shares @ shares))
+    return lambda rows: length * mean(rows, weights)
 
 
 def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
@@ -169,43 +186,3 @@ def _ridge_solver(total: Tensor, ridge: float) -> tuple[float, Callable[[Tensor]
     total.diagonal().add_(penalty)
     factor = torch.linalg.cholesky(total)
     return penalty, lambda right: torch.cholesky_solve(right.mT, factor).mT
-
-
-def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
-    """``sum_t L_t D G_t = sum_t L_t D_t G_t`` with a ridge towards `PRIOR` times the sum, by conjugate gradients.
-
-    The sum is the weighted mean times the number of changes that count, ``(sum_t w_t)^2 / sum_t w_t^2``: of equal
-    weights, their plain sum.
-    Each factor is divided by its trace; of the two the smaller one is formed. Both have the eigenvalues of G_t, so that
-    the ridge is the sum of the squares of `ridge` times their mean, weighted by themselves.
-    """
-    wide = changes[0].shape[0] <= changes[0].shape[1]
-    grams = [(d, d @ d.mT if wide else d.mT @ d, w) for d, w in zip(changes, weights, strict=True) if bool(d.any())]
-    counting = [(d, gram, w / float(gram.trace()) ** 2) for d, gram, w in grams]
-    unit = sum(w * w for _, _, w in grams) / sum(w for _, _, w in grams)
-    start = PRIOR * sum((w / unit * d for d, _, w in grams), torch.zeros_like(changes[0]))
-    penalty = sum(share * (ridge * float(gram.square().sum() / gram.trace())) ** 2 for _, gram, share in counting)
-
-    def gram_product(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:
-        """``D D^T X D^T D``, computed with the smaller Gram of D."""
-        if wide:
-            return share * (gram @ (x @ change.mT) @ change)
-        return share * (change @ (change.mT @ x @ gram))
-
-    def apply(x: Tensor) -> Tensor:
-        return sum((gram_product(x, *term) for term in counting), penalty * x)
-
-    merged = start.clone()
-    residual = sum((gram_product(term[0], *term) for term in counting), penalty * start) - apply(start)
-    direction, size = residual.clone(), float(residual.square().sum())
-    least = 1e-24 * max(size, 1e-300)
-    for _ in range(STEPS):
-        if size <= least:
-            break
-        image = apply(direction)
-        step = size / float((direction * image).sum())
-        merged.add_(direction, alpha=step)
-        residual.sub_(image, alpha=step)
-        before, size = size, float(residual.square().sum())
-        direction = residual + (size / before) * direction
-    return merged

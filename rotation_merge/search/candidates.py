@@ -23,11 +23,11 @@ from rotation_merge.workers import listener
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
 
-FIRST, CALIBRATED, LAST = "wudi", "tsv, calibrated", "wudi, both sides"
-"""Tried first, as it usually wins at the scale that it begins with; behind `tsv`; last, as it is the costliest."""
-SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, CALIBRATED: 1.0, LAST: 1.1}
+FIRST, CALIBRATED = "wudi", "tsv, calibrated"
+"""Tried first, as it usually wins at the scale that it begins with; behind `tsv`."""
+SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, CALIBRATED: 1.0}
 """The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
-FURTHER = {CALIBRATED: {"calibrate": "svc"}, LAST: {"sides": "both"}}
+FURTHER = {CALIBRATED: {"calibrate": "svc"}}
 """Parameters beside the delegate and its scale."""
 STEPS = 400
 """Of learning, where there is time."""
@@ -92,7 +92,7 @@ def candidates_of(parents: Parents) -> list[Candidate]:
     chosen = [plain_average, *changes, *(candidate for possible, candidate in averages if possible)]
     if _heads_differ(parents):
         chosen = [replace(candidate, parameters={**candidate.parameters, "untie": True}) for candidate in chosen]
-    return sorted(chosen, key=lambda candidate: (candidate.name == LAST) - (candidate.name == FIRST))
+    return sorted(chosen, key=lambda candidate: candidate.name != FIRST)
 
 
 def _heads_differ(parents: Parents) -> bool:

@@ -22,15 +22,11 @@ from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.task_vectors import change_of, shortening
-from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, both_sides, one_side
+from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, one_side, prior_of
 
 RULES: dict[str, Any] = {**TASK_VECTORS, "beside": WudiBeside()}
-CASES: list[Any] = [
-    *(("wudi", {}), ("wudi", {"sides": "both", "ridge": 0.3}), ("beside", {"ridge": BESIDE_RIDGE})),
-    *(("tsv", {}), ("iso", {})),
-]
 EACH_RULE = pytest.mark.parametrize("name", list(TASK_VECTORS))
-EACH_CASE = pytest.mark.parametrize(("name", "values"), CASES)
+WITH_BESIDE = pytest.mark.parametrize("name", list(RULES))
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -77,17 +73,17 @@ def test_decompositions_of_slices(step: int, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.linalg.eigvalsh(factor.mT @ random(50, 6)).min() > 0
 
 
-@EACH_CASE
+@WITH_BESIDE
 @pytest.mark.parametrize("shape", [(6, 9), (4, 9), (9, 6)])
-def test_merged_changes_follow_rotations(name: str, values: dict[str, Any], shape: tuple[int, int]) -> None:
+def test_merged_changes_follow_rotations(name: str, shape: tuple[int, int]) -> None:
     """f(L D R^T) = L f(D) R^T: merging commutes with an alignment. A model of no weight counts for nothing."""
     changes, weights = [random(*shape, seed=seed) for seed in range(3)], [1.0, 2.0, 0.5]
     left, right = orthogonal(shape[0], 7), orthogonal(shape[1], 8)
-    turned = change(name, [left @ d @ right.T for d in changes], weights, **values)
-    expected = left @ change(name, changes, weights, **values) @ right.T
+    turned = change(name, [left @ d @ right.T for d in changes], weights)
+    expected = left @ change(name, changes, weights) @ right.T
     torch.testing.assert_close(turned, expected, atol=1e-6, rtol=1e-6)
     if name == "wudi":
-        result, without = change(name, changes, [1.0, 1.0, 1e-9], **values), change(name, changes[:2], **values)
+        result, without = change(name, changes, [1.0, 1.0, 1e-9]), change(name, changes[:2])
         torch.testing.assert_close(result, without, atol=1e-5, rtol=1e-5)
 
 
@@ -102,20 +98,19 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@EACH_CASE
-def test_a_map_into_a_large_vocabulary(name: str, values: dict[str, Any]) -> None:
+@WITH_BESIDE
+def test_a_map_into_a_large_vocabulary(name: str) -> None:
     """It takes no square of it. In slices it is the same as of the whole, and nothing is made that is larger than a
     slice or (inputs, inputs)."""
     changes, weights = [random(500, 4, seed=seed) for seed in range(3)], [1.0, 2.0, 0.5]
     with Largest() as largest:
-        whole = change(name, changes, weights, **values)
+        whole = change(name, changes, weights)
     assert largest.size <= sum(each.numel() for each in changes)
-    if "sides" not in values:
-        matrices = [sliced(each, 20) for each in changes]
-        with Largest() as largest:
-            rows = RULES[name].change(matrices, weights, defaults(name, **values)).rows(slice(140, 160))
-        assert largest.size <= 3 * 24 * 4
-        torch.testing.assert_close(rows, whole[140:160], atol=1e-10, rtol=1e-8)
+    matrices = [sliced(each, 20) for each in changes]
+    with Largest() as largest:
+        rows = RULES[name].change(matrices, weights, defaults(name)).rows(slice(140, 160))
+    assert largest.size <= 3 * 24 * 4
+    torch.testing.assert_close(rows, whole[140:160], atol=1e-10, rtol=1e-8)
 
 
 def test_tsv_keeps_what_does_not_meet_and_iso_evens_out_singular_values() -> None:
@@ -152,22 +147,45 @@ def test_wudi_solves_its_equations() -> None:
     objective = sum(a * ((x - d) @ d.T).square().sum() for a, d in zip(shares, changes, strict=True))
     objective = objective + 0.1 * float(values.square().sum() / values.sum()) * (x - prior).square().sum()
     assert float(torch.autograd.grad(objective, x)[0].abs().max()) < 1e-9
-    changes, weights = [random(5, 4, seed=seed) for seed in range(2)], [1.0, 3.0]
-    result = both_sides(changes, weights, 0.1)
-    left, right = ([d @ d.T / d.square().sum() for d in each] for each in (changes, [d.T for d in changes]))
-    start = 0.7 * (1 + 3) / (1 + 9) * (changes[0] + 3 * changes[1])
-    squares = [(0.1 * torch.linalg.eigvalsh(gram).square().sum()) ** 2 for gram in right]
-    ridge = sum(w * square for w, square in zip(weights, squares, strict=True))
-    rest = sum(w * a @ (d - result) @ b for w, a, d, b in zip(weights, left, changes, right, strict=True))
-    torch.testing.assert_close(rest + ridge * (start - result), torch.zeros(5, 4).double(), atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize("values", [{}, {"sides": "both"}], ids=["one side", "both sides"])
-def test_low_ranks_are_not_blown_up(values: dict[str, Any]) -> None:
+def prior(*changes: Tensor, weights: list[float] | None = None) -> Tensor:
+    """M of matrices in slices, as it is of the whole."""
+    weights = weights or [1.0] * len(changes)
+    whole = prior_of([SlicedMatrix.of(each) for each in changes], weights)([*changes])
+    rows = prior_of([sliced(each, 3) for each in changes], weights)([each[3:6] for each in changes])
+    torch.testing.assert_close(rows, whole[3:6])
+    return whole
+
+
+def test_the_prior_holds_each_change_once() -> None:
+    """On the average, but it is no longer than the sum: changes that share nothing add up, equal ones stay."""
+    first, second, third = (random(7, 5, seed=seed) for seed in range(3))
+    apart = second - first * float((first * second).sum() / first.square().sum())
+    torch.testing.assert_close(prior(first, apart), first + apart)
+    torch.testing.assert_close(prior(first, first, first), first)
+    torch.testing.assert_close(prior(first, first, weights=[1.0, 3.0]), first)
+    torch.testing.assert_close(prior(first, apart - 0.3 * first), 0.7 * first + apart)  # not longer
+    alike, weights = [first + 0.3 * each for each in (second, third)], [1.0, 2.0]
+    merged = prior(*alike, weights=weights)
+    held = [float((merged * each).sum() / each.square().sum()) for each in alike]
+    assert (held[0] + 2 * held[1]) / 3 == pytest.approx(1.0)
+    torch.testing.assert_close(merged / merged.norm(), (t := alike[0] + 2 * alike[1]) / t.norm())
+    torch.testing.assert_close(merged, prior(*alike, weights=[3.0, 6.0]))
+
+
+@pytest.mark.parametrize("name", ["wudi", "tsv"])
+def test_changes_that_are_zero_do_not_count(name: str) -> None:
+    changes, zero = [random(4, 6, seed=seed) for seed in range(2)], 0.0 * random(4, 6)
+    torch.testing.assert_close(change(name, [*changes, zero]), change(name, changes))
+    torch.testing.assert_close(change(name, [zero, changes[0]]), changes[0])
+
+
+def test_low_ranks_are_not_blown_up() -> None:
     """Of changes of rank 2 whose inputs nearly coincide, as those of LoRAs, the result is no longer than their sum."""
     common = random(2, 60)
     changes = [random(40, 2, seed=t) @ (common + 0.1 * random(2, 60, seed=10 + t)) for t in range(1, 3)]
-    assert float(change("wudi", changes, **values).norm()) < sum(float(d.norm()) for d in changes)
+    assert float(change("wudi", changes).norm()) < sum(float(d.norm()) for d in changes)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotation_merge.averaging.sliced import SlicedMatrix
-from rotation_merge.averaging.wudi import SINGLE, Wudi, one_side
+from rotation_merge.averaging.wudi import SINGLE, Wudi, one_side, prior_of
 
 WITHIN = 2e-5
 """Of the length of the merged change."""
@@ -109,16 +109,16 @@ def test_every_way_solves_the_same_equation(size: tuple[int, int], count: int, r
 @pytest.mark.parametrize("count", [1, 2])
 def test_equal_changes_stay_as_they_are(count: int, size: tuple[int, int]) -> None:
     change = rounded(*size, seed=1)
-    matrices, parameters = [SlicedMatrix.of(change)] * count, {"ridge": 0.05, "sides": "one"}
+    matrices, parameters = [SlicedMatrix.of(change)] * count, {"ridge": 0.05}
     assert torch.equal(Wudi().change(matrices, [1.0] * count, parameters).whole(), change)
 
 
 def test_slices_in_float32() -> None:
-    changes, parameters = [random(2500, SINGLE, seed=seed) for seed in range(2)], {"ridge": 0.05, "sides": "one"}
+    changes, parameters = [random(2500, SINGLE, seed=seed) for seed in range(2)], {"ridge": 0.05}
     parts = [slice(0, 1400), slice(1400, 2500)]
     matrices = [SlicedMatrix(lambda part, d=d: d[part], parts) for d in changes]
     with Systems() as systems:
         result = Wudi().change(matrices, [1.0, 1.0], parameters).whole()
     assert [dtype for dtype, _ in systems.seen] == [torch.float32]
-    expected = solved(changes, (changes[0] + changes[1]) / 2, 0.05)
+    expected = solved(changes, prior_of(matrices, [1.0, 1.0])(changes), 0.05)
     assert float((result - expected).norm() / expected.norm()) < WITHIN

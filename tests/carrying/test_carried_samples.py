@@ -208,7 +208,7 @@ def test_what_samples_chose_is_written(name: str, tied: bool, tmp_path: Path, mo
         expected = plain = new[tensor] + tuned[tensor] - before[tensor]
         if name == MERGED and tensor.endswith(maps):
             changes = [SlicedMatrix.of((each[tensor] - before[tensor]).double()) for each in (new, tuned)]
-            both = WudiBeside().change(changes, [1.0, 1.0], {"ridge": BESIDE_RIDGE, "sides": "one"})
+            both = WudiBeside().change(changes, [1.0, 1.0], {"ridge": BESIDE_RIDGE})
             expected = (before[tensor] + both.whole()).float()
             assert not torch.allclose(result, plain, atol=1e-4)
         if name == PLAIN or tensor.endswith(maps):

@@ -59,7 +59,6 @@ RECIPES: dict[str, tuple[tuple[Path, ...], dict[str, Any], float]] = {
     "task_arithmetic": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
     "ties": (TUNED, {"weight": 1.0, "density": 0.5, **PLAIN}, 1e-2),
     "wudi": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
-    "wudi, both sides": (TUNED, {"weight": 1.0, "sides": "both", **PLAIN}, 2e-3),
     "tsv": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
     "iso": (TUNED, {"weight": 1.0, **PLAIN}, EXACT),
     "refit": (TUNED, {"samples": 16, "start": "average", **PLAIN}, 1e-3),

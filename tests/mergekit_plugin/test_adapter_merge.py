@@ -118,7 +118,7 @@ def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("wudi", {}), ("wudi", {"sides": "both"}), ("tsv", {}), ("tsv", {"lambda": 1.4}), ("iso", {})],
+    [("wudi", {}), ("tsv", {}), ("tsv", {"lambda": 1.4}), ("iso", {})],
 )
 def test_it_is_the_merge_of_the_models(name: str, settings: dict[str, Any], three: list[str], tmp_path: Path) -> None:
     """As `rotation_merge.average` gives it, of models that the adapters were added to."""
@@ -474,7 +474,7 @@ BAD: list[tuple[str, str]] = [
     ("one two three --method tis", "'ties'"),
     ("one two three -p density=1", "no parameter 'density'"),
     ("one two three --method wudi -p ridge=much", "must be a number"),
-    ("one two three --method wudi -p sides=three", "sides"),
+    ("one two three --method wudi -p others=three", "others"),
     ("one two three -p density", "NAME=VALUE"),
     ("one two three --weights 1,2", "2 weights for 3"),
     ("one two three --weights 1,0,1", "positive"),

@@ -25,7 +25,7 @@ from rotation_merge.run.data import Data, read_samples
 from rotation_merge.run.evaluate import margin, score
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
-from rotation_merge.search.candidates import LAST, SCALES, candidates_of, left_out
+from rotation_merge.search.candidates import SCALES, candidates_of, left_out
 from rotation_merge.search.judge import ENSEMBLE, Figures, Judge, forgetting
 from rotation_merge.search.parents import FAR, NEAR, SHARED, Parents, SearchConfig, split, write_data
 from rotation_merge.search.run import STEP, Outcome, Search, best_scale
@@ -120,9 +120,9 @@ CHEAP = ["wudi", "plain", "task_arithmetic", "ties", "tsv", "tsv, calibrated"]
         (FAR, None, ALIGNED, ["no common base"]),
         (FAR, BASE, ALIGNED, ["no common base"]),
         (NEAR, None, ALIGNED, ["no common base"]),
-        (NEAR, BASE, [*CHEAP, *ALIGNED[1:], LAST], []),
+        (NEAR, BASE, [*CHEAP, *ALIGNED[1:]], []),
         (SHARED, None, ["plain", "regmean", "refit, plain"], ["share their coordinates", "no common base"]),
-        (SHARED, BASE, [*CHEAP, "regmean", "refit, plain", LAST], ["share their coordinates"]),
+        (SHARED, BASE, [*CHEAP, "regmean", "refit, plain"], ["share their coordinates"]),
         (SHARED, C, [*CHEAP[1:3], "regmean", "refit, plain"], ["share their coordinates", "only one task vector"]),
     ],
 )
