@@ -31,7 +31,7 @@ def method(monkeypatch: pytest.MonkeyPatch) -> TaskVectorMethod:
 
 
 def test_the_rule_follows_rotations(method: TaskVectorMethod) -> None:
-    laws.test_merged_changes_follow_rotations("balanced", {}, (6, 9))
+    laws.test_merged_changes_follow_rotations("balanced", (6, 9))
     alone = laws.random(5, 7)
     torch.testing.assert_close(laws.change("balanced", [alone]), alone, atol=1e-10, rtol=1e-10)
     changes = [laws.random(4, 5, seed=seed) for seed in range(2)]
