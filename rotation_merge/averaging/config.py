@@ -30,7 +30,7 @@ ADAPTER_METHODS = tuple(ADAPTER_PARAMETERS)
 AdapterMethod = Literal[ADAPTER_METHODS]  # type: ignore[valid-type]
 
 AUTO = "auto"
-"""A rank that is chosen by the share of the squared norm that it keeps."""
+"""A rank that is chosen by the share of the squared norm that it keeps; a ridge by held-out samples."""
 
 
 def check_adapter_parameters(method: str, names: Iterable[str]) -> None:
@@ -90,7 +90,10 @@ class CalibrationConfig(Config):
 class RefitConfig(Config):
     """Options of a refit."""
 
-    ridge: NotNegative = option(0.01, "strength of the pull of each linear map towards its start")
+    ridge: NotNegative | Literal["auto"] = option(
+        0.01,
+        f"strength of the pull of each linear map towards its start. `{AUTO}`: the best on a quarter of the samples",
+    )
     lambda_: float = option(1.0, "factor of the start's difference from `base_model`", key="lambda")
     targets: Literal["own", "mean"] | None = option(
         None,

@@ -98,7 +98,10 @@ class Refit:
         shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
             the least-squares change on (`softmax_change`); None: its logits are solved like other outputs.
+        held_out: batches that maps which read one input have their ridge chosen on (`RidgeSums.best_ridge`), before
+            they are solved on all; none: their ridge is `ridge`.
         errors: relative errors of the solved maps' outputs before and after, by checkpoint name.
+        ridges: of the solved maps, by checkpoint name.
         unsolved: by reason, names of linear maps that stay.
     """
 
@@ -114,7 +117,9 @@ class Refit:
     watch: Progress = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
     softmax: float | None = None
+    held_out: frozenset[int] = frozenset()
     errors: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
+    ridges: dict[str, float] = field(default_factory=dict, init=False)
     unsolved: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _solved: dict[str, StoredValue] = field(default_factory=dict, init=False)
     _names: list[str] = field(default_factory=list, init=False)
@@ -181,7 +186,7 @@ class Refit:
         self, hooks: BlockHooks, stage: Stage, names: Mapping[str, Sequence[str]], answers: Sequence[Answer]
     ) -> None:
         """Solve the maps of a stage from sums over all batches."""
-        sums: RidgeSums | None = None
+        parts = dict[bool, RidgeSums]()
         is_head, head_inputs = self._gives_logits(hooks, stage), list[Tensor]()
         for batch, weight in enumerate(self.weights):
             wanted = {key: value for key, value in answers[batch].items() if key in stage.wanted}
@@ -193,22 +198,26 @@ class Refit:
             inputs = activations.rows(keys[0], inputs=True)
             if is_head:
                 head_inputs.append(inputs)
-            sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
+            if (held_out := batch in self.held_out) not in parts:
+                parts[held_out] = RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
             lacks = {key: (lacking(key, stage, activations, answer), activations.rows(key)) for key in keys}
-            sums.add(inputs, lacks, weight)
-        if sums is None:
+            parts[held_out].add(inputs, lacks, weight)
+        if not parts:
             return
-        sums.flush()
+        sums, biased = parts[False], {key: getattr(hooks.modules[key], "bias", None) is not None for key in keys}
+        for part in parts.values():
+            part.flush()
+        ridge = sums.best_ridge(parts[True], biased) if self.held_out else self.ridge
         for key in sums.cross:
-            name, biased = names[key][0], getattr(hooks.modules[key], "bias", None) is not None
-            best = sums.change(key, self.ridge, biased)
+            name = names[key][0]
+            best = sums.change(key, ridge, biased[key])
             if best is None:
                 problem = f"{sums.rows:.0f} positions of the samples do not determine '{name}' ({sums.width} inputs)"
                 raise DataError(problem, remedy="give more samples, or a ridge above 0 ('ridge: 0.01')")
             change = self._head_change(hooks, key, best, head_inputs, answers) if is_head else best
             if self.shape is not None:
                 change = self.shape(change, sums.gram)
-            self.errors[name] = sums.errors(key, change, self.ridge if change is best else None)
+            self.errors[name], self.ridges[name] = sums.errors(key, change, ridge if change is best else None), ridge
             self._set(hooks, key, change, names[key])
 
     def _gives_logits(self, hooks: BlockHooks, stage: Stage) -> bool:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from statistics import fmean
 from tempfile import gettempdir
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import with_margin
-from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
+from rotation_merge.run.batches import Batch, batched_by_length, by_rows, joined, unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import margin, score
 from rotation_merge.run.functions import empty_model, in_memory
@@ -43,6 +43,9 @@ TOKENS = 2048
 
 HELD_OUT = 8
 """Of samples with labels a quarter judges the refit, and at least so many."""
+
+FEW = 0.01
+"""The ridge where samples are too few to choose it."""
 
 JUDGED = ("next token", "masked token", "class", "labels", "regression")
 """Tasks of samples whose labels can judge a merge."""
@@ -197,15 +200,18 @@ class ModelRefit:
         """The start with the solved tensors, or without where held-out samples say that they are worse."""
         start, maps = self._start(), {n for m in linear_maps(self.base.architecture).values() for n in m.info.names}
         numbers, known = range(len(self.teachers)), self._samples
-        parts = [with_small_first_batch(known[n] if n in known else self._read_samples(n)) for n in numbers]
+        sides = [self._sides(known[n] if n in known else self._read_samples(n)) for n in numbers]
+        parts = [[*solved_on, *held_out] for solved_on, held_out in sides]
         batches = [batch for part in parts for batch in part]
+        ends = zip(accumulate(map(len, parts)), sides, strict=True)
+        chosen_on = frozenset(i for end, (_, held_out) in ends for i in range(end - len(held_out), end))
         views = [teacher.view for teacher in self.teachers]
         donors = [self._runner(v, batches if self.pooled else part) for v, part in zip(views, parts, strict=True)]
         shares = [teacher.share * len(parts) for teacher, part in zip(self.teachers, parts, strict=True) for _ in part]
         # all but linear maps run as they are stored; solved maps are rounded afterwards
         running = start.map(lambda name, tensor: tensor if name in maps else self._rounded(name, tensor))
         merge = self._runner(replace(self.base, tensors=running), batches)
-        refit = self._refit(merge, donors, None if self.pooled else shares)
+        refit = self._refit(merge, donors, chosen_on, None if self.pooled else shares)
         refit.skip, refit.watch = self.excluded, progress
         solved = refit.run().solved()
         written = start.replaced(solved)
@@ -219,7 +225,7 @@ class ModelRefit:
         if worse:
             written = start
         if self.own_heads and not self.pooled:
-            self._solve_heads(written, merge, donors)
+            self._solve_heads(written, merge, donors, chosen_on)
         return written
 
     def _read_samples(self, number: int) -> list[Batch]:
@@ -239,19 +245,39 @@ class ModelRefit:
                 self.held_out.append((teacher.share, remaining))
         return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
 
+    def _sides(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+        """A teacher's samples, and every fourth of them apart where ridges are chosen on these."""
+        if self.config.ridge != "auto":
+            return with_small_first_batch(batches), []
+        sides, number = (list[Batch](), list[Batch]()), count(1)
+        for batch in batches:
+            examples = [(row, next(number) % 4 == 0) for row in by_rows(batch)]
+            for held_out, side in enumerate(sides):
+                rows = [row for row, is_held_out in examples if is_held_out == held_out]
+                side += [joined(rows)] if rows else []
+        return with_small_first_batch(sides[0]), sides[1]
+
     def _runner(self, view: View, batches: list[Batch]) -> Runner:
         """Runs a model in the coordinates of the merge."""
         return Runner(replace(view, untie=self.base.untie), batches, dtype=self.exact, device=self.device)
 
-    def _refit(self, merge: Runner, donors: Sequence[Runner], weights: Sequence[float] | None = None) -> Refit:
+    def _refit(
+        self,
+        merge: Runner,
+        donors: Sequence[Runner],
+        chosen_on: frozenset[int],
+        weights: Sequence[float] | None = None,
+    ) -> Refit:
         """A refit towards donors.
 
         Args:
+            chosen_on: numbers of the batches that ridges are chosen on.
             weights: of each batch, which one donor answers; None: all answer to all batches.
         """
         answers = teacher_answers([teacher.share for teacher in self.teachers] if weights is None else None)
         of_batch, targets = weights or [1.0] * len(merge.batches), (donors, answers)
-        refit = Refit(merge, self.base.architecture, *targets, of_batch, self.config.ridge, self.store)
+        ridge = FEW if self.config.ridge == "auto" else self.config.ridge
+        refit = Refit(merge, self.base.architecture, *targets, of_batch, ridge, self.store, held_out=chosen_on)
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
 
@@ -271,7 +297,7 @@ class ModelRefit:
         mean_share = fmean(share for share, _ in self.held_out)
         return [[share / mean_share * loss for loss in score(answer, x).losses] for share, x in self.held_out]
 
-    def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner]) -> None:
+    def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner], chosen_on: frozenset[int]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
@@ -284,7 +310,7 @@ class ModelRefit:
                 headed, alone = (self._runner(each, donor.batches) for each in (replace(view, tensors=tensors), view))
                 headed.follow(merge, first, is_head)
                 alone.follow(donor, 0, is_head)
-                refit = self._refit(headed, [alone], [1.0] * count)
+                refit = self._refit(headed, [alone], frozenset(i - first for i in chosen_on), [1.0] * count)
                 refit.skip = lambda name: name not in self.head_names or self.exclude(name)
                 self.heads[view.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
             first += count
@@ -302,12 +328,14 @@ class ModelRefit:
             worse: whether the refit's are higher.
         """
         before, after = map(fmean, zip(*(refit.errors.values() or [(0.0, 0.0)]), strict=True))
+        of_maps = refit.ridges.values() or [refit.ridge]
+        ridges = " to ".join(dict.fromkeys(f"{ridge:g}" for ridge in (min(of_maps), max(of_maps))))
         target = "the mean of all models' answers" if self.pooled else "each sample's own model"
         sources = ", ".join(f"`{teacher.original.name}` {teacher.words}" for teacher in self.teachers)
         start = {"average": "average", "anchor": "anchor"}.get(self.config.start, f"merge by {self.config.start}")
         self.notes.append(
             f"Refit solved {len(refit.errors)} linear maps, layer by layer, towards {target} (ridge "
-            f"{self.config.ridge:g}, from the {start}; samples: {sources}). The error of their outputs fell "
+            f"{ridges}, from the {start}; samples: {sources}). The error of their outputs fell "
             f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
         )
         if losses:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+RIDGES = (0.001, 0.01, 0.1, 1.0, 10.0)
+"""Of which one is chosen on rows that are held out."""
+
 BIAS = 1e-6
 """The penalty of a bias, over the number of rows."""
 
@@ -35,7 +38,7 @@ class RidgeSums:
         self.width, self.rows, self.dtype = like.shape[-1], 0.0, dtype
         self.cross: dict[str, Tensor] = {}
         self.squares: dict[str, tuple[float, float]] = {}
-        self._factors: dict[int, Tensor | None] = {}
+        self._factors: dict[tuple[int, float], Tensor | None] = {}
         self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
         self._waiting: list[tuple[Tensor, dict[str, Tensor]]] = []
         self._weight = 1.0
@@ -81,10 +84,31 @@ class RidgeSums:
             (out, in), with a bias (out, in + 1); None where the inputs do not determine it.
         """
         size = self.width + int(biased)
-        if size not in self._factors:
-            self._factors[size] = self._factor(self._penalty(ridge)[:size])
-        factor = self._factors[size]
+        if (size, ridge) not in self._factors:
+            self._factors[size, ridge] = self._factor(self._penalty(ridge)[:size])
+        factor = self._factors[size, ridge]
         return None if factor is None else torch.cholesky_solve(self.cross[key][:size], factor).mT
+
+    def best_ridge(self, held_out: RidgeSums, biased: Mapping[str, bool]) -> float:
+        """The ridge of `RIDGES` whose changes err least on rows held out, which are added to these rows then.
+
+        Args:
+            biased: by key of each map, whether it has a bias.
+        """
+
+        def error(ridge: float) -> float:
+            changes = {key: self.change(key, ridge, has_bias) for key, has_bias in biased.items()}
+            self._factors.clear()
+            return sum(torch.inf if x is None else held_out.errors(k, x, None)[1] ** 2 for k, x in changes.items())
+
+        best = min(RIDGES, key=error)
+        self._upper += held_out._upper
+        self.rows += held_out.rows
+        for key, cross in held_out.cross.items():
+            self.cross[key] += cross
+            (before, whole), (others_before, others_whole) = self.squares[key], held_out.squares[key]
+            self.squares[key] = before + others_before, whole + others_whole
+        return best
 
     def _factor(self, penalty: Tensor) -> Tensor | None:
         """The Cholesky factor, for all maps that read as many of the inputs as there are penalties."""

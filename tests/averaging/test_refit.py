@@ -17,6 +17,7 @@ from torch import Tensor
 import rotation_merge as rm
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, teacher_answers
+from rotation_merge.averaging.ridge import RIDGES, RidgeSums
 from rotation_merge.model.tensors import as_tensors
 from rotation_merge.model.view import View
 from rotation_merge.run.batches import batched_by_length
@@ -178,6 +179,42 @@ def test_a_batch_goes_through_a_layer_once_for_each_stage(tmp_path: Path, monkey
     stages_of_a_layer = 4  # queries with keys and values, outputs, both maps of the gate, down
     assert max(counts.values()) <= (stages_of_a_layer + 1) * 10 + 4
     assert min(counts.values()) <= 10 + 1  # a teacher's
+
+
+def sums_of(x: Tensor, lacks: dict[str, Tensor]) -> RidgeSums:
+    sums = RidgeSums(x, torch.float64)
+    sums.add(x, {key: (lack, torch.zeros_like(lack)) for key, lack in lacks.items()}, 1.0)
+    sums.flush()
+    return sums
+
+
+@pytest.mark.parametrize("noise", [0.01, 3.0, 100.0])
+def test_the_chosen_ridge_errs_least_on_rows_held_out(noise: float) -> None:
+    """Of all that are tried, for two maps together; then all rows count. The noisier, the larger."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(36, 12, generator=draw, dtype=torch.float64)
+    keys, biased = ("first", "second"), {"first": True, "second": False}
+    maps = {key: torch.randn(12, 5, generator=draw, dtype=torch.float64) for key in keys}
+    lacks = {key: x @ w + noise * torch.randn(36, 5, generator=draw, dtype=torch.float64) for key, w in maps.items()}
+    solved_on, held_out = ({key: lack[part] for key, lack in lacks.items()} for part in (slice(24), slice(24, 36)))
+
+    def error(ridge: float) -> float:
+        total = 0.0
+        for key in keys:
+            change = sums_of(x[:24], solved_on).change(key, ridge, biased[key])
+            assert change is not None
+            ones = torch.cat([x[24:], x.new_ones(12, int(biased[key]))], 1)
+            total += float((held_out[key] - ones @ change.mT).square().sum() / held_out[key].square().sum())
+        return total
+
+    sums = sums_of(x[:24], solved_on)
+    best = sums.best_ridge(sums_of(x[24:], held_out), biased)
+    assert error(best) == min(map(error, RIDGES))
+    assert (best == min(RIDGES), best == max(RIDGES)) == (noise < 1, noise > 10)
+    for key, whole in ((key, sums_of(x, lacks)) for key in keys):
+        change, expected = (each.change(key, 0.1, biased[key]) for each in (sums, whole))
+        torch.testing.assert_close(change, expected)
+        assert sums.errors(key, expected, 0.1) == pytest.approx(whole.errors(key, expected, 0.1))
 
 
 SOLVED = [

@@ -94,6 +94,28 @@ def test_weights_are_shares_of_samples_or_of_answers(llama: Checkpoint, tmp_path
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+@pytest.mark.parametrize("targets", ["own", "mean"])
+def test_a_chosen_ridge_does_what_it_does_when_it_is_given(
+    targets: str, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only one is tried; samples that it is chosen on are solved on, too. With three samples none is."""
+    donor = checkpoint("llama", "llama", tmp_path / "donor", seed=4)
+
+    def solved(count: int, ridge: float | str = "auto") -> State:
+        document = refit_recipe(llama, donor, targets=targets, ridge=ridge)
+        for seed, entry in enumerate(document["models"]):
+            entry["parameters"]["data"] = str(texts(tmp_path / f"{seed}.jsonl", random_rows(count, 8, seed)))
+        return merged(document, tmp_path / f"{count}-{ridge}")
+
+    few, fixed = solved(3), solved(3, 0.01)
+    assert all(torch.equal(few[name], fixed[name]) for name in few)
+    given = solved(9, 0.03)
+    assert farthest(solved(9, 0.3), given) > 1e-2
+    monkeypatch.setattr("rotation_merge.averaging.ridge.RIDGES", (0.03,))
+    torch.testing.assert_close(solved(9), given, rtol=1e-3, atol=1e-4)
+    assert "(ridge 0.03, from the average" in notes_of(tmp_path / "9-auto")
+
+
 @pytest.mark.slow
 def test_what_is_not_solved_is_said(llama: Checkpoint, tmp_path: Path) -> None:
     """Excluded tensors are the anchor's; a tied head keeps the average, experts and routers are named; ViTs answer to
