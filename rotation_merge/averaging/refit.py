@@ -99,7 +99,7 @@ class Refit:
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
             the least-squares change on (`softmax_change`); None: its logits are solved like other outputs.
         held_out: batches that maps which read one input have their ridge chosen on (`RidgeSums.best_ridge`), before
-            they are solved on all; none: their ridge is `ridge`.
+            they are solved on all; where there are none, their ridge is `ridge`.
         errors: relative errors of the solved maps' outputs before and after, by checkpoint name.
         ridges: of the solved maps, by checkpoint name.
         unsolved: by reason, names of linear maps that stay.
@@ -207,7 +207,7 @@ class Refit:
         sums, biased = parts[False], {key: getattr(hooks.modules[key], "bias", None) is not None for key in keys}
         for part in parts.values():
             part.flush()
-        ridge = sums.best_ridge(parts[True], biased) if self.held_out else self.ridge
+        ridge = sums.best_ridge(parts[True], biased) if True in parts else self.ridge
         for key in sums.cross:
             name = names[key][0]
             best = sums.change(key, ridge, biased[key])
