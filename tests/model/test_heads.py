@@ -62,19 +62,24 @@ def test_another_body_has_none_of_the_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path) -> None:
-    """The merge runs under the anchor's head, as it is written; every model answers under its own, which is solved."""
+@pytest.mark.parametrize(("ridge", "counts"), [(0.01, (6, 6)), ("auto", (9, 3))])
+def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(
+    ridge: float | str, counts: tuple[int, int], tmp_path: Path
+) -> None:
+    """The merge runs under the anchor's head, as it is written; every model answers under its own, which is solved.
+    Three samples of a donor are too few to choose a ridge for its head."""
     anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
     plain, weight = heads_recipe(anchor, donor, delegate="refit", targets="own"), "classifier.out_proj.weight"
+    plain["parameters"]["ridge"] = ridge
     for number, model in enumerate(plain["models"]):
-        np.savez(tmp_path / f"{number}.npz", input_ids=tokens(number, 6, 8).numpy())
+        np.savez(tmp_path / f"{number}.npz", input_ids=tokens(number, counts[number], 8).numpy())
         model["parameters"]["data"] = str(tmp_path / f"{number}.npz")
     excluded = merged({**plain, "parameters": {**plain["parameters"], "exclude": "classifier"}}, tmp_path / "excluded")
     body = merged(plain, tmp_path / "out")
     assert all(torch.equal(body[name], excluded[name]) for name in body)
     assert torch.equal(body[weight], state(anchor)[weight])
     heads = [tmp_path / name / "heads" / "3" for name in ("out", "excluded")]
-    answer, *answers = (load(str(path))(input_ids=tokens(1, 6, 8)).logits for path in (donor, *heads))
+    answer, *answers = (load(str(path))(input_ids=tokens(1, counts[1], 8)).logits for path in (donor, *heads))
     solved, stored = (float((logits - answer).norm()) for logits in answers)
     assert solved < 0.8 * stored
     assert torch.equal(state(heads[1])[weight], state(donor)[weight])
