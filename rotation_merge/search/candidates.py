@@ -25,7 +25,7 @@ LOCAL = {"heads": "permutation"}
 
 FIRST, CALIBRATED = "wudi", "tsv, calibrated"
 """Tried first, as it usually wins at the scale that it begins with; behind `tsv`."""
-SCALES = {"ties": 1.2, "wudi": 1.1, "tsv": 1.0, CALIBRATED: 1.0}
+SCALES = {"ties": 1.2, "wudi": 1.0, "tsv": 1.0, CALIBRATED: 1.0}
 """The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
 FURTHER = {CALIBRATED: {"calibrate": "svc"}}
 """Parameters beside the delegate and its scale."""
