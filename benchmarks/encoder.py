@@ -60,7 +60,10 @@ MERGES: dict[str, Merge] = {
     "tsv, calibrated": (0, "", {"delegate": "tsv", "weight": 1.0, "calibrate": "svc"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{f"refit, {n} texts a task": (n, "", {**SOLVED, "samples": n}) for n in (16, 32, 64, 128, 384, 1536)},
-    **{f"refit from wudi, {n} texts a task": (n, "", {**SOLVED, "samples": n, "start": "wudi"}) for n in (128, 1536)},
+    **{
+        f"refit from wudi, {n} texts a task": (n, "", {**SOLVED, "samples": n, "start": "wudi", "ridge": "auto"})
+        for n in (128, 1536)
+    },
     **{
         f"wudi, polished for {steps} steps, {n} texts a task": (n, "", {**WUDI, "polish": steps})
         for steps, n in ((300, 1024), (900, 2048))
