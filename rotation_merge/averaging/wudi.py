@@ -89,7 +89,8 @@ def prior_of(changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
     """M of `Wudi`: the sum of the changes, each of which it holds once.
 
     It is the weighted mean, lengthened until it holds each change once on the average (``<M, D_t> / |D_t|^2 = 1``), but
-    to no more than the sum. So orthogonal changes give their sum, equal ones themselves.
+    to no more than the sum (``sum_t w_t / sum_t w_t^2`` times the weighted one). So orthogonal changes of equal weights
+    give their sum, and equal changes themselves.
 
     Args:
         changes: D_t, (outputs, inputs), float64; none is zero.
