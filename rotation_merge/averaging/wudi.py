@@ -98,14 +98,12 @@ def prior_of(changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
 
     Source: Singular Value Calibration (arXiv 2602.05536), here of the whole map instead of each singular direction.
     """
-    products = torch.zeros(len(changes), 2, dtype=torch.float64)
+    products = torch.zeros(len(changes), len(changes), dtype=torch.float64)
     for part in changes[0].parts:
-        rows = [change.rows(part) for change in changes]
-        middle = mean(rows, weights).flatten()
-        found = [(float(middle @ each), float(each @ each)) for each in map(Tensor.flatten, rows)]
-        products += torch.tensor(found, dtype=torch.float64)
+        rows = [change.rows(part).flatten() for change in changes]
+        products += torch.tensor([[float(one @ other) for other in rows] for one in rows], dtype=torch.float64)
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    held = float(shares @ (products[:, 0] / products[:, 1]))
+    held = float(shares @ ((products @ shares) / products.diagonal()))
     length = 1 / max(held, float(shares @ shares))
     return lambda rows: length * mean(rows, weights)
 
