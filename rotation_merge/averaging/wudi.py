@@ -72,7 +72,7 @@ class Wudi(TaskVectorMethod):
             solve = _by_inputs(changes, shares, parameters["ridge"])
             return combined(changes, lambda rows: solve(rows, prior(rows)))
         whole = [change.whole() for change in changes]
-        return SlicedMatrix.of(one_side(whole, shares, prior(whole), parameters["ridge"]))
+        return SlicedMatrix.of(closed_form(whole, shares, prior(whole), parameters["ridge"]))
 
     def prior(self, changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
         return prior_of(changes, weights)
@@ -108,7 +108,7 @@ def prior_of(changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
     return lambda rows: length * mean(rows, weights)
 
 
-def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
+def closed_form(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
     """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``, float64; see `Wudi`.
 
     Args:
@@ -125,7 +125,7 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
 def _by_inputs(
     changes: Sequence[SlicedMatrix], shares: Sequence[float], ridge: float
 ) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
-    """`one_side` as a function of all rows of the changes and of M, or of the same ones, by Grams (inputs, inputs).
+    """`closed_form` as a function of all rows of the changes and of M, or of the same ones, by Grams (inputs, inputs).
 
     With B one of the changes it is ``B + (sum_t a_t (D_t - B) G_t + l (M - B)) (sum_t a_t G_t + l I)^-1``, which takes
     no product for B. Without a ridge, B is M: where the Grams have no eigenvalues, nothing else determines D.
@@ -154,7 +154,7 @@ def _by_inputs(
 
 
 def _by_outputs(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
-    """`one_side` by a Gram (changes * outputs, changes * outputs), where that is smaller than (inputs, inputs).
+    """`closed_form` by a Gram (changes * outputs, changes * outputs), where that is smaller than (inputs, inputs).
 
     With S the changes times ``a_t^1/2`` one below the other, and W ``a_t^1/2 (D_t - M) D_t^T`` side by side, it is
     ``M + W S (S^T S + l I)^-1 = M + W (S S^T + l I)^-1 S``; the two products have the same eigenvalues but zeros.

@@ -22,7 +22,7 @@ from rotation_merge.averaging.methods import Source
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.averaging.sliced import SlicedMatrix
 from rotation_merge.averaging.task_vectors import change_of, shortening
-from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, one_side, prior_of
+from rotation_merge.averaging.wudi import BESIDE_RIDGE, WudiBeside, closed_form, prior_of
 
 RULES: dict[str, Any] = {**TASK_VECTORS, "beside": WudiBeside()}
 EACH_RULE = pytest.mark.parametrize("name", list(TASK_VECTORS))
@@ -139,10 +139,10 @@ def test_a_change_beside_another_one() -> None:
 
 
 def test_wudi_solves_its_equations() -> None:
-    """One side is the minimum of sum_t a_t |(D - D_t) D_t^T|^2 + l |D - M|^2, where the gradient vanishes."""
+    """It is the minimum of sum_t a_t |(D - D_t) D_t^T|^2 + l |D - M|^2, where the gradient vanishes."""
     changes, shares = [random(4, 6, seed=seed) for seed in range(3)], [0.2, 0.5, 1.0]
     prior = sum(a * d for a, d in zip(shares, changes, strict=True)) / sum(shares)
-    x = one_side(changes, shares, prior, 0.1).requires_grad_()
+    x = closed_form(changes, shares, prior, 0.1).requires_grad_()
     values = torch.linalg.eigvalsh(sum(a * d.T @ d for a, d in zip(shares, changes, strict=True)))
     objective = sum(a * ((x - d) @ d.T).square().sum() for a, d in zip(shares, changes, strict=True))
     objective = objective + 0.1 * float(values.square().sum() / values.sum()) * (x - prior).square().sum()

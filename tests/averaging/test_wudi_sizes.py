@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotation_merge.averaging.sliced import SlicedMatrix
-from rotation_merge.averaging.wudi import SINGLE, Wudi, one_side, prior_of
+from rotation_merge.averaging.wudi import SINGLE, Wudi, closed_form, prior_of
 
 WITHIN = 2e-5
 """Of the length of the merged change."""
@@ -73,7 +73,7 @@ def test_large_maps_in_float32(kind: str, size: tuple[int, int]) -> None:
     changes, prior = CHANGES[kind](*size), random(*size, seed=5)
     prior *= changes[0].norm() / prior.norm()
     with Systems() as systems:
-        result = one_side(changes, shares_of(changes), prior, 0.05)
+        result = closed_form(changes, shares_of(changes), prior, 0.05)
     assert systems.seen == [(torch.float32, min(size[1], 2 * size[0]))]
     expected = solved(changes, prior, 0.05)
     assert float((result - expected).norm() / expected.norm()) < WITHIN
@@ -82,7 +82,7 @@ def test_large_maps_in_float32(kind: str, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("size", "ridge"), [((1024, 1024), 0.009), ((500, 1010), 0.05), ((511, 1200), 0.05)])
 def test_small_ridges_and_maps_in_float64(size: tuple[int, int], ridge: float) -> None:
     changes, prior = [low_rank(*size, seed=1), low_rank(*size, seed=3)], random(*size, seed=5)
-    result, expected = one_side(changes, shares_of(changes), prior, ridge), solved(changes, prior, ridge)
+    result, expected = closed_form(changes, shares_of(changes), prior, ridge), solved(changes, prior, ridge)
     assert float((result - expected).norm() / expected.norm()) < 1e-9
 
 
@@ -96,7 +96,7 @@ def test_every_way_solves_the_same_equation(size: tuple[int, int], count: int, r
         kernel = random(3, size[1], seed=8)
         kernel = torch.linalg.qr(kernel.mT)[0]
         changes = [d - d @ kernel @ kernel.mT for d in changes]
-    result = one_side(changes, shares_of(changes), prior, ridge)
+    result = closed_form(changes, shares_of(changes), prior, ridge)
     if ridge:
         torch.testing.assert_close(result, solved(changes, prior, ridge), atol=1e-10, rtol=1e-10)
     else:
