@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic.dataclasses import dataclass
@@ -29,7 +29,7 @@ ADAPTER_PARAMETERS: dict[str, tuple[str, ...]] = {
 ADAPTER_METHODS = tuple(ADAPTER_PARAMETERS)
 AdapterMethod = Literal[ADAPTER_METHODS]  # type: ignore[valid-type]
 
-AUTO = "auto"
+AUTO: Final = "auto"
 """A rank that is chosen by the share of the squared norm that it keeps; a ridge by held-out samples."""
 
 

@@ -98,8 +98,8 @@ class Refit:
         shape: function applied to a solved change (out, in [+ 1 for a bias]), given the Gram of the inputs and a one.
         softmax: ridge of a map that gives the model's logits, which is then fitted to the answers' probabilities from
             the least-squares change on (`softmax_change`); None: its logits are solved like other outputs.
-        held_out: batches that maps which read one input have their ridge chosen on (`RidgeSums.best_ridge`), before
-            they are solved on all; where there are none, their ridge is `ridge`.
+        held_out: by batch, 1 where maps which read one input have their ridge chosen on it (`RidgeSums.best_ridge`),
+            before they are solved on all; where there are none, their ridge is `ridge`.
         errors: relative errors of the solved maps' outputs before and after, by checkpoint name.
         ridges: of the solved maps, by checkpoint name.
         unsolved: by reason, names of linear maps that stay.
@@ -117,7 +117,7 @@ class Refit:
     watch: Progress = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
     softmax: float | None = None
-    held_out: frozenset[int] = frozenset()
+    held_out: Sequence[int] = ()
     errors: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
     ridges: dict[str, float] = field(default_factory=dict, init=False)
     unsolved: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
@@ -186,7 +186,7 @@ class Refit:
         self, hooks: BlockHooks, stage: Stage, names: Mapping[str, Sequence[str]], answers: Sequence[Answer]
     ) -> None:
         """Solve the maps of a stage from sums over all batches."""
-        parts = dict[bool, RidgeSums]()
+        parts, held_out = dict[int, RidgeSums](), self.held_out or [0] * len(self.weights)
         is_head, head_inputs = self._gives_logits(hooks, stage), list[Tensor]()
         for batch, weight in enumerate(self.weights):
             wanted = {key: value for key, value in answers[batch].items() if key in stage.wanted}
@@ -198,16 +198,16 @@ class Refit:
             inputs = activations.rows(keys[0], inputs=True)
             if is_head:
                 head_inputs.append(inputs)
-            if (held_out := batch in self.held_out) not in parts:
-                parts[held_out] = RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
+            if held_out[batch] not in parts:
+                parts[held_out[batch]] = RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
             lacks = {key: (lacking(key, stage, activations, answer), activations.rows(key)) for key in keys}
-            parts[held_out].add(inputs, lacks, weight)
+            parts[held_out[batch]].add(inputs, lacks, weight)
         if not parts:
             return
-        sums, biased = parts[False], {key: getattr(hooks.modules[key], "bias", None) is not None for key in keys}
+        sums, biased = parts[0], {key: getattr(hooks.modules[key], "bias", None) is not None for key in keys}
         for part in parts.values():
             part.flush()
-        ridge = sums.best_ridge(parts[True], biased) if True in parts else self.ridge
+        ridge = sums.best_ridge(parts[1], biased) if 1 in parts else self.ridge
         for key in sums.cross:
             name = names[key][0]
             best = sums.change(key, ridge, biased[key])

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from statistics import fmean
 from tempfile import gettempdir
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from mergekit import merge_methods
 from torch import Tensor
 
 from rotation_merge.averaging.average import averaged, check_merged
-from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.config import AUTO, RefitConfig
 from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.refit import Refit, teacher_answers
 from rotation_merge.averaging.registry import TASK_VECTORS
@@ -203,8 +203,7 @@ class ModelRefit:
         sides = [self._sides(known[n] if n in known else self._read_samples(n)) for n in numbers]
         parts = [[*solved_on, *held_out] for solved_on, held_out in sides]
         batches = [batch for part in parts for batch in part]
-        ends = zip(accumulate(map(len, parts)), sides, strict=True)
-        chosen_on = frozenset(i for end, (_, held_out) in ends for i in range(end - len(held_out), end))
+        chosen_on = [is_held_out for side in sides for is_held_out, part in enumerate(side) for _ in part]
         views = [teacher.view for teacher in self.teachers]
         donors = [self._runner(v, batches if self.pooled else part) for v, part in zip(views, parts, strict=True)]
         shares = [teacher.share * len(parts) for teacher, part in zip(self.teachers, parts, strict=True) for _ in part]
@@ -247,7 +246,7 @@ class ModelRefit:
 
     def _sides(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
         """A teacher's samples, and every fourth of them apart where ridges are chosen on these."""
-        if self.config.ridge != "auto":
+        if self.config.ridge != AUTO:
             return with_small_first_batch(batches), []
         sides, number = (list[Batch](), list[Batch]()), count(1)
         for batch in batches:
@@ -265,18 +264,18 @@ class ModelRefit:
         self,
         merge: Runner,
         donors: Sequence[Runner],
-        chosen_on: frozenset[int],
+        chosen_on: Sequence[int],
         weights: Sequence[float] | None = None,
     ) -> Refit:
         """A refit towards donors.
 
         Args:
-            chosen_on: numbers of the batches that ridges are chosen on.
+            chosen_on: by batch, 1 where ridges are chosen on it, else 0.
             weights: of each batch, which one donor answers; None: all answer to all batches.
         """
         answers = teacher_answers([teacher.share for teacher in self.teachers] if weights is None else None)
         of_batch, targets = weights or [1.0] * len(merge.batches), (donors, answers)
-        ridge = FEW if self.config.ridge == "auto" else self.config.ridge
+        ridge = FEW if self.config.ridge == AUTO else self.config.ridge
         refit = Refit(merge, self.base.architecture, *targets, of_batch, ridge, self.store, held_out=chosen_on)
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
@@ -297,7 +296,7 @@ class ModelRefit:
         mean_share = fmean(share for share, _ in self.held_out)
         return [[share / mean_share * loss for loss in score(answer, x).losses] for share, x in self.held_out]
 
-    def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner], chosen_on: frozenset[int]) -> None:
+    def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner], chosen_on: Sequence[int]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
 
         All layers have been run on these samples, by the merge and by the teachers.
@@ -310,7 +309,7 @@ class ModelRefit:
                 headed, alone = (self._runner(each, donor.batches) for each in (replace(view, tensors=tensors), view))
                 headed.follow(merge, first, is_head)
                 alone.follow(donor, 0, is_head)
-                refit = self._refit(headed, [alone], frozenset(i - first for i in chosen_on), [1.0] * count)
+                refit = self._refit(headed, [alone], chosen_on[first : first + count], [1.0] * count)
                 refit.skip = lambda name: name not in self.head_names or self.exclude(name)
                 self.heads[view.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
             first += count
