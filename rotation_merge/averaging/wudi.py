@@ -101,10 +101,10 @@ def prior_of(changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
     products = torch.zeros(len(changes), len(changes), dtype=torch.float64)
     for part in changes[0].parts:
         rows = [change.rows(part).flatten() for change in changes]
-        products += torch.tensor([[float(one @ other) for other in rows] for one in rows], dtype=torch.float64)
+        products += torch.tensor([[float(x @ y) for y in rows] for x in rows], dtype=torch.float64)
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    held = float(shares @ ((products @ shares) / products.diagonal()))
-    length = 1 / max(held, float(shares @ shares))
+    mean_share = float(shares @ ((products @ shares) / products.diagonal()))
+    length = 1 / max(mean_share, float(shares @ shares))
     return lambda rows: length * mean(rows, weights)
 
 
