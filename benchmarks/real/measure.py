@@ -56,7 +56,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5},
     "wudi": {"method": "wudi", "searched": True},
     "tsv": {"method": "tsv"},
-    "tsv, calibrated": {"method": "tsv", "calibrate": "svc"},
+    "tsv, calibrated": {"method": "tsv", "calibrate": "svc", "searched": True},
     "iso": {"method": "iso"},
     "regmean, own text": {"method": "regmean", "measured": "self", "weight": 1.0},
     "refit, own text": {**REFIT, "data": "self"},

@@ -3,7 +3,8 @@ r"""Several LoRA adapters merged into one, map by map, without their base.
 The changes ``D_t = B_t A_t`` of one map lie in the span of all B_t and of all A_t. With orthonormal bases Q_B (outputs)
 and Q_A (inputs) of the two, ``D_t = Q_B C_t Q_A^T`` with small cores C_t. Methods that commute with orthogonal maps
 merge the cores, with exactly the result of merging the full changes; methods that look at single entries (TIES, DARE)
-merge the full changes of one map at a time. The singular vectors of the result are the factors of the new adapter.
+merge the full changes of one map at a time. (Which module is a head is not known here: `tsv` and `iso` merge it as any
+other map, and in a recipe by `wudi`.) The singular vectors of the result are the factors of the new adapter.
 A smaller rank cuts these: compressing the bases first, and then merging (arXiv 2606.03723), was measured. At half the
 joint rank it was worse by `tsv` and `linear`, and on average by `wudi`.
 

@@ -72,6 +72,12 @@ class TaskVectorMethod(OwnMethod):
         """
         raise NotImplementedError
 
+    def head_change(
+        self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
+    ) -> SlicedMatrix:
+        """The same of a map onto a vocabulary."""
+        return self.change(changes, weights, parameters)
+
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:
         base, *tuned_sources = sources
         start, weights = base.weight, [source.share for source in tuned_sources]
@@ -82,7 +88,8 @@ class TaskVectorMethod(OwnMethod):
         if linear:
             self.note("ratios", ratio)
             self.note("lengths", parameters["lengths"])
-            change = self.change(changes, weights, parameters)
+            rule = self.change if info.vocabulary_axis is None else self.head_change
+            change = rule(changes, weights, parameters)
         else:
             self.note("others", parameters["others"])
             scale = sum(weights) if parameters["others"] == "sum" else 1.0
@@ -97,7 +104,8 @@ class TaskVectorMethod(OwnMethod):
         ratios, rule = log["ratios"], " or ".join(sorted(set(log["others"]))) or "mean"
         tied = "" if models.tied_head is None else ", the embedding among them, which is the head, too"
         merged = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {models.views[models.base].name}"
-        line = f"Delegate {self.spec.name} {merged}; other tensors got the {rule} of their changes."
+        heads = ", heads by wudi" if log["heads"] else ""
+        line = f"Delegate {self.spec.name} {merged}{heads}; other tensors got the {rule} of their changes."
         uneven = sum(ratio > RATIO for ratio in ratios)
         if ratios:
             line += f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}"

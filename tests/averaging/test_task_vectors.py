@@ -276,6 +276,20 @@ def test_recipes_merge_the_changes_of_every_map(
     assert all(torch.equal(rounded[tensor], values.bfloat16()) for tensor, values in exact.items())
 
 
+@pytest.mark.parametrize("name", ["tsv", "iso"])
+def test_heads_are_merged_by_wudi(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
+    """By rules of singular vectors, which merge all other maps themselves; weights multiply a head's change, too."""
+    own, of_wudi = (merged(of(three, delegate), tmp_path / delegate) for delegate in (name, "wudi"))
+    for tensor in (tensor for tensor in own if tensor.endswith("proj.weight")):
+        assert not torch.allclose(own[tensor], of_wudi[tensor], rtol=1e-3)
+    head, start = own["lm_head.weight"], three[0].state["lm_head.weight"]
+    assert torch.equal(head, of_wudi["lm_head.weight"])
+    notes = [" ".join(report(tmp_path / delegate)["notes"]) for delegate in (name, "wudi")]
+    assert [", heads by wudi; other tensors" in words for words in notes] == [True, False]
+    halved = merged(of(three, name, weight=0.5), tmp_path / "half")["lm_head.weight"]
+    torch.testing.assert_close(halved, (start + head) / 2, atol=1e-6, rtol=1e-5)
+
+
 def test_equal_models_stay_bit_for_bit_and_a_weight_of_zero_counts(three: list[Checkpoint], tmp_path: Path) -> None:
     base = three[0]
     copies = [base.write(base.state, tmp_path / name) for name in ("copy", "another")]
