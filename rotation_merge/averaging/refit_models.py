@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from statistics import fmean
 from tempfile import gettempdir
@@ -228,15 +227,17 @@ class ModelRefit:
         return written
 
     def _read_samples(self, number: int) -> list[Batch]:
-        """The samples that a teacher brings, or writes; some of a file's with labels are held out."""
-        teacher, seed = self.teachers[number], self.config.seed + number
-        read = partial(read_samples, teacher.original, teacher.source, seed=seed)
+        """The samples that a teacher brings, or writes; some of a file's with labels, and of texts that it writes, are
+        held out."""
+        teacher, seed, beyond = self.teachers[number], self.config.seed + number, 0
+        if isinstance(teacher.key, str) and teacher.key != SYNTHETIC:
+            beyond = max(HELD_OUT, teacher.samples // 3)
         if teacher.key == SELF:
-            writer = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
-            return read(teacher.samples, module=writer).batches
-        of_file = isinstance(teacher.key, str) and teacher.key != SYNTHETIC
-        beyond = max(HELD_OUT, teacher.samples // 3) if of_file else 0
-        samples = read(teacher.samples + beyond, module=empty_model(teacher.original))
+            module = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
+            beyond *= teacher.samples >= HELD_OUT
+        else:
+            module = empty_model(teacher.original)
+        samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=module)
         if beyond and samples.examples >= 2 * HELD_OUT:
             size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
             samples, remaining = split_batches(samples, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,16 @@ def test_samples_held_out_are_the_next_of_the_file(
     margin = t.ppf(0.975, 7) * float(change.std()) / 8**0.5
     words = f"was {before.mean():.4f} before the refit and {after.mean():.4f} after it"
     assert f"{words} (a difference of {change.mean():.4f} ± {margin:.2g})" in notes_of(tmp_path / "refit")
+
+
+@pytest.mark.parametrize(("samples", "held_out"), [(24, 24), (6, None)])
+def test_texts_that_models_write_judge_a_refit_too(
+    samples: int, held_out: int | None, three: list[Checkpoint], tmp_path: Path
+) -> None:
+    """Each of three writes a third more than it is solved on, eight at least; of few there is nothing to judge by."""
+    merged(of(three, "refit", weight=1.0, data="self", samples=samples), tmp_path / "refit")
+    found = re.findall(r"On (\d+) held-out samples the loss was", notes_of(tmp_path / "refit"))
+    assert found == ([] if held_out is None else [str(held_out)])
 
 
 @pytest.mark.slow
