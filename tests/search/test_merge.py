@@ -220,7 +220,7 @@ def test_most_of_the_budget_goes_into_merging(
     data, out = ["demo:english", "demo:c"], tmp_path / "out"
     result = rm.merge([ENGLISH, C], out, data, config, anyway=True, watch=lambda text: spoken.update({text: clock[0]}))
     names = [text.removesuffix(" ...") for text in spoken]
-    order = ["wudi", "plain", "task_arithmetic", "ties", "tsv", "tsv, calibrated", "regmean"][:count]
+    order = ["wudi", "plain", "tsv, calibrated", "task_arithmetic", "ties", "tsv", "regmean"][:count]
     assert [name for name in names if name in order] == order
     assert {trial.name for trial in result.tried} == set(order)
     assert any(trial.searched for trial in result.tried) == best_scale
