@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from rotation_merge.workers import listener
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "scaling": False}
 LOCAL = {"heads": "permutation"}
 
-CALIBRATED = "tsv, calibrated"
-EARLY = ("wudi", "plain", CALIBRATED)
+WUDI, CALIBRATED = "wudi", "tsv, calibrated"
+EARLY = (WUDI, "plain", CALIBRATED)
 """Tried first: what usually wins, the cheaper one before, and what tells how much a merge may forget."""
-SCALES = {"ties": 1.2, "wudi": 1.0, "tsv": 1.0, CALIBRATED: 1.0}
+SCALES = {"ties": 1.2, WUDI: 1.0, "tsv": 1.0, CALIBRATED: 1.0}
 """The `lambda` that a search begins with; of sums of task vectors one over the root of their number."""
 FURTHER = {CALIBRATED: {"calibrate": "svc"}}
 """Parameters beside the delegate and its scale."""
@@ -58,7 +58,8 @@ class Candidate:
 
     def recipe(self, dtype: str | None) -> str:
         """The recipe as YAML."""
-        weight = round(1 / len(self.models), 6) if self.scale is None else 1.0
+        equal = sum("weight" not in self.of_model.get(model, {}) for model in self.models)
+        weight = round(1 / equal, 6) if self.scale is None else 1.0
         of_models = [(model, {"weight": weight, **self.of_model.get(model, {})}) for model in self.models]
         content: dict[str, Any] = {
             "merge_method": "rotation_merge",
@@ -81,19 +82,36 @@ def candidates_of(parents: Parents) -> list[Candidate]:
     data, samples = {model: {"data": source} for model, source in parents.data.items()}, parents.config.samples
     apart = len(set(parents.data.values())) > 1 or parents.config.data[0] == SELF
     refit = {"delegate": "refit", "samples": samples, "targets": "own" if apart else "mean"}
+    changes = list(_of_changes(parents, plain))
     averages = [
         (aligned, Candidate("heads, neurons", models[0], models, LOCAL)),
         (moved, Candidate("whole model", models[0], models, whole)),
         (True, Candidate("regmean", models[0], models, {"delegate": "regmean", **plain}, needs="statistics")),
-        (True, Candidate("refit, plain", models[0], models, {**refit, **PLAIN}, data)),
+        (True, _refit_of_plain(parents, changes, {**refit, **PLAIN}, data)),
         (moved, Candidate("refit, whole model", models[0], models, {**refit, **whole}, data)),
         (aligned and bool(parents.training), Candidate("learned", models[0], models, untied, needs="alignment")),
     ]
-    plain_average, changes = Candidate("plain", models[0], models, PLAIN), list(_of_changes(parents, plain))
+    plain_average = Candidate("plain", models[0], models, PLAIN)
     chosen = [plain_average, *changes, *(candidate for possible, candidate in averages if possible)]
     if _heads_differ(parents):
         chosen = [replace(candidate, parameters={**candidate.parameters, "untie": True}) for candidate in chosen]
     return sorted(chosen, key=lambda each: EARLY.index(each.name) if each.name in EARLY else len(EARLY))
+
+
+def _refit_of_plain(
+    parents: Parents,
+    changes: Iterable[Candidate],
+    parameters: Mapping[str, Any],
+    data: Mapping[str, Mapping[str, Any]],
+) -> Candidate:
+    """A refit of the models as they are: from `wudi` where it merges their changes, else from their average."""
+    name, models = "refit, plain", parents.config.models
+    wudi = next((change for change in changes if change.name == WUDI), None)
+    if wudi is None:
+        return Candidate(name, models[0], models, parameters, data)
+    of_model = {**data, wudi.anchor: {"weight": 0.0}}
+    from_wudi = {**parameters, "start": WUDI, "ridge": "auto"}
+    return Candidate(name, wudi.anchor, (wudi.anchor, *wudi.models), from_wudi, of_model)
 
 
 def _heads_differ(parents: Parents) -> bool:
