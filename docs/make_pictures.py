@@ -204,6 +204,7 @@ def averages() -> str:
         "ties, density 0.5": (ORANGE, "ties"),
         "wudi": (GREEN, "wudi"),
         "tsv": (BLUE, "tsv"),
+        "tsv, calibrated": (GREEN, "tsv, calibrated"),
         "iso": (BLUE, "iso"),
     }
     values = {

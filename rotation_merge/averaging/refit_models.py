@@ -227,21 +227,21 @@ class ModelRefit:
         return written
 
     def _read_samples(self, number: int) -> list[Batch]:
-        """The samples that a teacher brings, or writes; some of a file's with labels, and of texts that it writes, are
-        held out."""
+        """The samples that a teacher brings, or writes; some with labels, or of those that it writes, are held out."""
         teacher, seed, beyond = self.teachers[number], self.config.seed + number, 0
-        if isinstance(teacher.key, str) and teacher.key != SYNTHETIC:
+        judges = isinstance(teacher.key, str) and teacher.key != SYNTHETIC  # some of its samples may have labels
+        if judges and not self.own_heads:  # several heads have no loss in common
             beyond = max(HELD_OUT, teacher.samples // 3)
         if teacher.key == SELF:
             module = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
-            beyond *= teacher.samples >= HELD_OUT
+            beyond = beyond if teacher.samples >= HELD_OUT else 0
         else:
             module = empty_model(teacher.original)
         samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=module)
         if beyond and samples.examples >= 2 * HELD_OUT:
             size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
             samples, remaining = split_batches(samples, size)
-            if remaining.task in JUDGED and not self.own_heads:  # no loss is common to several heads
+            if remaining.task in JUDGED:
                 self.held_out.append((teacher.share, remaining))
         return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
 
