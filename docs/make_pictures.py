@@ -207,6 +207,7 @@ def averages() -> str:
         "tsv, calibrated": (GREEN, "tsv, calibrated"),
         "iso": (BLUE, "iso"),
     }
+    apart = {"wudi": (-6, -12), "tsv, calibrated": (-6, 24)}  # where names would meet
     values = {
         row["merge"]: [float(row[key].split()[0]) for key in ("mean", "base's own text")]
         for row in rows
@@ -219,7 +220,8 @@ def averages() -> str:
     for name, (colour, words) in named.items():
         loss, lost = values[name]
         x, y = 120 + 370 * (loss - low) / (high - low), 190 - 140 * (lost - least) / (most - least)
-        parts += [dot(x, y, colour, 6), text(x + 12, y + 5, words, colour, "start")]
+        beside, down = apart.get(name, (12, 5))
+        parts += [dot(x, y, colour, 6), text(x + beside, y + down, words, colour, "start")]
     for number, x, y, anchor in ((low, 120, 228, "middle"), (high, 490, 228, "middle"), (least, 82, 195, "end")):
         parts.append(text(x, y, f"{number:.3f}", anchor=anchor, size=12))
     parts.append(text(82, 55, f"{most:.3f}", anchor="end", size=12))
