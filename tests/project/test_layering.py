@@ -31,12 +31,12 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 6093),
     ("run",): (2400, 3721),
     ("matching",): (3400, 4887),
-    ("averaging",): (2000, 3401),
+    ("averaging",): (2000, 3433),
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4130),
     ("diagnose",): (2100, 2784),
-    ("search", "share"): (1400, 2008),
+    ("search", "share"): (1400, 2021),
     ("api", "cli", "__init__"): (1400, 2791),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""
