@@ -340,11 +340,12 @@ class ModelRefit:
         )
         if losses:
             examples = sum(data.examples for _, data in self.held_out)
-            written = f"; that is worse, so the {start} was written" * worse
             (first, second), error = map(_mean, losses), margin(*losses)
+            clear = error is not None and first - second > error
+            outcome = f"; that is worse, so the {start} was written" if worse else "" if clear else "; no clear gain"
             change = f"{first:.4f} before the refit and {second:.4f} after it"
             change += f" (a difference of {with_margin(f'{second - first:.4f}', error)})"
-            self.notes.append(f"On {examples} held-out samples the loss was {change}{written}.")
+            self.notes.append(f"On {examples} held-out samples the loss was {change}{outcome}.")
         unsolved = {**refit.unsolved}
         if self.base.tied_head is not None and not self.base.untie:
             unsolved["tied to the embedding, 'untie: true' gives it its own tensor"] = [self.base.tied_head]
