@@ -229,12 +229,12 @@ class ModelRefit:
     def _read_samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings, or writes; some with labels, or of those that it writes, are held out."""
         teacher, seed, beyond = self.teachers[number], self.config.seed + number, 0
-        judges = isinstance(teacher.key, str) and teacher.key != SYNTHETIC  # some of its samples may have labels
-        if judges and not self.own_heads:  # several heads have no loss in common
+        few = teacher.key == SELF and teacher.samples < HELD_OUT
+        labelled = isinstance(teacher.key, str) and teacher.key != SYNTHETIC  # or may be
+        if labelled and not few and not self.own_heads:  # several heads have no loss in common
             beyond = max(HELD_OUT, teacher.samples // 3)
         if teacher.key == SELF:
             module = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
-            beyond = beyond if teacher.samples >= HELD_OUT else 0
         else:
             module = empty_model(teacher.original)
         samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=module)

@@ -104,7 +104,7 @@ class TaskVectorMethod(OwnMethod):
         ratios, rule = log["ratios"], " or ".join(sorted(set(log["others"]))) or "mean"
         tied = "" if models.tied_head is None else ", the embedding among them, which is the head, too"
         merged = f"merged the changes of {len(ratios)} linear maps{tied}, relative to {models.views[models.base].name}"
-        heads = ", heads by wudi" if log["heads"] else ""
+        heads = "".join(f", heads by {name}" for name in dict.fromkeys(log["heads"]))
         line = f"Delegate {self.spec.name} {merged}{heads}; other tensors got the {rule} of their changes."
         uneven = sum(ratio > RATIO for ratio in ratios)
         if ratios:

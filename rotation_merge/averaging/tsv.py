@@ -28,7 +28,7 @@ class SingularVectors(TaskVectorMethod):
     def head_change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        self.note("heads", "wudi")
+        self.note("heads", Wudi.spec.name)
         weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
         return Wudi().change(weighed, [1.0] * len(weighed), {"ridge": WUDI_RIDGE})
 
