@@ -17,7 +17,7 @@ from mergekit.merge_methods.base import MergeMethod, TensorGroup
 from torch import Tensor
 
 from rotation_merge.averaging.methods import MergedModels, OwnMethod
-from rotation_merge.averaging.sliced import NULL, SlicedMatrix
+from rotation_merge.averaging.sliced import ZERO, SlicedMatrix
 from rotation_merge.averaging.task_vectors import changes_of, map_parts
 
 IDLE = "'calibrate: svc' brings nothing behind wudi, which settles overlaps itself"
@@ -39,15 +39,14 @@ def calibrated(merged: SlicedMatrix, changes: Sequence[SlicedMatrix], alpha: flo
     counting = [change for change in changes if change.norm > 0.0]
     if not counting or not merged.norm:
         return merged
-    left_vectors, values, right = merged.svd()
-    count = int((values > NULL * values[0]).sum())
-    left, rows = left_vectors(count), values[:count, None] * right[:count]
-    shares = torch.zeros_like(values[:count])
+    svd = merged.svd()
+    left, rows = svd.left(svd.rank), svd.values[: svd.rank, None] * svd.right(svd.rank)
+    shares = rows.new_zeros(svd.rank)
     for change in counting:
         parts = torch.zeros_like(rows)
         for part in change.parts:
             parts.addmm_(left.rows(part).mT, change.rows(part))
-        squared, least = parts.square().sum(1), max(NULL * change.norm, change.error)
+        squared, least = parts.square().sum(1), max(ZERO * change.norm, change.error)
         share = (rows * parts).sum(1) / squared.clamp_min(least**2)
         shares += torch.where(squared > least**2, share, 0.0).clamp_min(alpha)
     return left @ (rows * (len(counting) / shares)[:, None])

@@ -64,8 +64,7 @@ class TaskVectorMethod(OwnMethod):
         """The merged change of one map, before `lambda`.
 
         Args:
-            changes: of the models, (outputs, inputs) each, float64; not all zero. Those of long vocabularies have their
-                rows in several slices.
+            changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
             parameters: of the method; and `size`: the smaller side of the map, where the changes are given in smaller
                 orthonormal bases.
@@ -75,7 +74,7 @@ class TaskVectorMethod(OwnMethod):
     def head_change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        """The same of a map onto a vocabulary."""
+        """The same of a map onto a vocabulary; rows of a long one are in several slices."""
         return self.change(changes, weights, parameters)
 
     def merge(self, sources: Sequence[Source], info: TensorInfo, parameters: Mapping[str, Any], linear: bool) -> Tensor:

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from mergekit.merge_methods.base import MergeMethodSpec
 
-from rotation_merge.averaging.sliced import SlicedMatrix, combined
+from rotation_merge.averaging.methods import mean
+from rotation_merge.averaging.sliced import SlicedMatrix, Svd, combined
 from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
 from rotation_merge.averaging.wudi import WUDI_RIDGE, Wudi
-
-ZERO = 1e-9
-"""Singular values below this share of the largest have no direction, in a change that is exact in float64."""
 
 
 class SingularVectors(TaskVectorMethod):
@@ -57,14 +55,14 @@ class Tsv(SingularVectors):
         counting = [(change, weight) for change, weight in zip(changes, weights, strict=True) if change.norm > 0.0]
         lefts, values, rights = [], [], []
         for change, weight in counting:
-            left_vectors, s, v = change.svd()
-            size, least = parameters.get("size", len(s)), max(ZERO * float(s[0]), change.error)
-            rank = max(1, min(size // len(counting), int((s > least).sum())))
-            lefts.append(left_vectors(rank))
-            values.append(weight * s[:rank])
-            rights.append(v[:rank].clone())  # or all of it stays in memory
-        beside = combined(lefts, lambda parts: torch.cat(parts, 1))
-        return (beside.polar() * torch.cat(values)) @ SlicedMatrix.of(torch.cat(rights)).polar().whole()
+            svd = change.svd()
+            most = max(1, parameters.get("size", len(svd.values)) // len(counting))
+            count = min(most, _count(svd, change.error))
+            lefts.append(svd.left(count).whole())
+            values.append(weight * svd.values[:count])
+            rights.append(svd.right(count))
+        left, right = (SlicedMatrix.of(x).svd().isometry() for x in (torch.cat(lefts, 1), torch.cat(rights)))
+        return left * torch.cat(values) @ right.whole()
 
 
 class Iso(SingularVectors):
@@ -86,8 +84,11 @@ class Iso(SingularVectors):
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        weighed = [change * weight for change, weight in zip(changes, weights, strict=True)]
-        left_vectors, s, v = combined(weighed, lambda rows: torch.stack(rows).sum(0)).svd()
-        least = sum(weight * change.error for weight, change in zip(weights, changes, strict=True))
-        count = max(1, int((s > max(ZERO * float(s[0]), least)).sum()))
-        return (left_vectors(count) * s[:count].mean()) @ v[:count]
+        svd = combined(changes, lambda rows: sum(weights) * mean(rows, weights)).svd()
+        count = _count(svd, sum(weight * change.error for weight, change in zip(weights, changes, strict=True)))
+        return svd.isometry(count) * (float(svd.values[:count].sum()) / max(1, count))
+
+
+def _count(svd: Svd, error: float) -> int:
+    """How many singular values a rounding of this norm cannot have made; at least one if the change is not zero."""
+    return min(svd.rank, max(1, int((svd.values > error).sum())))

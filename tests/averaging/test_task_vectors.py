@@ -56,21 +56,32 @@ def sliced(matrix: Tensor, step: int) -> SlicedMatrix:
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [3, 7, 50])
-def test_decompositions_of_slices(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of fewer rows than columns, of more, and one of all; singular values from 1 to 1e-10."""
+@pytest.mark.parametrize(("size", "step"), [(50, 3), (50, 7), (50, 50), (6, 50)])
+def test_decompositions(size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of fewer rows than columns, of more, and one of all, which may be wide; singular values from 1 to 1e-5,
+    and one that a Gram cannot hold."""
     monkeypatch.setattr("rotation_merge.averaging.sliced.BLOCK", 4)
     torch.testing.assert_close(sliced(random(50, 11), step).gram(), random(50, 11).mT @ random(50, 11))
-    matrix = random(50, 6) * torch.logspace(0, -10, 6, dtype=torch.float64)
-    left_vectors, values, right = sliced(matrix, step).svd()
-    u, identity = left_vectors(6).whole(), torch.eye(6, dtype=torch.float64)
-    torch.testing.assert_close(values, torch.linalg.svdvals(matrix), rtol=1e-5, atol=0)
-    torch.testing.assert_close(u * values @ right, matrix, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(u.mT @ u, identity, atol=1e-5, rtol=0)
-    assert not sliced(torch.zeros(50, 6, dtype=torch.float64), step).svd()[1].any()
-    factor = sliced(random(50, 6), step).polar().whole()
-    torch.testing.assert_close(factor.mT @ factor, identity, atol=1e-12, rtol=0)
-    assert torch.linalg.eigvalsh(factor.mT @ random(50, 6)).min() > 0
+    scales, identity = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-5, 1e-11]).double(), torch.eye(5, dtype=torch.float64)
+    u, v = (orthogonal(rows, seed)[:, :6] for seed, rows in enumerate((size, 56 - size)))
+    matrix = u * scales @ v.mT
+    svd = sliced(matrix, step).svd()
+    left, right = svd.left(svd.rank).whole(), svd.right(svd.rank)
+    torch.testing.assert_close(svd.values[:5], scales[:5], rtol=1e-5, atol=0)
+    assert svd.values.count_nonzero() == svd.rank == 5
+    torch.testing.assert_close(left * svd.values[:5] @ right, matrix, atol=2e-11, rtol=0)
+    for side in (left.mT @ left, right @ right.mT):
+        torch.testing.assert_close(side, identity, atol=1e-5, rtol=0)
+    torch.testing.assert_close(svd.isometry(3).whole(), left[:, :3] @ right[:3], atol=1e-9, rtol=0)
+    assert not sliced(torch.zeros_like(matrix), step).svd().isometry().whole().any()
+
+
+@pytest.mark.parametrize(("size", "step"), [(50, 7), (50, 50), (6, 50)])
+def test_polar_factors(size: int, step: int) -> None:
+    matrix = random(size, 56 - size)
+    factor = sliced(matrix, step).svd().isometry().whole()
+    torch.testing.assert_close(torch.linalg.svdvals(factor), torch.ones(6, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert torch.linalg.eigvalsh(factor.mT @ matrix).min() > -1e-12
 
 
 @WITH_BESIDE
@@ -104,13 +115,14 @@ def test_a_map_into_a_large_vocabulary(name: str) -> None:
     slice or (inputs, inputs)."""
     changes, weights = [random(500, 4, seed=seed) for seed in range(3)], [1.0, 2.0, 0.5]
     with Largest() as largest:
-        whole = change(name, changes, weights)
+        change(name, changes, weights)
     assert largest.size <= sum(each.numel() for each in changes)
-    matrices = [sliced(each, 20) for each in changes]
+    whole, parts = ([sliced(each, step) for each in changes] for step in (500, 20))
     with Largest() as largest:
-        rows = RULES[name].change(matrices, weights, defaults(name)).rows(slice(140, 160))
+        rows = RULES[name].head_change(parts, weights, defaults(name)).rows(slice(140, 160))
     assert largest.size <= 3 * 24 * 4
-    torch.testing.assert_close(rows, whole[140:160], atol=1e-10, rtol=1e-8)
+    expected = RULES[name].head_change(whole, weights, defaults(name)).rows(slice(140, 160))
+    torch.testing.assert_close(rows, expected, atol=1e-10, rtol=1e-8)
 
 
 def test_tsv_keeps_what_does_not_meet_and_iso_evens_out_singular_values() -> None:
@@ -122,6 +134,7 @@ def test_tsv_keeps_what_does_not_meet_and_iso_evens_out_singular_values() -> Non
         torch.testing.assert_close(change("tsv", changes), expected, atol=1e-10, rtol=1e-10)
     values = torch.linalg.svdvals(change("iso", [alone, random(5, 7, seed=1)]))
     torch.testing.assert_close(values, torch.linalg.svdvals(alone + random(5, 7, seed=1)).mean().expand(5))
+    assert not change("iso", [alone, -alone]).any()
 
 
 def added(first: Tensor, second: Tensor) -> Tensor:
