@@ -45,6 +45,9 @@ def check_adapter_parameters(method: str, names: Iterable[str]) -> None:
         raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
 
 
+RIDGE = 0.01
+"""Of a refit, also where samples are too few to choose it."""
+
 CALIBRATED = tuple(name for name in (*ADAPTER_METHODS, "ram", "sce") if name not in ("linear", "iso"))
 """Delegates whose merged change can be calibrated: it has singular vectors of its own, which behind `iso`, with all
 singular values equal, any others might stand for."""
@@ -91,7 +94,7 @@ class RefitConfig(Config):
     """Options of a refit."""
 
     ridge: NotNegative | Literal["auto"] = option(
-        0.01,
+        RIDGE,
         f"strength of the pull of each linear map towards its start. `{AUTO}`: the best on a quarter of the samples",
     )
     lambda_: float = option(1.0, "factor of the start's difference from `base_model`", key="lambda")

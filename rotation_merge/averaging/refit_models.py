@@ -18,7 +18,7 @@ from mergekit import merge_methods
 from torch import Tensor
 
 from rotation_merge.averaging.average import averaged, check_merged
-from rotation_merge.averaging.config import AUTO, RefitConfig
+from rotation_merge.averaging.config import AUTO, RIDGE, RefitConfig
 from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.refit import Refit, teacher_answers
 from rotation_merge.averaging.registry import TASK_VECTORS
@@ -27,7 +27,7 @@ from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import with_margin
-from rotation_merge.run.batches import Batch, batched_by_length, by_rows, joined, unpadded, with_small_first_batch
+from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
 from rotation_merge.run.data import Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import margin, score
 from rotation_merge.run.functions import empty_model, in_memory
@@ -43,8 +43,8 @@ TOKENS = 2048
 HELD_OUT = 8
 """Of samples with labels a quarter judges the refit, and at least so many."""
 
-FEW = 0.01
-"""The ridge where samples are too few to choose it."""
+Sides = tuple[list[Batch], list[Batch]]
+"""A teacher's samples that maps are solved on, and those that their ridges are chosen on."""
 
 JUDGED = ("next token", "masked token", "class", "labels", "regression")
 """Tasks of samples whose labels can judge a merge."""
@@ -146,13 +146,13 @@ class ModelRefit:
             raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
         self.teachers = [replace(teacher, share=teacher.share / total) for teacher in self.teachers]
         self.pooled = _is_pool(self.base, self.teachers, self.config)
-        self._samples = dict[int, list[Batch]]()
+        self._samples = dict[int, Sides]()
         self.head_names, dtypes = head_names(self.base.architecture), list(self.base.stored_dtypes.values())
         self.exact = torch.promote_types(self.dtype or dtypes[0], torch.float32)
         for number, teacher in enumerate(self.teachers):
             known = self.pooled and teacher.key in [earlier.key for earlier in self.teachers[:number]]
             if teacher.key != SELF:
-                self._samples[number] = [] if known else self._read_samples(number)
+                self._samples[number] = ([], []) if known else self._read_samples(number)
 
     def run(self, progress: Progress = lambda *_: None) -> Tensors:
         """The refitted merge, with the base's names; its tensors are read from where the refit leaves them.
@@ -199,10 +199,10 @@ class ModelRefit:
         """The start with the solved tensors, or without where held-out samples say that they are worse."""
         start, maps = self._start(), {n for m in linear_maps(self.base.architecture).values() for n in m.info.names}
         numbers, known = range(len(self.teachers)), self._samples
-        sides = [self._sides(known[n] if n in known else self._read_samples(n)) for n in numbers]
-        parts = [[*solved_on, *held_out] for solved_on, held_out in sides]
+        sides = [known[n] if n in known else self._read_samples(n) for n in numbers]
+        parts = [[*solved_on, *chosen_on] for solved_on, chosen_on in sides]
         batches = [batch for part in parts for batch in part]
-        chosen_on = [is_held_out for side in sides for is_held_out, part in enumerate(side) for _ in part]
+        chosen_on = [number for side in sides for number, part in enumerate(side) for _ in part]
         views = [teacher.view for teacher in self.teachers]
         donors = [self._runner(v, batches if self.pooled else part) for v, part in zip(views, parts, strict=True)]
         shares = [teacher.share * len(parts) for teacher, part in zip(self.teachers, parts, strict=True) for _ in part]
@@ -226,7 +226,7 @@ class ModelRefit:
             self._solve_heads(written, merge, donors, chosen_on)
         return written
 
-    def _read_samples(self, number: int) -> list[Batch]:
+    def _read_samples(self, number: int) -> Sides:
         """The samples that a teacher brings, or writes; some with labels, or of those that it writes, are held out."""
         teacher, seed, beyond = self.teachers[number], self.config.seed + number, 0
         few = teacher.key == SELF and teacher.samples < HELD_OUT
@@ -243,19 +243,10 @@ class ModelRefit:
             samples, remaining = split_batches(samples, size)
             if remaining.task in JUDGED:
                 self.held_out.append((teacher.share, remaining))
-        return batched_by_length(unpadded(samples.batches, samples.source), TOKENS)
-
-    def _sides(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-        """A teacher's samples, and every fourth of them apart where ridges are chosen on these."""
-        if self.config.ridge != AUTO:
-            return with_small_first_batch(batches), []
-        sides, number = (list[Batch](), list[Batch]()), count(1)
-        for batch in batches:
-            examples = [(row, next(number) % 4 == 0) for row in by_rows(batch)]
-            for held_out, side in enumerate(sides):
-                rows = [row for row, is_held_out in examples if is_held_out == held_out]
-                side += [joined(rows)] if rows else []
-        return with_small_first_batch(sides[0]), sides[1]
+        quarter = samples.examples // 4 if self.config.ridge == AUTO else 0
+        sides = (unpadded(x.batches, x.source) for x in split_batches(samples, samples.examples - quarter))
+        solved_on, chosen_on = (batched_by_length(batches, TOKENS) for batches in sides)
+        return with_small_first_batch(solved_on), chosen_on
 
     def _runner(self, view: View, batches: list[Batch]) -> Runner:
         """Runs a model in the coordinates of the merge."""
@@ -276,7 +267,7 @@ class ModelRefit:
         """
         answers = teacher_answers([teacher.share for teacher in self.teachers] if weights is None else None)
         of_batch, targets = weights or [1.0] * len(merge.batches), (donors, answers)
-        ridge = FEW if self.config.ridge == AUTO else self.config.ridge
+        ridge = RIDGE if self.config.ridge == AUTO else self.config.ridge
         refit = Refit(merge, self.base.architecture, *targets, of_batch, ridge, self.store, held_out=chosen_on)
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit

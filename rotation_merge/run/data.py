@@ -247,10 +247,10 @@ def split_batches(data: Data, count: int) -> tuple[Data, Data]:
 
     Batches of which a tensor holds more than a row for each example stay whole.
     """
-    count = remaining = min(count, data.examples)
+    count, parts = min(count, data.examples), [by_rows(batch) for batch in data.batches]
+    remaining = round(count * sum(map(len, parts)) / max(1, data.examples))
     sides: tuple[list[Batch], list[Batch]] = [], []
-    for batch in data.batches:
-        examples = by_rows(batch)
+    for examples in parts:
         cut = min(remaining, len(examples))
         remaining -= cut
         for side, part in zip(sides, (examples[:cut], examples[cut:]), strict=True):
