@@ -48,7 +48,7 @@ held-out texts, for each task."""
 
 OWN = "each fine-tune on its own task"
 REFIT = {"delegate": "refit", "targets": "own"}
-SOLVED, WUDI = {**REFIT, "exclude": "classifier"}, {"delegate": "wudi", "weight": 1.0}
+SOLVED, CALIBRATED = {**REFIT, "exclude": "classifier"}, {"delegate": "tsv", "weight": 1.0, "calibrate": "svc"}
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
 OF_CHANGES = ("wudi", "tsv", "iso")
@@ -57,7 +57,7 @@ MERGES: dict[str, Merge] = {
     "task arithmetic, scale 0.7": (0, "", {"delegate": "task_arithmetic", "weight": 0.7}),
     "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     **{name: (0, "", {"delegate": name, "weight": 1.0}) for name in OF_CHANGES},
-    "tsv, calibrated": (0, "", {"delegate": "tsv", "weight": 1.0, "calibrate": "svc"}),
+    "tsv, calibrated": (0, "", CALIBRATED),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{f"refit, {n} texts a task": (n, "", {**SOLVED, "samples": n}) for n in (16, 32, 64, 128, 384, 1536)},
     **{
@@ -65,7 +65,7 @@ MERGES: dict[str, Merge] = {
         for n in (128, 1536)
     },
     **{
-        f"wudi, polished for {steps} steps, {n} texts a task": (n, "", {**WUDI, "polish": steps})
+        f"tsv, calibrated, polished for {steps} steps, {n} texts a task": (n, "", {**CALIBRATED, "polish": steps})
         for steps, n in ((300, 1024), (900, 2048))
     },
 }

@@ -50,9 +50,10 @@ OWN_METHODS = ("wudi", "tsv", "iso", "regmean", "refit")
 REFIT = {"method": "refit", "samples": 32, "weight": 1.0}
 MERGES: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear", "weight": 1.0},
-    "slerp": {"method": "slerp", "t": 0.5},
     "task_arithmetic": {"method": "task_arithmetic", "weight": 1.0, "searched": True},
     "ties, density 0.5": {"method": "ties", "weight": 1.0, "density": 0.5, "searched": True},
+    "task_arithmetic, calibrated": {"method": "task_arithmetic", "weight": 1.0, "calibrate": "svc"},
+    "ties, density 0.5, calibrated": {"method": "ties", "weight": 1.0, "density": 0.5, "calibrate": "svc"},
     "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5},
     "wudi": {"method": "wudi", "searched": True},
     "tsv": {"method": "tsv"},
@@ -62,10 +63,11 @@ MERGES: dict[str, dict[str, Any]] = {
     "refit, own text": {**REFIT, "data": "self"},
     "refit, 32 texts": {**REFIT, "data": "file"},
     "refit from wudi, 32 texts": {**REFIT, "data": "file", "start": "wudi"},
-    "wudi, polished, 64 texts": {"method": "wudi", "polished": 64},
+    "tsv, calibrated, polished, 64 texts": {"method": "tsv", "calibrate": "svc", "polished": "file"},
+    "tsv, calibrated, polished, own text": {"method": "tsv", "calibrate": "svc", "polished": "self"},
 }
-"""By title: the merge method and its settings; `searched`: also at the best of SCALES; `polished`: then polished on so
-many texts of each task."""
+"""By title: the merge method and its settings; `searched`: also at the best of SCALES; `polished`: then, on 64 texts of
+each task."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
 NAMES = ("de", "fr", "c", "own")
 OWN, BEST = "each fine-tune on its own text", ", best lambda"
@@ -165,18 +167,16 @@ def merged(
     if method in ("regmean", "refit"):  # averages: the base is the anchor, with no share of its own
         entries = {bench.root / "base": {**entries[models[0]], "weight": 0.0}, **entries}
     merge = recipe(bench.root / "base", entries, {"delegate": method, **STILL, **of_recipe})
-    if method not in OWN_METHODS:
+    if not (method in OWN_METHODS or "calibrate" in settings):
         merge |= {"merge_method": method, "parameters": of_recipe}
     if method == "linear":
         del merge["base_model"]
-    if method == "slerp":
-        merge["base_model"] = str(models[0])
     steps.append(by_recipe(merge, out))
-    if texts := settings.get("polished"):
+    if source := settings.get("polished"):
         unpolished = out.with_name("unpolished")
         shutil.rmtree(unpolished, ignore_errors=True)
         out.rename(unpolished)
-        data = ("--data", *map(bench.samples, tasks), "--samples", texts)
+        data = ("--data", *(map(bench.samples, tasks) if source == "file" else [source]), "--samples", 64)
         steps.append(run(BIN / "rotation-merge", "polish", unpolished, out, "--teachers", *models, *data, *ON_DEVICE))
     most = {key: max(step[key] for step in steps) for key in ("GB", "GB allocated")}
     return {"seconds": sum(step["seconds"] for step in steps), **most}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from mergekit.merge_methods.base import BasePolicy, InputContract, ParameterScope, ParameterSpec
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
@@ -49,7 +49,16 @@ COMMON = (
     ),
 )
 
-CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
+
+def spec_of(name: str, title: str, paper: str | None, *parameters: ParameterSpec) -> MergeMethodSpec:
+    """What mergekit is told about a method (of an arXiv paper), with parameters of its own beside the common ones."""
+    return MergeMethodSpec(
+        name=name,
+        pretty_name=title,
+        reference_url=paper and f"https://arxiv.org/abs/{paper}",
+        parameters=(*COMMON, *parameters),
+        contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
+    )
 
 
 class TaskVectorMethod(OwnMethod):

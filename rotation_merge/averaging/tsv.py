@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mergekit.merge_methods.base import MergeMethodSpec
 
 from rotation_merge.averaging.methods import mean
 from rotation_merge.averaging.sliced import SlicedMatrix, Svd, combined
-from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, spec_of
 from rotation_merge.averaging.wudi import WUDI_RIDGE, Wudi
 
 
@@ -41,13 +40,7 @@ class Tsv(SingularVectors):
     Source: Gargiulo and others 2025 (Task Singular Vectors, arXiv 2412.00081), algorithm 1.
     """
 
-    spec = MergeMethodSpec(
-        name="tsv",
-        pretty_name="TSV-M",
-        reference_url="https://arxiv.org/abs/2412.00081",
-        parameters=COMMON,
-        contract=CONTRACT,
-    )
+    spec = spec_of("tsv", "TSV-M", "2412.00081")
 
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
@@ -73,13 +66,7 @@ class Iso(SingularVectors):
     Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithm 1.
     """
 
-    spec = MergeMethodSpec(
-        name="iso",
-        pretty_name="Iso-C",
-        reference_url="https://arxiv.org/abs/2502.04959",
-        parameters=COMMON,
-        contract=CONTRACT,
-    )
+    spec = spec_of("iso", "Iso-C", "2502.04959")
 
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from mergekit.merge_methods.base import MergeMethodSpec
 from torch import Tensor
 
 from rotation_merge.averaging.methods import mean
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import SlicedMatrix, combined
-from rotation_merge.averaging.task_vectors import COMMON, CONTRACT, TaskVectorMethod
+from rotation_merge.averaging.task_vectors import TaskVectorMethod, spec_of
 from rotation_merge.config import NotNegative
 
 WUDI_RIDGE = 0.05
@@ -43,21 +42,17 @@ class Wudi(TaskVectorMethod):
     Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent and without M).
     """
 
-    spec = MergeMethodSpec(
-        name="wudi",
-        pretty_name="WUDI (closed form)",
-        reference_url="https://arxiv.org/abs/2503.08099",
-        parameters=(
-            *COMMON,
-            parameter(
-                "ridge",
-                WUDI_RIDGE,
-                "strength of the pull towards the sum of the changes, where what they share counts once, relative to "
-                "the mean eigenvalue of the Grams",
-                NotNegative,
-            ),
+    spec = spec_of(
+        "wudi",
+        "WUDI (closed form)",
+        "2503.08099",
+        parameter(
+            "ridge",
+            WUDI_RIDGE,
+            "strength of the pull towards the sum of the changes, where what they share counts once, relative to "
+            "the mean eigenvalue of the Grams",
+            NotNegative,
         ),
-        contract=CONTRACT,
     )
 
     def change(
