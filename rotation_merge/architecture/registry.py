@@ -6,9 +6,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,11 @@ def _found(folders: str) -> dict[str, ArchitectureSpec]:
     return {spec.family: spec for spec in map(load_file, paths)}
 
 
+Spelled = list[Callable[[], Architecture]]
+"""A model as each kind of checkpoint names its tensors."""
+
 _MOST_LAID = 4
-_laid: dict[tuple[int, str], tuple[ArchitectureSpec, Architecture]] = {}
+_laid: dict[tuple[int, str], tuple[ArchitectureSpec, Spelled]] = {}
 """Results of `lay_out` by the identity of a file (which is kept alive) and the config."""
 
 
@@ -184,11 +187,11 @@ def resolve(
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
     try:
-        layout = _laid_out(spec, config, len(present))
+        spelled = _laid_out(spec, config, len(present))
     except CheckpointError as error:
         raise CheckpointError(error.what, where=model, remedy=error.remedy) from error
-    present = present.difference(_dropped(spec, config, layout, present))
-    architecture, missing, unknown = _best_spelling(spec, layout, present, untie)
+    present = present.difference(_dropped(spec, config, spelled, present))
+    architecture, missing, unknown = _best_spelling(spec, spelled, present, untie)
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of a {spec.family} model are missing, the first is '{missing[0]}'",
@@ -213,27 +216,27 @@ def stores_codes(config: Mapping[str, Any]) -> Any:
     return None if isinstance(settings, Mapping) and settings.get("quant_method") == "gguf" else settings
 
 
-def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | None = None) -> Architecture:
-    """`lay_out`, cached for all models of one config."""
+def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | None = None) -> Spelled:
+    """`lay_out` in each spelling, made when it is asked for, cached for all models of one config."""
     described = {key: value for key, value in config.items() if key != "_name_or_path"}
     key = id(spec), json.dumps(described, sort_keys=True, default=repr)
     if key not in _laid:
         if len(_laid) >= _MOST_LAID:
             _laid.clear()
-        _laid[key] = spec, lay_out(spec, config, tensors)
+        layout, kinds = lay_out(spec, config, tensors), itertools.product(spec.bases, spec.spellings)
+        _laid[key] = spec, [cache(partial(with_checkpoint_names, layout, *kind)) for kind in kinds]
     return _laid[key][1]
 
 
 def _best_spelling(
-    spec: ArchitectureSpec, laid: Architecture, present: set[str], untie: bool
+    spec: ArchitectureSpec, spelled: Spelled, present: set[str], untie: bool
 ) -> tuple[Architecture, list[str], list[str]]:
     """The model under the best naming for a checkpoint, with its missing and unknown tensors.
 
     The first naming without either, else the one with the fewest missing, then the fewest unknown.
     """
     candidates = []
-    for base, spelling in itertools.product(spec.bases, spec.spellings):
-        candidate = _present_only(with_checkpoint_names(laid, base, spelling), present, untie)
+    for candidate in (_present_only(named(), present, untie) for named in spelled):
         unknown = sorted(n for n in present - candidate.named().keys() if not n.endswith(tuple(spec.ignored)))
         candidates.append((candidate, _missing(candidate, present), unknown))
         if not any(candidates[-1][1:]):
@@ -262,11 +265,10 @@ def every_name(config: Mapping[str, Any]) -> dict[str, PossibleTensor]:
     if spec is None:
         return {}
     spots: dict[str, PossibleTensor] = {}
-    laid = _laid_out(spec, config)
-    for base, spelling in itertools.product(spec.bases, spec.spellings):
-        for block in with_checkpoint_names(laid, base, spelling).blocks:
+    for known in (named() for named in _laid_out(spec, config)):
+        for block in known.blocks:
             for info in block.tensors:
-                spot = PossibleTensor(block.module, block.place, block.index, info, base, tuple(spelling))
+                spot = PossibleTensor(block.module, block.place, block.index, info, known.base, known.spelling)
                 for name in info.names:
                     spots.setdefault(name, spot)
     return spots
@@ -278,11 +280,9 @@ def unread(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     return [] if spec is None else sorted(_dropped(spec, config, _laid_out(spec, config), names))
 
 
-def _dropped(
-    spec: ArchitectureSpec, config: Mapping[str, Any], layout: Architecture, names: Collection[str]
-) -> set[str]:
+def _dropped(spec: ArchitectureSpec, config: Mapping[str, Any], spelled: Spelled, names: Collection[str]) -> set[str]:
     """Tensors that hold weights which the model does not read."""
-    inside = [begin.replace("{base}", base) for b in layout.blocks for begin in b.dropped for base in spec.bases]
+    inside = [begin.replace("{base}", base) for b in spelled[0]().blocks for begin in b.dropped for base in spec.bases]
     begins = (*(begin.format(**config) for begin in spec.dropped), *inside)
     return {name for name in names if name.startswith(begins)} if begins else set()
 

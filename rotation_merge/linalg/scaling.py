@@ -66,19 +66,21 @@ def _of_degree_one(middle: Tensor, known: tuple[Tensor, ...]) -> Tensor:
     """The best log scale where k = 1.
 
     With a = x exp(middle), u = p / (exp(middle) P) and v = q exp(middle) / D the cost is stationary at roots of
-    x^4 - u x^3 + v x - 1. If u >= v the least lies at x >= 1, where there is one root; Newton's method descends to it
-    from the right. If u < v, 1/x solves the problem with u and v exchanged.
+    x^4 - u x^3 + v x - 1. If u >= v the least lies at x >= 1, where there is one root. Newton's method begins where the
+    polynomial rises and is convex: after one step it is right of the root, and descends. If u < v, 1/x solves the
+    problem with u and v exchanged.
     """
     primal, dual, p, q = known
     balance = middle.exp()
     u, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (p / (balance * primal), q * balance / dual))
     high, low = torch.maximum(u, v), torch.minimum(u, v)
-    x = 2 * torch.maximum(high.clamp_min(1.0), (-low).clamp_min(0.0) ** (1 / 3))  # right of all roots (Fujiwara)
-    for _ in range(STEPS):
-        square = x * x
-        slope = (4 * x - 3 * high) * square + low
-        following = torch.where(slope > 0, x - (((x - high) * square + low) * x - 1) / slope, x).clamp_min(1.0)
-        settled = bool((x - following <= torch.finfo(x.dtype).eps * x).all())
+    x = torch.maximum(high.clamp_min(1.0), 2 * (-low).clamp_min(0.0) ** (1 / 3))
+    for step in range(STEPS):
+        apart, square = x - high, x * x
+        slope = torch.addcmul(low, torch.add(x, apart, alpha=3), square)
+        value = torch.addcmul(low, apart, square) * x - 1
+        following = torch.where(slope > 0, x - value / slope, x).clamp_min(1.0)
+        settled = step > 0 and bool((x - following <= torch.finfo(x.dtype).eps * x).all())
         x = following
         if settled:
             break
