@@ -239,10 +239,10 @@ def changes(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """Averages of the changes of two fine-tunes."""
     anchor = write(shape, folder / "anchor")
     donors = [write(shape, folder / f"near{number}", "near", number) for number in (0, 1)]
-    for delegate, last in (("linear", {}), ("wudi", {}), ("iso", {}), ("tsv", {}), ("tsv", {"calibrate": "svc"})):
-        cost = run({"delegate": delegate, **last, **STILL}, anchor, donors, threads)
+    for delegate, svc in (("linear", {}), ("wudi", {}), ("iso", {}), ("tsv", {}), ("tsv", {"calibrate": "svc"})):
+        cost = run({"delegate": delegate, **svc, **STILL}, anchor, donors, threads)
         cells = {"after the start, s": f"{after_start(cost, threads):.0f}", "peak, MB": f"{cost.peak / 1e6:.0f}"}
-        table.add({"merge": f"{delegate}, calibrated" if last else delegate, **cells})
+        table.add({"merge": f"{delegate}, calibrated" if svc else delegate, **cells})
 
 
 def precision(shape: Shape, threads: int, table: Table, folder: Path) -> None:
