@@ -18,7 +18,7 @@ from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from rotation_merge import RotationMergeError
 from rotation_merge.run.batches import batched_by_length, unpadded
-from rotation_merge.run.data import Data, described, read_samples
+from rotation_merge.run.data import Data, described, read_samples, split_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import fused_attention, load
 from rotation_merge.run.sources import self_written, tokenizer_of
@@ -322,6 +322,21 @@ def test_synthetic_images_are_in_the_range_of_real_ones(models: dict[str, Any]):
     assert pixels.shape == (40, 1, 8, 8)
     assert -0.5 <= float(pixels.min()) < -0.4
     assert 0.4 < float(pixels.max()) <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("patches", "count", "sizes"), [(1, 6, ([4, 2], [2])), (2, 6, ([4, 4], [])), (2, 4, ([4], [4]))]
+)
+def test_examples_are_split(patches: int, count: int, sizes: tuple[list[int], list[int]]):
+    """A batch whose tensors have different numbers of rows stays whole, and counts by its examples."""
+    tokens, pixels = torch.arange(32).reshape(2, 4, 4), torch.arange(8 * patches).reshape(2, 4 * patches)
+    batches = [{"input_ids": ids, "pixels": rows} for ids, rows in zip(tokens, pixels, strict=True)]
+    sides = split_batches(Data(batches, "none", 8), count)
+    assert tuple([len(batch["input_ids"]) for batch in side.batches] for side in sides) == sizes
+    assert sum(side.examples for side in sides) == 8
+    assert torch.equal(
+        torch.cat([batch["input_ids"] for side in sides for batch in side.batches]), tokens.flatten(0, 1)
+    )
 
 
 def test_padding_is_cut_off_and_equal_lengths_stand_together():
