@@ -190,6 +190,10 @@ def test_bfloat16_hides_no_mistake(tmp_path: Path) -> None:
         "not merged": (plain, {"unchanged"}),
         "scale forgotten": (merged_by_hand(plain, change, 1.0), {"scale"}),
         "merged twice": (merged_by_hand(plain, change, 3.0), {"scale"}),
+        "merged twice, rounded between": (
+            merged_by_hand({n: x.bfloat16().float() for n, x in right.items()}, change),
+            {"scale"},
+        ),
         "transposed": (
             merged_by_hand(plain, {n: x.mT if n in (Q, O) else 0.0 * x for n, x in change.items()}),
             {"transposed", "unchanged"},

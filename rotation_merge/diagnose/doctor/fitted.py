@@ -135,6 +135,12 @@ class Fitted:
             fits.append(Fit(factor, float((after - self._round(start + factor * change)).norm())))
         return min(fits, key=lambda fit: fit.rest)
 
+    @property
+    def again(self) -> Fit:
+        """How many times M holds the change beside W with it, which was rounded before."""
+        starts = (self._round(before + self.change) for before in (self.before, self._round(self.before)))
+        return min((self.fit(self.change, start) for start in starts), key=lambda fit: fit.rest)
+
     @cached_property
     def gained(self) -> float:
         """Norm of what M gained, up to rounding."""
