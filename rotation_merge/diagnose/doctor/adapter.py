@@ -49,7 +49,6 @@ CLEARER = 0.7
 SAMPLE = 1 << 12
 """Entries of an expert's change by which it is told from those of other experts."""
 
-TWICE = "it was merged twice"
 RIGHT, OTHER, UNCHANGED, SOME, ELSEWHERE = "", "other change", "unchanged", "some experts", "other tensors"
 CODES, BASE, TIED, NAN = "FP8 scales", "other base", "tied head", "NaN"
 MERGE = "merge again with peft's merge_and_unload(), once, by the adapter's own adapter_config.json"
@@ -309,7 +308,7 @@ class AdapterMerge:
             return TensorFinding("whole modules" if part.change.value else UNCHANGED, label)
         again = fitted.again
         if again.rest < CLEARER * fit.rest and fitted.explains(again) and abs(again.factor - 1) <= tolerance:
-            return TensorFinding("scale", label, f"2 times ({TWICE})")
+            return TensorFinding("scale", label, _times(2.0, SHARE, part, self.adapter))
         mistakes = [(fitted.fit(mistake.change), mistake) for mistake in self._mistakes(region, fitted)]
         for best, mistake in sorted(mistakes, key=lambda pair: pair[0].rest)[:1]:
             if best.rest < CLEARER * fit.rest and fitted.explains(best):
@@ -410,7 +409,7 @@ def _times(factor: float, tolerance: float, part: AdapterPart, adapter: Adapter)
         (f"its scale {scale} = {part.scale:.4g} was forgotten", 1 / (part.scale or 1.0)),
         (f"its scale is {scale}, and {other} was taken", rank ** (-0.5 if rooted else 0.5)),
         (f"it was not divided by {divisor} = {root:.4g}", root),
-        (TWICE, 2.0),
+        ("it was merged twice", 2.0),
         ("it was subtracted", -1.0),
     ]
     explained = {reason: value for reason, value in reasons if abs(factor - value) <= tolerance * max(1, abs(value))}
