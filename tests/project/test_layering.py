@@ -35,7 +35,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4130),
-    ("diagnose",): (2100, 2793),
+    ("diagnose",): (2100, 2790),
     ("search", "share"): (1400, 2021),
     ("api", "cli", "__init__"): (1400, 2791),
 }

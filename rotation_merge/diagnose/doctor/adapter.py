@@ -306,7 +306,7 @@ class AdapterMerge:
         held = fitted.explains(fit) and abs(fit.factor) >= tolerance  # such as a quarter of it
         if not held and (fitted.gained <= 0.25 * fitted.expected or (fitted.coarse and fitted.explains(fit))):
             return TensorFinding("whole modules" if part.change.value else UNCHANGED, label)
-        again = fitted.again
+        again = fitted.fit(change, fitted.sums)  # beside what one merge made
         if again.rest < CLEARER * fit.rest and fitted.explains(again) and abs(again.factor - 1) <= tolerance:
             return TensorFinding("scale", label, _times(2.0, SHARE, part, self.adapter))
         mistakes = [(fitted.fit(mistake.change), mistake) for mistake in self._mistakes(region, fitted)]

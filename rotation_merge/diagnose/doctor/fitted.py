@@ -75,9 +75,7 @@ class Fitted:
         """Whether M is W + D up to rounding: no entry is further off, and the rest is no part of D, nor a pattern."""
         if self.deviation > UNITS:
             return False
-        total = self.before + self.change
-        sums = [total] if self._on_grid else [total, self._round(self.before) + self.change]
-        rest = min((self.after - self._round(x) for x in sums), key=lambda rest: float(rest.norm()))
+        rest = min((self.after - x for x in self.sums), key=lambda rest: float(rest.norm()))
         if not rest.any():
             return True
         share = float((rest * self.change).sum() / self.change.square().sum().clamp_min(1e-45))
@@ -87,9 +85,15 @@ class Fitted:
         )
 
     @cached_property
-    def _on_grid(self) -> bool:
-        """Whether W is rounded as M is; else a tool may have rounded it before the change."""
-        return torch.equal(self._round(self.before), self.before)
+    def _starts(self) -> list[Tensor]:
+        """W, and W rounded as M is, where that is another: a tool may have rounded it before the change."""
+        rounded = self._round(self.before)
+        return [self.before] if torch.equal(rounded, self.before) else [self.before, rounded]
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """W + D, rounded as M is, from each start."""
+        return [self._round(start + self.change) for start in self._starts]
 
     def _round(self, tensor: Tensor) -> Tensor:
         """A matrix rounded as M is; FP8 depends on scales, and is left as it is."""
@@ -115,18 +119,17 @@ class Fitted:
         """Some entries, the same of every matrix."""
         return tensor.flatten()[:: -(-tensor.numel() // ENTRIES) | 1]
 
-    def fit(self, change: Tensor, before: Tensor | None = None) -> Fit:
+    def fit(self, change: Tensor, starts: Sequence[Tensor] = ()) -> Fit:
         """How many times M holds a change.
 
         The number c is the one for which W + c times the change, rounded, holds as much of it as M does.
 
         Args:
-            before: W, where it is not the base's.
+            starts: what W may have been, where it is not the base's.
         """
-        before, change, after = map(self._sample, (self.before if before is None else before, change, self.after))
-        starts = [before] if self._on_grid else [before, self._round(before)]
+        change, after = map(self._sample, (change, self.after))
         fits = []
-        for start in starts:
+        for start in map(self._sample, starts or self._starts):
             wanted, factor = float(((after - start) * change).sum()), 1.0
             for _ in range(12):
                 held = float(((self._round(start + factor * change) - start) * change).sum())
@@ -134,12 +137,6 @@ class Fitted:
                 factor *= -1.0 if ratio < 0 else min(4.0, max(0.25, ratio ** (2 / 3)))
             fits.append(Fit(factor, float((after - self._round(start + factor * change)).norm())))
         return min(fits, key=lambda fit: fit.rest)
-
-    @property
-    def again(self) -> Fit:
-        """How many times M holds the change beside W with it, which was rounded before."""
-        starts = (self._round(before + self.change) for before in (self.before, self._round(self.before)))
-        return min((self.fit(self.change, start) for start in starts), key=lambda fit: fit.rest)
 
     @cached_property
     def gained(self) -> float:
