@@ -110,7 +110,7 @@ class Svd:
     vectors: Tensor
     wide: bool
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return int(self.values.count_nonzero())
 

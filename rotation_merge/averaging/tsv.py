@@ -54,8 +54,8 @@ class Tsv(SingularVectors):
             lefts.append(svd.left(count).whole())
             values.append(weight * svd.values[:count])
             rights.append(svd.right(count))
-        left, right = (SlicedMatrix.of(x).svd().isometry() for x in (torch.cat(lefts, 1), torch.cat(rights)))
-        return left * torch.cat(values) @ right.whole()
+        columns, rows = (SlicedMatrix.of(x).svd().isometry() for x in (torch.cat(lefts, 1), torch.cat(rights)))
+        return columns * torch.cat(values) @ rows.whole()
 
 
 class Iso(SingularVectors):

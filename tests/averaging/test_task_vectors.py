@@ -62,14 +62,14 @@ def test_decompositions(size: int, step: int, monkeypatch: pytest.MonkeyPatch) -
     and one that a Gram cannot hold."""
     monkeypatch.setattr("rotation_merge.averaging.sliced.BLOCK", 4)
     torch.testing.assert_close(sliced(random(50, 11), step).gram(), random(50, 11).mT @ random(50, 11))
-    scales, identity = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-5, 1e-11]).double(), torch.eye(5, dtype=torch.float64)
+    scales, identity = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-5, 1e-13]).double(), torch.eye(5, dtype=torch.float64)
     u, v = (orthogonal(rows, seed)[:, :6] for seed, rows in enumerate((size, 56 - size)))
     matrix = u * scales @ v.mT
     svd = sliced(matrix, step).svd()
     left, right = svd.left(svd.rank).whole(), svd.right(svd.rank)
     torch.testing.assert_close(svd.values[:5], scales[:5], rtol=1e-5, atol=0)
     assert svd.values.count_nonzero() == svd.rank == 5
-    torch.testing.assert_close(left * svd.values[:5] @ right, matrix, atol=2e-11, rtol=0)
+    torch.testing.assert_close(left * svd.values[:5] @ right, matrix, atol=1e-11, rtol=0)
     for side in (left.mT @ left, right @ right.mT):
         torch.testing.assert_close(side, identity, atol=1e-5, rtol=0)
     torch.testing.assert_close(svd.isometry(3).whole(), left[:, :3] @ right[:3], atol=1e-9, rtol=0)
@@ -81,7 +81,7 @@ def test_polar_factors(size: int, step: int) -> None:
     matrix = random(size, 56 - size)
     factor = sliced(matrix, step).svd().isometry().whole()
     torch.testing.assert_close(torch.linalg.svdvals(factor), torch.ones(6, dtype=torch.float64), atol=1e-12, rtol=0)
-    assert torch.linalg.eigvalsh(factor.mT @ matrix).min() > -1e-12
+    assert torch.linalg.eigvalsh(factor.mT @ matrix if size > 6 else factor @ matrix.mT).min() > 0
 
 
 @WITH_BESIDE
