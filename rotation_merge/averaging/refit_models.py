@@ -6,8 +6,9 @@ One pass over all models: each solved tensor is left in a store, so that no mode
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from statistics import fmean
 from tempfile import gettempdir
@@ -120,7 +121,7 @@ class ModelRefit:
         exclude: tensors, by the base's names, that stay the base's.
         own_heads: every teacher answers under its own head, and without a pool each head is solved, too.
         dtype: of the result; None: each tensor has that of the base's files.
-        held_out: samples with labels that nothing is solved on, with the shares of their teachers.
+        held_out: samples with labels that nothing is solved on, with their teachers.
         notes: lines for a report.
         heads: solved tensors of every teacher's own head, by the teacher's name.
 
@@ -137,7 +138,7 @@ class ModelRefit:
     device: str = "cpu"
     notes: list[str] = field(default_factory=list, init=False)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
-    held_out: list[tuple[float, Data]] = field(default_factory=list, init=False)
+    held_out: list[tuple[Teacher, Data]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         total = sum(teacher.share for teacher in self.teachers)
@@ -213,17 +214,22 @@ class ModelRefit:
         refit.skip, refit.watch = self.excluded, progress
         solved = refit.run().solved()
         written = start.replaced(solved)
+        if self.own_heads and not self.pooled:
+            self._solve_heads(written, merge, donors, chosen_on)
         losses = list[list[list[float]]]()
         try:
-            losses += [self._losses(merge) for merge in (start, written) if self.held_out]
+            losses += [self._losses(*of) for of in ((start, {}), (written, self.heads)) if self.held_out]
         except DataError as error:
             self.notes.append(f"The refit was not judged on held-out samples: {error}.")
         worse = bool(losses) and _mean(losses[1]) > _mean(losses[0])
         self._note(refit, losses, worse)
         if worse:
-            written = start
-        if self.own_heads and not self.pooled:
-            self._solve_heads(written, merge, donors, chosen_on)
+            written, self.heads = start, {}
+        if any(self.heads.values()):
+            self.notes.append(
+                "Refit also solved each donor's head, on its samples under the merged body ('exclude: NAME' "
+                "leaves out tensors with NAME in their names)."
+            )
         return written
 
     def _read_samples(self, number: int) -> Sides:
@@ -231,7 +237,7 @@ class ModelRefit:
         teacher, seed, beyond = self.teachers[number], self.config.seed + number, 0
         few = teacher.key == SELF and teacher.samples < HELD_OUT
         labelled = isinstance(teacher.key, str) and teacher.key != SYNTHETIC  # or may be
-        if labelled and not few and not self.own_heads:  # several heads have no loss in common
+        if labelled and not few and not (self.own_heads and self.pooled):  # labels of which of the heads?
             beyond = max(HELD_OUT, teacher.samples // 3)
         if teacher.key == SELF:
             module = in_memory(replace(teacher.original, untie=False), self.exact).to(self.device)
@@ -242,7 +248,7 @@ class ModelRefit:
             size = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
             samples, remaining = split_batches(samples, size)
             if remaining.task in JUDGED:
-                self.held_out.append((teacher.share, remaining))
+                self.held_out.append((teacher, remaining))
         quarter = samples.examples // 4 if self.config.ridge == AUTO else 0
         sides = (unpadded(x.batches, x.source) for x in split_batches(samples, samples.examples - quarter))
         solved_on, chosen_on = (batched_by_length(batches, TOKENS) for batches in sides)
@@ -272,21 +278,37 @@ class ModelRefit:
         refit.rounded = lambda name, tensor: check_merged(self._rounded(name, tensor), name)
         return refit
 
-    def _losses(self, merge: Tensors) -> list[list[float]]:
+    def _losses(self, merge: Tensors, heads: Mapping[str, Mapping[str, Tensor]]) -> list[list[float]]:
         """The losses of a merge on held-out examples, set by set, times the share of the set's teacher in the mean.
 
+        Where heads stay apart, each set is answered under its teacher's.
+
+        Args:
+            heads: solved tensors of them, as of `self.heads`.
+
         Raises:
-            DataError: the base's head has no such labels.
+            DataError: a head has no such labels.
         """
-        batches, numbers = [batch for _, data in self.held_out for batch in data.batches], count()
-        runner = self._runner(replace(self.base, tensors=merge.map(self._rounded)), batches)
+        batches, body = [batch for _, data in self.held_out for batch in data.batches], merge.map(self._rounded)
+        runner, first = self._runner(replace(self.base, tensors=body), batches), 0
         runner.run_through()
+        mean_share, losses = fmean(teacher.share for teacher, _ in self.held_out), list[list[float]]()
+        for teacher, data in self.held_out:
+            answering, numbers = runner, count(first)
+            if self.own_heads:
+                solved = heads.get(teacher.view.name, {})
+                answering, numbers = self._runner(self._headed(body, teacher.view, solved), data.batches), count()
+                answering.follow(runner, first, is_head)
+                answering.run_through()
+            answer = partial(_logits, answering, numbers)
+            losses.append([teacher.share / mean_share * loss for loss in score(answer, data).losses])
+            first += len(data.batches)
+        return losses
 
-        def answer(**_: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(logits=runner.answer(next(numbers)).logits.cpu())
-
-        mean_share = fmean(share for share, _ in self.held_out)
-        return [[share / mean_share * loss for loss in score(answer, x).losses] for share, x in self.held_out]
+    def _headed(self, body: Tensors, view: View, solved: Mapping[str, Tensor]) -> View:
+        """A merged body under a model's own head, of which some tensors are solved."""
+        head = view.tensors.only(name for name in view.tensors if name in self.head_names)
+        return replace(view, tensors=body.replaced(head).replaced(solved))
 
     def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner], chosen_on: Sequence[int]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.
@@ -297,19 +319,13 @@ class ModelRefit:
         for teacher, donor in zip(self.teachers, donors, strict=True):
             view, count = teacher.view, len(donor.batches)
             if view is not self.base and not all(map(self.exclude, self.head_names)):
-                tensors = body.replaced(view.tensors.only(name for name in view.tensors if name in self.head_names))
-                headed, alone = (self._runner(each, donor.batches) for each in (replace(view, tensors=tensors), view))
+                headed, alone = (self._runner(each, donor.batches) for each in (self._headed(body, view, {}), view))
                 headed.follow(merge, first, is_head)
                 alone.follow(donor, 0, is_head)
                 refit = self._refit(headed, [alone], chosen_on[first : first + count], [1.0] * count)
                 refit.skip = lambda name: name not in self.head_names or self.exclude(name)
                 self.heads[view.name] = {name: x.contiguous() for name, x in refit.run().solved().items()}
             first += count
-        if any(self.heads.values()):
-            self.notes.append(
-                "Refit also solved each donor's head, on its samples under the merged body ('exclude: NAME' "
-                "leaves out tensors with NAME in their names)."
-            )
 
     def _note(self, refit: Refit, losses: Sequence[list[list[float]]], worse: bool) -> None:
         """Put the refit in words into the notes.
@@ -342,6 +358,11 @@ class ModelRefit:
             unsolved["tied to the embedding, 'untie: true' gives it its own tensor"] = [self.base.tied_head]
         for reason, names in unsolved.items():
             self.notes.append(f"Refit kept the {start} ({reason}): {', '.join(f'`{name}`' for name in names)}.")
+
+
+def _logits(runner: Runner, numbers: Iterator[int], **_: Tensor) -> SimpleNamespace:
+    """A runner's logits for its next batch."""
+    return SimpleNamespace(logits=runner.answer(next(numbers)).logits.cpu())
 
 
 def _mean(sets: Sequence[Sequence[float]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,39 @@ def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(
     solved, stored = (float((logits - answer).norm()) for logits in answers)
     assert solved < 0.8 * stored
     assert torch.equal(state(heads[1])[weight], state(donor)[weight])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [True, False])
+def test_samples_held_out_judge_a_refit_under_every_head(right: bool, tmp_path: Path) -> None:
+    """By the labels of its own task: what its model says, or what that finds least likely. Then the average is written,
+    under heads that are not solved either."""
+    paths = [make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3)]
+    average = merged(heads_recipe(*paths), tmp_path / "plain")
+    recipe = heads_recipe(*paths, delegate="refit", targets="own", samples=120)
+    for number, (path, entry) in enumerate(zip(paths, recipe["models"], strict=True)):
+        ids, data = tokens(number, 160, 8), tmp_path / f"{number}.npz"
+        logits = load(str(path))(input_ids=ids).logits
+        np.savez(data, input_ids=ids, labels=(logits if right else -logits).argmax(-1))
+        entry["parameters"] = {"weight": 0.5, "data": str(data)}
+    result, folders = merged(recipe, tmp_path / "refit"), [tmp_path / name for name in ("plain", "refit")]
+
+    def loss(merge: Path, number: int) -> float:
+        with np.load(tmp_path / f"{number}.npz") as file:
+            rows = {name: torch.tensor(file[name])[120:] for name in file.files}
+        return float(load(str(merge / "heads" / "3" if number else merge))(**rows).loss)
+
+    before, after = (sum(loss(folder, number) for number in range(2)) / 2 for folder in folders)
+    report = (tmp_path / "refit" / "rotation_merge.json").read_text()
+    found = re.findall(r"On 80 held-out samples the loss was (\S+) before the refit and (\S+) after", report)
+    assert [first for first, _ in found] == [f"{before:.4f}"]
+    if right:
+        assert after < before
+        assert found[0][1] == f"{after:.4f}"
+        return
+    assert float(found[0][1]) > before
+    torch.testing.assert_close(result, average)
+    torch.testing.assert_close(*(state(folder / "heads" / "3") for folder in reversed(folders)))
 
 
 @pytest.mark.slow
