@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,19 @@ def tokenizer_of(model_path: str) -> Any:
     return tokenizer
 
 
-def read_examples(source: str, model: Any, model_path: str, length: int, count: int, seed: int) -> list[Batch]:
+def read_examples(
+    source: str, model: Any, model_path: str, length: int, count: int, seed: int, base: Any = None
+) -> list[Batch]:
     """All examples of a file; of a source without one, so many as are to be made.
+
+    Args:
+        base: see `self_written`.
 
     Raises:
         DataError: names the file and the expected content.
     """
     if source == SELF:
-        return by_rows({"input_ids": self_written(model, model_path, count, length, seed)})
+        return by_rows({"input_ids": self_written(model, model_path, count, length, seed, base)})
     if source == SYNTHETIC:
         folder = local_path(model_path) if model_path else ""
         return by_rows({"pixel_values": synthetic_images(model, folder, count, seed)})
@@ -264,6 +270,8 @@ def _label(label: Any, model: Any) -> Tensor:
 
 AT_ONCE = 64
 """Sequences that are written together."""
+PLAUSIBLE = 0.01
+"""A token that a fine-tune prefers to its base is written if it is at least so likely as the likeliest, as a share."""
 
 
 def writes_text(model: Any) -> bool:
@@ -272,42 +280,65 @@ def writes_text(model: Any) -> bool:
 
 
 @torch.no_grad()
-def self_written(model: Any, model_path: str, count: int, length: int = 128, seed: int = 0) -> Tensor:
+def self_written(model: Any, model_path: str, count: int, length: int = 128, seed: int = 0, base: Any = None) -> Tensor:
     """Token ids sampled from a causal language model itself, int64, (count, length).
 
     Every sequence begins with the tokenizer's BOS; with a token drawn uniformly only where there is none.
 
+    Args:
+        base: of a fine-tune: it writes what it has learned, as tokens that it finds likelier than its base does get
+            likelier by the same factor.
+
     Raises:
         DataError: the model does not write text.
+
+    Source: Li and others 2023 (Contrastive decoding, arXiv 2210.15097), here of a fine-tune and its base, and sampled.
     """
     if not writes_text(model):
         remedy = "give a file, or 'synthetic' for image models"
         raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
-    text = model.config.get_text_config()
-    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    models = [model] if base is None else [model, base]
+    configs = [each.config.get_text_config() for each in models]
+    known = min(text.vocab_size for text in configs)
+    length = min(length, *(getattr(text, "max_position_embeddings", None) or length for text in configs))
     tokenizer = tokenizer_in(local_path(model_path)) if model_path else None
     draw, first = torch.Generator().manual_seed(seed), getattr(tokenizer, "bos_token_id", None)
-    if first is None or first >= text.vocab_size:
-        begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
+    if first is None or first >= known:
+        begins = torch.randint(known, (count, 1), generator=draw)
     else:
         begins = torch.full((count, 1), first)
-    prompt = {"input_ids": torch.arange(min(length, 32))[None] % text.vocab_size}
+    prompt = {"input_ids": torch.arange(min(length, 32))[None] % known}
     check_answers(model, outputs(model, prompt).values(), model_path)
     parts, written = begins.split(AT_ONCE), list[Tensor]()
-    with fused_attention(model, prompt):
+    with ExitStack() as fused:
+        for each in models:
+            fused.enter_context(fused_attention(each, prompt))
         for part in parts:
-            written.append(_continued(model, part, length, draw, len(written) * length, len(parts) * length))
+            written.append(_continued(models, part, length, draw, len(written) * length, len(parts) * length))
     return torch.cat(written)
 
 
-def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, done: int, total: int) -> Tensor:
+def _continued(models: Sequence[Any], ids: Tensor, length: int, draw: torch.Generator, done: int, total: int) -> Tensor:
     """Sequences (count, length) that begin with these ids; `done` of `total` tokens a sequence have been written."""
-    step, past, progress = ids, None, listener()
+    pasts, progress = [None for _ in models], listener()
     while ids.shape[1] < length:
-        result = model(input_ids=step.to(device_of(model)), past_key_values=past, use_cache=True)
-        past = getattr(result, "past_key_values", None)
-        token = torch.multinomial(result.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
-        ids = torch.cat([ids, token], 1)
+        steps = [ids if past is None else ids[:, -1:] for past in pasts]
+        results = [
+            model(input_ids=step.to(device_of(model)), past_key_values=past, use_cache=True)
+            for model, step, past in zip(models, steps, pasts, strict=True)
+        ]
+        pasts = [getattr(result, "past_key_values", None) for result in results]
+        chances = _chances(*(result.logits[:, -1].float().to(results[0].logits.device) for result in results))
+        ids = torch.cat([ids, torch.multinomial(chances.cpu(), 1, generator=draw)], 1)
         progress("writing samples, tokens", done + ids.shape[1], total)
-        step = ids if past is None else token
     return ids
+
+
+def _chances(logits: Tensor, of_base: Tensor | None = None) -> Tensor:
+    """Probabilities of the next token (sequences, vocabulary), of those that the base has, too, if there is one."""
+    if of_base is None:
+        return logits.softmax(-1)
+    known = min(logits.shape[-1], of_base.shape[-1])
+    own, others = (x[:, :known].log_softmax(-1) for x in (logits, of_base))
+    implausible = own < own.amax(-1, keepdim=True) + math.log(PLAUSIBLE)
+    return (2 * own - others).masked_fill(implausible, -math.inf).softmax(-1)

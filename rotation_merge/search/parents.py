@@ -241,9 +241,16 @@ class Parents:
         halves = []
         for number, name in enumerate(config.models):
             seed = config.seed + WRITTEN_APART + number
-            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, self._model(name))
+            model, base = self._model(name), self._base_model()
+            learned = None if model is base else base  # a fine-tune writes what it has learned
+            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model, base=learned)
             halves.append(split_batches(data, count))
         return [], [deciding for deciding, _ in halves], [reporting for _, reporting in halves]
+
+    def _base_model(self) -> Any:
+        """The base, loaded; None if there is none, or it writes no text."""
+        model = None if self.base is None else self._model(self.base.name)
+        return model if writes_text(model) else None
 
     def _files(self) -> dict[str, str]:
         """Files of merge samples for each model (or the word that generates them)."""
@@ -254,9 +261,10 @@ class Parents:
 
     def _base_texts(self) -> Data | None:
         """Texts that the base writes to measure forgetting; None if it writes none."""
-        config, name = self.config, None if self.base is None else self.base.name
-        if name is None or not writes_text(model := self._model(name)):
+        config, model = self.config, self._base_model()
+        if self.base is None or model is None:
             return None
+        name = self.base.name
         ids = self_written(model, name, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(config.models))
         batches = [{"input_ids": rows, "labels": rows} for rows in ids.split(config.batch_size)]
         return Data(batches, "next token", len(ids), name)

@@ -29,14 +29,14 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("architecture",): (1800, 1800),
     ("record",): (250, 249),
     ("model",): (4000, 6093),
-    ("run",): (2400, 3721),
+    ("run",): (2400, 3754),
     ("matching",): (3400, 4887),
     ("averaging",): (2000, 3457),
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4130),
     ("diagnose",): (2100, 2790),
-    ("search", "share"): (1400, 2021),
+    ("search", "share"): (1400, 2029),
     ("api", "cli", "__init__"): (1400, 2791),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""

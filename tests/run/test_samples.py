@@ -21,7 +21,7 @@ from rotation_merge.run.batches import batched_by_length, unpadded
 from rotation_merge.run.data import Data, described, read_samples, split_batches
 from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import fused_attention, load
-from rotation_merge.run.sources import self_written, tokenizer_of
+from rotation_merge.run.sources import PLAUSIBLE, self_written, tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 image = pytest.importorskip("PIL.Image")
@@ -315,6 +315,20 @@ def test_models_without_a_cache_write_the_same(models: dict[str, Any], monkeypat
     text, forward = self_written(model, LLAMA, 2, 12), model.forward
     monkeypatch.setattr(model, "forward", lambda **inputs: MambaCausalLMOutput(logits=forward(**inputs).logits))
     assert torch.equal(self_written(model, LLAMA, 2, 12), text)
+
+
+@pytest.mark.parametrize("known", [256, 200])  # ids of the base: a fine-tune may have added some
+@torch.no_grad()
+def test_a_fine_tune_writes_what_it_has_learned(known: int, models: dict[str, Any]) -> None:
+    """Beside its base it writes what itself finds likelier than its base does, by far more than all that it writes."""
+    base, tuned, folder = load(LLAMA), load(LLAMA + "-english"), LLAMA + "-english"
+    base.resize_token_embeddings(known, mean_resizing=False)
+    everything, learned = (self_written(tuned, folder, 16, 32, base=of_base) for of_base in (None, base))
+    gains = [float(models[LLAMA](ids, labels=ids).loss - tuned(ids, labels=ids).loss) for ids in (everything, learned)]
+    assert gains[1] > gains[0] + 0.2
+    chances = tuned(learned).logits[:, :-1].softmax(-1)
+    written = chances.gather(-1, learned[:, 1:, None])[..., 0]
+    assert bool((written >= 0.99 * PLAUSIBLE * chances.amax(-1)).all())
 
 
 def test_synthetic_images_are_in_the_range_of_real_ones(models: dict[str, Any]):

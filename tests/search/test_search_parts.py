@@ -164,6 +164,22 @@ def test_a_head_apart_and_a_tied_one_meet_untied(tmp_path: Path) -> None:
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
+def test_without_data_fine_tunes_are_judged_by_what_they_have_learned(tmp_path: Path) -> None:
+    """A base among the models has learned nothing beside itself: it writes as it does alone."""
+    models, modules = (BASE, ENGLISH), {name: load(name) for name in (BASE, ENGLISH)}
+    gains = {}
+    for base in (None, BASE):
+        case = parents(SHARED, base)
+        case.config, case._loaded = replace(case.config, models=models, samples=32, length=32), modules
+        _, deciding, reporting = case._made_up()
+        for number, name in enumerate(models):
+            batches = [b for part in (deciding, reporting) for b in part[number].batches]
+            losses = [fmean(score(modules[m], Data(batches, "next token", 16)).losses) for m in models]
+            gains[name, base] = losses[0] - losses[1]
+    assert gains[BASE, BASE] == gains[BASE, None] < 0
+    assert gains[ENGLISH, BASE] > gains[ENGLISH, None] + 0.2 > 0.2
+
+
 def test_samples_are_drawn_from_the_whole_file(tmp_path: Path) -> None:
     """A file that begins with one kind of text says nothing of the other where its first samples are taken."""
     (tmp_path / "x.txt").write_text("a" * 4000 + "b" * 4000)
