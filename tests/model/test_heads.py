@@ -119,6 +119,21 @@ def test_samples_held_out_judge_a_refit_under_every_head(right: bool, tmp_path: 
     torch.testing.assert_close(*(state(folder / "heads" / "3") for folder in reversed(folders)))
 
 
+@pytest.mark.parametrize("heads_of", ["each", "base"])
+def test_of_samples_without_labels_none_is_held_out(heads_of: str, tmp_path: Path) -> None:
+    """A file of as many as are asked for gives what the first ones of a longer file do."""
+    paths = [make("roberta", tmp_path / str(n), seed=n, num_labels=2) for n in (2, 3)]
+    results = []
+    for count in (24, 40):
+        recipe = heads_recipe(*paths, delegate="refit", targets="own", samples=24, heads_of=heads_of)
+        for number, entry in enumerate(recipe["models"]):
+            data = tmp_path / f"{number} of {count}.npz"
+            np.savez(data, input_ids=tokens(number, 40, 8)[:count])
+            entry["parameters"] = {"weight": 0.5, "data": str(data)}
+        results.append(merged(recipe, tmp_path / str(count)))
+    assert all(torch.equal(results[0][name], tensor) for name, tensor in results[1].items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("residual", "anchor_is", "wider"),
