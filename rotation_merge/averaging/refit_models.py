@@ -244,11 +244,11 @@ class ModelRefit:
         else:
             module = empty_model(teacher.original)
         samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=module)
-        judges = beyond and samples.task in JUDGED and samples.examples >= 2 * HELD_OUT
-        most = samples.examples - (max(HELD_OUT, samples.examples // 4) if judges else 0)
-        samples, remaining = split_batches(samples, min(teacher.samples, most))
-        if judges:
-            self.held_out.append((teacher, remaining))
+        if beyond:  # all batches in memory count
+            judges = samples.task in JUDGED and samples.examples >= 2 * HELD_OUT
+            most = samples.examples - (max(HELD_OUT, samples.examples // 4) if judges else 0)
+            samples, remaining = split_batches(samples, min(teacher.samples, most))
+            self.held_out += [(teacher, remaining)] if judges else []
         quarter = samples.examples // 4 if self.config.ridge == AUTO else 0
         sides = (unpadded(x.batches, x.source) for x in split_batches(samples, samples.examples - quarter))
         solved_on, chosen_on = (batched_by_length(batches, TOKENS) for batches in sides)

@@ -73,6 +73,12 @@ def test_refit_gives_what_the_recipe_writes(source: str, pair: Pair, tmp_path: P
     assert_same(rm.average(paths, "refit", samples=data, limit=6, ridge=0.1), written)
 
 
+def test_refit_takes_all_batches_in_memory(pair: Pair) -> None:
+    """`samples` is of sources by name."""
+    few, many = (rm.refit([*map(str, pair)], SAMPLES, rm.RefitConfig(samples=count, ridge=0.1)) for count in (1, 64))
+    assert_same(few, many.state_dict())
+
+
 def test_refit_is_solved_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer runs again for the other tensors."""
     passes, forward = [], LlamaMLP.forward
