@@ -286,8 +286,8 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
     Every sequence begins with the tokenizer's BOS; with a token drawn uniformly only where there is none.
 
     Args:
-        base: of a fine-tune: it writes what it has learned, as tokens that it finds likelier than its base does get
-            likelier by the same factor.
+        base: of a fine-tune, on the same device: the model writes what it has learned, as tokens that it finds likelier
+            than its base does get likelier by the same factor.
 
     Raises:
         DataError: the model does not write text.
@@ -328,7 +328,7 @@ def _continued(models: Sequence[Any], ids: Tensor, length: int, draw: torch.Gene
             for model, step, past in zip(models, steps, pasts, strict=True)
         ]
         pasts = [getattr(result, "past_key_values", None) for result in results]
-        chances = _chances(*(result.logits[:, -1].float().to(results[0].logits.device) for result in results))
+        chances = _chances(*(result.logits[:, -1].float() for result in results))
         ids = torch.cat([ids, torch.multinomial(chances.cpu(), 1, generator=draw)], 1)
         progress("writing samples, tokens", done + ids.shape[1], total)
     return ids
@@ -339,6 +339,6 @@ def _chances(logits: Tensor, of_base: Tensor | None = None) -> Tensor:
     if of_base is None:
         return logits.softmax(-1)
     known = min(logits.shape[-1], of_base.shape[-1])
-    own, others = (x[:, :known].log_softmax(-1) for x in (logits, of_base))
-    implausible = own < own.amax(-1, keepdim=True) + math.log(PLAUSIBLE)
-    return (2 * own - others).masked_fill(implausible, -math.inf).softmax(-1)
+    tuned, base = (x[:, :known].log_softmax(-1) for x in (logits, of_base))
+    implausible = tuned < tuned.amax(-1, keepdim=True) + math.log(PLAUSIBLE)
+    return (2 * tuned - base).masked_fill(implausible, -math.inf).softmax(-1)

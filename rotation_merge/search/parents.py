@@ -238,12 +238,11 @@ class Parents:
         count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
         size = min(config.batch_size, count)
         count = -(-count // size) * size
-        halves = []
+        halves, base = [], self._base_model()
         for number, name in enumerate(config.models):
-            seed = config.seed + WRITTEN_APART + number
-            model, base = self._model(name), self._base_model()
-            learned = None if model is base else base  # a fine-tune writes what it has learned
-            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model, base=learned)
+            seed, model = config.seed + WRITTEN_APART + number, self._model(name)
+            learned_from = None if model is base else base
+            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model, base=learned_from)
             halves.append(split_batches(data, count))
         return [], [deciding for deciding, _ in halves], [reporting for _, reporting in halves]
 
