@@ -69,12 +69,14 @@ MERGES: dict[str, dict[str, Any]] = {
 """By title: the merge method and its settings; `searched`: also at the best of SCALES; `polished`: then, on 64 texts of
 each task."""
 KEPT = "rows of several runs: what an earlier one measured is kept"
-NAMES = ("de", "fr", "c", "own")
+NAMES = ("de", "fr", "c", "python", "own")
 OWN, BEST = "each fine-tune on its own text", ", best lambda"
 NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "method", "polished")
 FINE_TUNES = {
     "two": (("de-0", "fr-0"), ("de-1", "fr-1")),
     "three": (("de-0", "fr-0", "c-0"), ("de-1", "fr-1", "c-1")),
+    "four": (("de-0", "fr-0", "c-0", "python-0"), ("de-1", "fr-1", "c-1", "python-1")),
+    "equal": (("de-0", "de-1"),),
 }
 """Fine-tunes that are merged, for each seed."""
 Rows = Iterable[tuple[str, dict[str, Any]]]
@@ -233,20 +235,19 @@ def merges_of(bench: Bench, group: str, names: tuple[str, ...], tasks: Sequence[
     """Rows of the fine-tunes of one seed, and of every merge of them."""
     if not all(map(bench.made, names)):
         return
-    first = group.endswith("-0")
     alone = {task: bench.judged(name) for task, name in zip(tasks, names, strict=True)}
-    if first:
+    if group.endswith("-0"):
         yield "base", bench.judged("base")
     for task, figures in alone.items():
         yield f"tuned on {task} alone", figures
     yield OWN, {task: figures[task] for task, figures in alone.items()}
     yield "ensemble of the fine-tunes", bench.once(f"{group} ensemble", partial(together, bench, names))
-    if first and len(names) == 3 and bench.made("all-0"):
+    if group == "three-0" and bench.made("all-0"):
         yield "one model trained on all texts", bench.judged("all-0")
     out = bench.root / "merged"
     for title, settings in MERGES.items():
         key, product = f"{group} {title}", cache(partial(merged, bench, names, tasks, settings, out))
-        if not bench.due(key, title) or (title == "slerp" and len(names) != 2):
+        if not bench.due(key, title):
             continue
         yield title, bench.once(key, lambda paid=product: {**paid(), **bench.judge(bench.read(out.name), NAMES)})
         if "searched" in settings:
@@ -359,7 +360,7 @@ SHARES = ("recovered lift", "of the way to the fine-tune", "of a fine-tune there
 def carry(bench: Bench) -> None:
     """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
     table = Table("real-carry", KEPT, keep=["fine-tune", "carried by"])
-    for task in NAMES[:-1]:
+    for task in NAMES[:3]:
         for kind, title in (("", "all weights"), ("lora8-", "LoRA")):
             names = {f"{task}-{kind}{seed}": seed for seed in SEEDS}
             each = [carried(bench, name, seed) for name, seed in names.items() if bench.made(name)]
@@ -515,8 +516,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of models.py")
     parser.add_argument("what", choices=PARTS)
-    words = "titles of the rows to measure; the others show what an earlier run measured"
-    parser.add_argument("--only", nargs="*", default=[], help=words)
+    parser.add_argument("--only", nargs="*", default=[], help="titles of rows to measure; others are of earlier runs")
     options = parser.parse_args()
     PARTS[options.what](Bench(options.root, options.only))
 

@@ -140,7 +140,7 @@ def recipes_of_models() -> dict[str, dict[str, Any]]:
     def tuned(*domains: str, source: str = "base", steps: int = 50, seed: int = 0, rank: int = 0) -> dict[str, Any]:
         return {"source": source, "domains": list(domains), "steps": steps, "seed": seed, "rank": rank}
 
-    models = {f"{domain}-{seed}": tuned(domain, seed=seed) for seed in (0, 1) for domain in texts}
+    models = {f"{domain}-{seed}": tuned(domain, seed=seed) for seed in (0, 1) for domain in (*texts, "python")}
     models["all-0"] = tuned(*texts, steps=150)
     for seed in (0, 1):
         base = f"new-base-{seed}"

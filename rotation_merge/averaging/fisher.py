@@ -27,12 +27,7 @@ class Fisher(StatisticsMethod):
         parameters=(
             WEIGHT,
             parameter("normalize", True, "divide each Fisher by its norm"),
-            parameter(
-                "floor",
-                1e-6,
-                "least Fisher of base_model, which keeps its weights where all Fishers are 0",
-                NotNegative,
-            ),
+            parameter("floor", 1e-6, "least Fisher of base_model, whose weights stay where all are 0", NotNegative),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )

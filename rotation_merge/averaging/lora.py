@@ -3,10 +3,10 @@ r"""Several LoRA adapters merged into one, map by map, without their base.
 The changes ``D_t = B_t A_t`` of one map lie in the span of all B_t and of all A_t. With orthonormal bases Q_B (outputs)
 and Q_A (inputs) of the two, ``D_t = Q_B C_t Q_A^T`` with small cores C_t. Methods that commute with orthogonal maps
 merge the cores, with exactly the result of merging the full changes; methods that look at single entries (TIES, DARE)
-merge the full changes of one map at a time. (Which module is a head is not known here: `tsv` and `iso` merge it as any
-other map, and in a recipe by `wudi`.) The singular vectors of the result are the factors of the new adapter.
-A smaller rank cuts these: compressing the bases first, and then merging (arXiv 2606.03723), was measured. At half the
-joint rank it was worse by `tsv` and `linear`, and on average by `wudi`.
+merge the full changes of one map at a time. A head is known by its name, an embedding that is the head, too, is not.
+The singular vectors of the result are the factors of the new adapter. A smaller rank cuts these: compressing the bases
+first, and then merging (arXiv 2606.03723), was measured. At half the joint rank it was worse by `tsv` and `linear`, and
+on average by `wudi`.
 
 Source: Stoica and others 2025 (KnOTS, arXiv 2410.19735) for the common bases.
 """
@@ -25,7 +25,7 @@ from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from torch import Tensor
 
-from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.architecture.model import Axis, TensorInfo
 from rotation_merge.averaging.config import (
     ADAPTER_METHODS,
     ADAPTER_PARAMETERS,
@@ -43,7 +43,7 @@ from rotation_merge.errors import CheckpointError, RecipeError, nearest
 from rotation_merge.files import FILE, FOLDER, Output, check_output
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.seeding import seeded
-from rotation_merge.model.adapter_names import by_module
+from rotation_merge.model.adapter_names import by_module, is_vocabulary_head
 from rotation_merge.model.adapters import PEFT, SUFFIX, Adapter, Change, adapter_of, plain_adapter
 from rotation_merge.model.low_rank import LowRank
 from rotation_merge.model.open import paths_of
@@ -168,13 +168,13 @@ def merge_adapters(
         for module in sorted({module for changes in named for module in changes}):
             pairs = zip(read, named, strict=True)
             parts = [a.low_rank(changes[module]) if module in changes else None for a, changes in pairs]
-            maps[module], maps_by_module[module] = _merged(parts, shares, rule, entrywise, chosen)
+            maps[module], maps_by_module[module] = _merged(module, parts, shares, rule, entrywise, chosen)
     merged = adapter_of(maps, read[0].config, base_weights, read[0].form)
     return MergedAdapter(merged, tuple(a.path for a in read), maps_by_module, notes)
 
 
-Rule = Callable[[Sequence[Tensor], Sequence[float], LowRank], Tensor]
-"""Merges changes of a map (or cores) by weights; takes factors of the map, too."""
+Rule = Callable[[Sequence[Tensor], Sequence[float], LowRank, bool], Tensor]
+"""Merges changes of a map (or cores) by weights; takes factors of the map, too, and whether it is a head."""
 
 
 def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
@@ -196,23 +196,24 @@ def _rule(name: str, parameters: Mapping[str, Any]) -> tuple[Rule, bool]:
         raise RecipeError("'alpha' has no effect without 'calibrate'", remedy="add 'calibrate: svc', or leave it out")
     values |= {"normalize": True} if name == LINEAR else {}
 
-    def in_mergekit(changes: Sequence[Tensor], weights: Sequence[float], _: LowRank) -> Tensor:
+    def in_mergekit(changes: Sequence[Tensor], weights: Sequence[float], *_: Any) -> Tensor:
         group = TensorGroup.from_tensors([torch.zeros_like(changes[0]), *changes], base_index=0)
         (merged,) = method((group,), parameters={**values, "weight": list(weights)})
         return merged
 
-    def by_own_rule(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
+    def by_own_rule(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank, head: bool) -> Tensor:
         assert isinstance(method, TaskVectorMethod)
         sources = [Source(change, weight) for change, weight in zip(changes, weights, strict=True)]
         base, size = Source(torch.zeros_like(changes[0]), 0.0), {"size": min(like.shape)}
-        return method.merge([base, *sources], TensorInfo("", ("",), ()), {**values, **size}, _is_linear(like))
+        info = TensorInfo("", ("",), (Axis(label="vocabulary"), Axis()) if head else ())
+        return method.merge([base, *sources], info, {**values, **size}, _is_linear(like))
 
     own = isinstance(method, TaskVectorMethod)
     rule: Rule = by_own_rule if own else in_mergekit
     entrywise = not own and bool(method.sparsification_method or method.consensus_method)
 
-    def then_calibrated(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank) -> Tensor:
-        merged = rule(changes, weights, like)
+    def then_calibrated(changes: Sequence[Tensor], weights: Sequence[float], like: LowRank, head: bool) -> Tensor:
+        merged = rule(changes, weights, like, head)
         if _is_linear(like):
             calibrate(merged, torch.zeros_like(merged), changes, values, alpha)
         return merged
@@ -226,6 +227,7 @@ def _is_linear(like: LowRank) -> bool:
 
 
 def _merged(
+    module: str,
     parts: Sequence[LowRank | None],
     weights: Sequence[float],
     rule: Rule,
@@ -238,12 +240,13 @@ def _merged(
     outputs = torch.linalg.qr(torch.cat([flat[1] for flat in flats if flat is not None], 1))[0]
     inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
     unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
+    head = _is_linear(like) and like.shape[0] > like.shape[1] and is_vocabulary_head(module)
     cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
     if entrywise:
-        merged = rule([outputs @ core @ inputs.mT for core in cores], weights, like)
+        merged = rule([outputs @ core @ inputs.mT for core in cores], weights, like, head)
         u, s, v = _decomposed(merged, most)
     else:
-        merged = rule(cores, weights, like)
+        merged = rule(cores, weights, like, head)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
         u, v = outputs @ u, v @ inputs.mT
     total = float(merged.square().sum())

@@ -305,4 +305,9 @@ def mean(weights: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     total = sum(shares)
     if total == 0:
         raise StatisticsError("the weights of the models sum to zero", remedy="give positive weights")
-    return sum((share / total) * w.double() for share, w in zip(shares, weights, strict=True))  # type: ignore[return-value]
+    return weighted_sum(weights, [share / total for share in shares])
+
+
+def weighted_sum(weights: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The sum of tensors, each times its share, float64."""
+    return sum(share * w.double() for share, w in zip(shares, weights, strict=True))  # type: ignore[return-value]

@@ -24,12 +24,12 @@ from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.refit import Refit, teacher_answers
 from rotation_merge.averaging.registry import TASK_VECTORS
 from rotation_merge.errors import DataError, RecipeError
-from rotation_merge.model.heads import head_names, is_head
+from rotation_merge.model.heads import head_names, is_head, under_head
 from rotation_merge.model.tensors import Tensors
 from rotation_merge.model.view import View
 from rotation_merge.record import with_margin
 from rotation_merge.run.batches import Batch, batched_by_length, unpadded, with_small_first_batch
-from rotation_merge.run.data import Data, Samples, read_samples, split_batches
+from rotation_merge.run.data import UNLABELLED, Data, Samples, read_samples, split_batches
 from rotation_merge.run.evaluate import margin, score
 from rotation_merge.run.functions import empty_model, in_memory
 from rotation_merge.run.maps import linear_maps
@@ -46,9 +46,6 @@ HELD_OUT = 8
 
 Sides = tuple[list[Batch], list[Batch]]
 """A teacher's samples that maps are solved on, and those that their ridges are chosen on."""
-
-JUDGED = ("next token", "masked token", "class", "labels", "regression")
-"""Tasks of samples whose labels can judge a merge."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +242,7 @@ class ModelRefit:
             module = empty_model(teacher.original)
         samples = read_samples(teacher.original, teacher.source, teacher.samples + beyond, seed=seed, module=module)
         if beyond:  # all batches in memory count
-            judges = samples.task in JUDGED and samples.examples >= 2 * HELD_OUT
+            judges = samples.task not in (*UNLABELLED, "similarity") and samples.examples >= 2 * HELD_OUT
             most = samples.examples - (max(HELD_OUT, samples.examples // 4) if judges else 0)
             samples, remaining = split_batches(samples, min(teacher.samples, most))
             self.held_out += [(teacher, remaining)] if judges else []
@@ -307,8 +304,7 @@ class ModelRefit:
 
     def _headed(self, body: Tensors, view: View, solved: Mapping[str, Tensor]) -> View:
         """A merged body under a model's own head, of which some tensors are solved."""
-        head = view.tensors.only(name for name in view.tensors if name in self.head_names)
-        return replace(view, tensors=body.replaced(head).replaced(solved))
+        return under_head(replace(self.base, tensors=body), replace(view, tensors=view.tensors.replaced(solved)))
 
     def _solve_heads(self, body: Tensors, merge: Runner, donors: Sequence[Runner], chosen_on: Sequence[int]) -> None:
         """Solve every teacher's own head, on its own samples under the merged body: the last maps of its refit.

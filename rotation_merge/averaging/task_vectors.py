@@ -15,7 +15,7 @@ from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSp
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.methods import OwnMethod, Source, mean
+from rotation_merge.averaging.methods import OwnMethod, Source, mean, weighted_sum
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import Part, SlicedMatrix, combined
 from rotation_merge.model.vocabulary import row_slices
@@ -73,7 +73,7 @@ class TaskVectorMethod(OwnMethod):
         """The merged change of one map, before `lambda`.
 
         Args:
-            changes: of the models, (outputs, inputs) each, float64; not all zero.
+            changes: of the models, (outputs, inputs) each, float64; none is zero.
             weights: importances, positive.
             parameters: of the method; and `size`: the smaller side of the map, where the changes are given in smaller
                 orthonormal bases.
@@ -91,17 +91,18 @@ class TaskVectorMethod(OwnMethod):
         start, weights = base.weight, [source.share for source in tuned_sources]
         parts, keeps = map_parts(start, info.vocabulary_axis is not None), parameters["lengths"] == "keep"
         changes, ratio = changes_of(start, [source.weight for source in tuned_sources], parts, keeps)
-        if not any(change.norm for change in changes):
+        counting = [number for number, change in enumerate(changes) if change.norm]
+        if not counting:
             return start
         if linear:
             self.note("ratios", ratio)
             self.note("lengths", parameters["lengths"])
             rule = self.change if info.vocabulary_axis is None else self.head_change
-            change = rule(changes, weights, parameters)
+            change = rule([changes[i] for i in counting], [weights[i] for i in counting], parameters)
         else:
             self.note("others", parameters["others"])
-            scale = sum(weights) if parameters["others"] == "sum" else 1.0
-            change = combined(changes, lambda rows: scale * mean(rows, weights))
+            average = weighted_sum if parameters["others"] == "sum" else mean
+            change = combined(changes, lambda rows: average(rows, weights))
         merged = torch.empty(start.shape, dtype=torch.float64, device=start.device)
         for part in parts:
             merged[part] = start[part].double() + parameters["lambda"] * change.rows(part)

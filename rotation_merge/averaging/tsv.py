@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rotation_merge.averaging.methods import mean
+from rotation_merge.averaging.methods import weighted_sum
 from rotation_merge.averaging.sliced import SlicedMatrix, Svd, combined
 from rotation_merge.averaging.task_vectors import TaskVectorMethod, spec_of
 from rotation_merge.averaging.wudi import WUDI_RIDGE, Wudi
@@ -45,11 +45,10 @@ class Tsv(SingularVectors):
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        counting = [(change, weight) for change, weight in zip(changes, weights, strict=True) if change.norm > 0.0]
         lefts, values, rights = [], [], []
-        for change, weight in counting:
+        for change, weight in zip(changes, weights, strict=True):
             svd = change.svd()
-            most = max(1, parameters.get("size", len(svd.values)) // len(counting))
+            most = max(1, parameters.get("size", len(svd.values)) // len(changes))
             count = min(most, _count(svd, change.error))
             lefts.append(svd.left(count).whole())
             values.append(weight * svd.values[:count])
@@ -71,7 +70,7 @@ class Iso(SingularVectors):
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        svd = combined(changes, lambda rows: sum(weights) * mean(rows, weights)).svd()
+        svd = combined(changes, lambda rows: weighted_sum(rows, weights)).svd()
         count = _count(svd, sum(weight * change.error for weight, change in zip(weights, changes, strict=True)))
         return svd.isometry(count) * (float(svd.values[:count].sum()) / max(1, count))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.methods import mean
+from rotation_merge.averaging.methods import mean, weighted_sum
 from rotation_merge.averaging.parameters import parameter
 from rotation_merge.averaging.sliced import SlicedMatrix, combined
 from rotation_merge.averaging.task_vectors import TaskVectorMethod, spec_of
@@ -37,7 +37,7 @@ class Wudi(TaskVectorMethod):
     ``D = (sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1`` with ``G_t = D_t^T D_t``. l is `ridge` times the mean
     eigenvalue of the sum, each weighted by itself. (The plain mean is next to nothing where the changes have low rank,
     as those of LoRAs, and D grows out of proportion.) M, which D is where the Grams say little, is the sum of the
-    changes, in which what they share counts once (`prior_of`). Changes that are zero do not count.
+    changes, in which what they share counts once (`prior_of`).
 
     Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent and without M).
     """
@@ -58,11 +58,10 @@ class Wudi(TaskVectorMethod):
     def change(
         self, changes: Sequence[SlicedMatrix], weights: Sequence[float], parameters: Mapping[str, Any]
     ) -> SlicedMatrix:
-        counting = [(change, weight) for change, weight in zip(changes, weights, strict=True) if change.norm > 0.0]
-        changes, weights = [change for change, _ in counting], [weight for _, weight in counting]
         if len(changes) == 1:
             return changes[0]
-        shares, prior = [weight / change.norm**2 for change, weight in counting], self.prior(changes, weights)
+        shares = [weight / change.norm**2 for change, weight in zip(changes, weights, strict=True)]
+        prior = self.prior(changes, weights)
         if len(changes[0].parts) > 1:
             solve = _by_inputs(changes, shares, parameters["ridge"])
             return combined(changes, lambda rows: solve(rows, prior(rows)))
@@ -81,7 +80,7 @@ class WudiBeside(Wudi):
     """
 
     def prior(self, changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:
-        return lambda rows: sum(weights) * mean(rows, weights)
+        return lambda rows: weighted_sum(rows, weights)
 
 
 def prior_of(changes: Sequence[SlicedMatrix], weights: Sequence[float]) -> Rows:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mergekit.common import ModelPath
 
-from rotation_merge.architecture.registry import every_name
+from rotation_merge.architecture.registry import every_name, shipped
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import PEFT, Adapter, Change
 from rotation_merge.model.folder import place_of
@@ -79,6 +79,12 @@ def named_for(adapter: Adapter, base: View) -> Adapter:
         if fits := [ending for ending in flat if f"_{short}".endswith(f"_{ending}")]:
             names[name] = flat[max(fits, key=len)]
     return replace(adapter, names=names)
+
+
+def is_vocabulary_head(module: str) -> bool:
+    """Whether a module of this name maps onto a vocabulary in a family that comes with the package."""
+    after = (part.after.linear for spec in shipped().values() for part in spec.modules.values())
+    return any("vocabulary" in kind.axes for linear in after for kind in linear.get(_stem(module), ()))
 
 
 def _ends(stem: str) -> list[str]:

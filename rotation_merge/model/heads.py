@@ -56,11 +56,12 @@ def under_heads(body: View, models: Iterable[View]) -> dict[str, View]:
     heads: dict[str, View] = {}
     for model in models:
         name = free_name(os.path.basename(model.reference.model.path.rstrip("/")), heads.__contains__)
-        heads[name] = _under_head(body, model)
+        heads[name] = under_head(body, model)
     return heads
 
 
-def _under_head(body: View, model: View) -> View:
+def under_head(body: View, model: View) -> View:
+    """A body under the head of a model that is in the same coordinates, in the widest type that the body has."""
     dtypes = {dtype for dtype in body.stored_dtypes.values() if dtype.is_floating_point}
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor:

@@ -76,7 +76,6 @@ def read_samples(
     seed: int = 0,
     module: nn.Module | None = None,
     mixed: bool = False,
-    base: Any = None,
 ) -> Data:
     """Samples for a model.
 
@@ -88,7 +87,6 @@ def read_samples(
         seed: of masks for masked language models, of samples that are made, and of drawing.
         module: the model in memory, which determines inputs and labels, where it is there anyway.
         mixed: take examples from everywhere in the file, drawn, not the first ones in their order.
-        base: of a fine-tune that writes samples; see `self_written`.
 
     Raises:
         DataError: they are of no use to the model; names the file and the expected content.
@@ -98,7 +96,7 @@ def read_samples(
     if source is None:
         return data_in_memory(samples, module)
     path = model if isinstance(model, str) else "" if model.files is None else str(model.files.reference.model.path)
-    examples = read_examples(source, module, path, length, limit or SAMPLES, seed, base)
+    examples = read_examples(source, module, path, length, limit or SAMPLES, seed)
     count = min(len(examples), limit or len(examples))
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")

@@ -40,19 +40,14 @@ def tokenizer_of(model_path: str) -> Any:
     return tokenizer
 
 
-def read_examples(
-    source: str, model: Any, model_path: str, length: int, count: int, seed: int, base: Any = None
-) -> list[Batch]:
+def read_examples(source: str, model: Any, model_path: str, length: int, count: int, seed: int) -> list[Batch]:
     """All examples of a file; of a source without one, so many as are to be made.
-
-    Args:
-        base: see `self_written`.
 
     Raises:
         DataError: names the file and the expected content.
     """
     if source == SELF:
-        return by_rows({"input_ids": self_written(model, model_path, count, length, seed, base)})
+        return by_rows({"input_ids": self_written(model, model_path, count, length, seed)})
     if source == SYNTHETIC:
         folder = local_path(model_path) if model_path else ""
         return by_rows({"pixel_values": synthetic_images(model, folder, count, seed)})

@@ -27,9 +27,9 @@ from rotation_merge.model.open import open_model
 from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.batches import by_rows, check_labels, joined
-from rotation_merge.run.data import UNLABELLED, Data, read_samples, split_batches
-from rotation_merge.run.functions import load
-from rotation_merge.run.sample_kinds import SOURCES
+from rotation_merge.run.data import UNLABELLED, Data, data_in_memory, read_samples, split_batches
+from rotation_merge.run.functions import empty_model, load
+from rotation_merge.run.sample_kinds import SELF, SOURCES
 from rotation_merge.run.sources import self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.config import MergeConfig
@@ -234,22 +234,30 @@ class Parents:
 
     def _made_up(self) -> tuple[list[Data], list[Data], list[Data]]:
         """Samples that each model makes to decide and to report, in whole batches."""
-        config = self.config
+        config, source = self.config, self.config.data[0]
         count = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS))
         size = min(config.batch_size, count)
         count = -(-count // size) * size
-        halves, base = [], self._base_model()
+        halves, base = [], self._base_model() if source == SELF else None
         for number, name in enumerate(config.models):
             seed, model = config.seed + WRITTEN_APART + number, self._model(name)
-            learned_from = None if model is base else base
-            data = read_samples(name, config.data[0], 2 * count, size, config.length, seed, model, base=learned_from)
+            if source == SELF:
+                data = self._written(name, model, 2 * count, size, seed, None if model is base else base)
+            else:
+                data = read_samples(name, source, 2 * count, size, config.length, seed, model)
             halves.append(split_batches(data, count))
         return [], [deciding for deciding, _ in halves], [reporting for _, reporting in halves]
 
+    def _written(self, name: str, model: Any, count: int, size: int, seed: int, base: Any = None) -> Data:
+        """Texts that a model writes, of a fine-tune of `base` what it has learned, in batches of one size."""
+        ids = self_written(model, name, count, self.config.length, seed, base)
+        return data_in_memory([{"input_ids": rows} for rows in ids.split(size)], model, name)
+
     def _base_model(self) -> Any:
         """The base, loaded; None if there is none, or it writes no text."""
-        model = None if self.base is None else self._model(self.base.name)
-        return model if writes_text(model) else None
+        if self.base is None or not writes_text(empty_model(open_model(self.base.name, any_base=True))):
+            return None
+        return self._model(self.base.name)
 
     def _files(self) -> dict[str, str]:
         """Files of merge samples for each model (or the word that generates them)."""
@@ -263,10 +271,8 @@ class Parents:
         config, model = self.config, self._base_model()
         if self.base is None or model is None:
             return None
-        name = self.base.name
-        ids = self_written(model, name, BASE_TEXTS, config.length, config.seed + WRITTEN_APART + len(config.models))
-        batches = [{"input_ids": rows, "labels": rows} for rows in ids.split(config.batch_size)]
-        return Data(batches, "next token", len(ids), name)
+        seed = config.seed + WRITTEN_APART + len(config.models)
+        return self._written(self.base.name, model, BASE_TEXTS, config.batch_size, seed)
 
     def _judge(self, part: list[Data], texts: Data | None) -> Judge:
         """The judge on some samples."""

@@ -41,6 +41,13 @@ def change(name: str, changes: list[Tensor], weights: list[float] | None = None,
     return whole
 
 
+def of_models(name: str, weights: list[Tensor], **values: Any) -> Tensor:
+    """The merged map by a rule, of the base's, which stands first, and those of its fine-tunes."""
+    sources = [Source(weight, 1.0) for weight in weights]
+    merged_map: Tensor = RULES[name].merge(sources, TensorInfo("", ("",), ()), defaults(name, **values), True)
+    return merged_map
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -138,7 +145,8 @@ def test_tsv_keeps_what_does_not_meet_and_iso_evens_out_singular_values() -> Non
 
 
 def added(first: Tensor, second: Tensor) -> Tensor:
-    return change("beside", [first, second], ridge=BESIDE_RIDGE) - first
+    base = torch.zeros_like(first)
+    return of_models("beside", [base, first, second], ridge=BESIDE_RIDGE, lengths="keep") - first
 
 
 def test_a_change_beside_another_one() -> None:
@@ -187,11 +195,12 @@ def test_the_prior_holds_each_change_once() -> None:
     torch.testing.assert_close(merged, prior(*alike, weights=[3.0, 6.0]))
 
 
-@pytest.mark.parametrize("name", ["wudi", "tsv"])
+@WITH_BESIDE
 def test_changes_that_are_zero_do_not_count(name: str) -> None:
     changes, zero = [random(4, 6, seed=seed) for seed in range(2)], 0.0 * random(4, 6)
-    torch.testing.assert_close(change(name, [*changes, zero]), change(name, changes))
-    torch.testing.assert_close(change(name, [zero, changes[0]]), changes[0])
+    torch.testing.assert_close(of_models(name, [zero, *changes, zero]), change(name, changes))
+    torch.testing.assert_close(of_models(name, [zero, zero, changes[0]]), change(name, changes[:1]))
+    assert torch.equal(change("wudi", changes[:1]), changes[0])
 
 
 def test_low_ranks_are_not_blown_up() -> None:
@@ -232,9 +241,8 @@ def test_precision_does_not_matter(name: str, shape: tuple[int, int]) -> None:
     base, results = random(*shape).float(), []
     low = [size * random(shape[0], 2, seed=t) @ random(2, shape[1], seed=9 + t) for t, size in enumerate((0.01, 0.03))]
     for dtype in (torch.float32, torch.float64):
-        sources = [Source(x.to(dtype), 1.0) for x in (base.double(), *(base + each for each in low))]
-        merged_map = TASK_VECTORS[name].merge(sources, TensorInfo("", ("",), ()), defaults(name), True)
-        results.append(merged_map - base.double())
+        weights = [x.to(dtype) for x in (base.double(), *(base + each for each in low))]
+        results.append(of_models(name, weights) - base.double())
     assert (results[0] - results[1]).norm() <= 1e-4 * results[1].norm()
 
 

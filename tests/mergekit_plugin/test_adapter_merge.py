@@ -95,13 +95,20 @@ def changes(merged: Any, place: Path) -> Tensors:
     return of(place)
 
 
+def head(seed: int, rank: int) -> Tensors:
+    """A change of a map onto a vocabulary of 24 tokens."""
+    draw, name = torch.Generator().manual_seed(seed), "base_model.model.lm_head.lora_{}.weight"
+    shapes = {"A": (rank, 10), "B": (24, rank)}
+    return {name.format(part): torch.randn(shape, generator=draw) for part, shape in shapes.items()}
+
+
 @pytest.fixture
 def three(tmp_path: Path) -> list[str]:
-    """Adapters of mixed ranks and scalings, one of which leaves a map as it is."""
+    """Adapters of mixed ranks and scalings, two with a head; one leaves a map as it is."""
     patterns = {"rank_pattern": {"q_proj": 1}, "alpha_pattern": {"up_proj": 5}}
     return [
-        write_peft(tmp_path / "one", 0),
-        write_peft(tmp_path / "two", 1, 3, use_rslora=True, **patterns),
+        write_peft(tmp_path / "one", 0, more=head(0, 2)),
+        write_peft(tmp_path / "two", 1, 3, use_rslora=True, more=head(1, 3), **patterns),
         write_peft(tmp_path / "three", 2, 2, maps=("q_proj", "down_proj")),
     ]
 
@@ -121,9 +128,9 @@ def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
     [("wudi", {}), ("tsv", {}), ("tsv", {"lambda": 1.4}), ("iso", {})],
 )
 def test_it_is_the_merge_of_the_models(name: str, settings: dict[str, Any], three: list[str], tmp_path: Path) -> None:
-    """As `rotation_merge.average` gives it, of models that the adapters were added to."""
+    """As `rotation_merge.average` gives it, of models that the adapters were added to: heads by `wudi`."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 6}
-    sizes = {"vocab_size": 8, "hidden_size": 10, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 24, "hidden_size": 10, "intermediate_size": 16, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
     base = {n: torch.zeros_like(x).double() for n, x in LlamaForCausalLM(config).state_dict().items()}
     ends = {module: f"{module.rpartition('.')[2]}.weight" for module in of(three[0])}
