@@ -46,7 +46,7 @@ PENALTY = 1e-3
 """Of the squared weights of a head that is fitted to the encoder as it is: the best of 1e-5, 1e-4, 1e-3 and 1e-2 on
 held-out texts, for each task."""
 
-OWN = "each fine-tune on its own task"
+OWN, FROM_CHANGES = "each fine-tune on its own task", {"start": "calibrated_tsv", "ridge": 30.0}
 REFIT = {"delegate": "refit", "targets": "own"}
 SOLVED, CALIBRATED = {**REFIT, "exclude": "classifier"}, {"delegate": "tsv", "weight": 1.0, "calibrate": "svc"}
 Texts = list[tuple[str, int]]
@@ -61,7 +61,7 @@ MERGES: dict[str, Merge] = {
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{f"refit, {n} texts a task": (n, "", {**SOLVED, "samples": n}) for n in (16, 32, 64, 128, 384, 1536)},
     **{
-        f"refit from wudi, {n} texts a task": (n, "", {**SOLVED, "samples": n, "start": "wudi", "ridge": "auto"})
+        f"refit from tsv, calibrated, {n} texts a task": (n, "", {**SOLVED, "samples": n, **FROM_CHANGES})
         for n in (128, 1536)
     },
     **{

@@ -62,7 +62,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "regmean, own text": {"method": "regmean", "measured": "self", "weight": 1.0},
     "refit, own text": {**REFIT, "data": "self"},
     "refit, 32 texts": {**REFIT, "data": "file"},
-    "refit from wudi, 32 texts": {**REFIT, "data": "file", "start": "wudi"},
+    "refit from tsv, calibrated, 32 texts": {**REFIT, "data": "file", "start": "calibrated_tsv", "ridge": 30.0},
     "tsv, calibrated, polished, 64 texts": {"method": "tsv", "calibrate": "svc", "polished": "file"},
     "tsv, calibrated, polished, own text": {"method": "tsv", "calibrate": "svc", "polished": "self"},
 }

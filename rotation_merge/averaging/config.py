@@ -105,7 +105,7 @@ class RefitConfig(Config):
         scope=RECIPE,
         delegates=("refit",),
     )
-    start: Literal["average", "anchor", "task_arithmetic", "wudi", "tsv", "iso"] = option(
+    start: Literal["average", "anchor", "task_arithmetic", "wudi", "tsv", "calibrated_tsv", "iso"] = option(
         "average",
         "weights before solving: the average, the anchor's, or a merge of the task vectors",
         scope=RECIPE,

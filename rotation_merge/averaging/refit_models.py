@@ -22,7 +22,7 @@ from rotation_merge.averaging.average import averaged, check_merged
 from rotation_merge.averaging.config import AUTO, RIDGE, RefitConfig
 from rotation_merge.averaging.methods import MergedModels
 from rotation_merge.averaging.refit import Refit, teacher_answers
-from rotation_merge.averaging.registry import TASK_VECTORS
+from rotation_merge.averaging.registry import STARTS
 from rotation_merge.errors import DataError, RecipeError
 from rotation_merge.model.heads import head_names, is_head, under_head
 from rotation_merge.model.tensors import Tensors
@@ -185,7 +185,7 @@ class ModelRefit:
         total = 1.0 if name == "average" else sum(teacher.share for teacher in tuned) / len(tuned)
         weights, scale = [teacher.share / total for teacher in tuned], {"lambda": self.config.lambda_}
         views = [base, *(teacher.view for teacher in tuned)]
-        if (method := TASK_VECTORS.get(name)) is None:
+        if (method := STARTS.get(name)) is None:
             values = {**scale, "weight": weights, "normalize": False}
             merged = averaged(views, merge_methods.get("task_arithmetic"), values)
         else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec
 
-from rotation_merge.averaging.config import RefitConfig
+from rotation_merge.averaging.config import CalibrationConfig, RefitConfig
 from rotation_merge.averaging.fisher import Fisher
 from rotation_merge.averaging.methods import OwnMethod
 from rotation_merge.averaging.ot_fusion import OtFusion
 from rotation_merge.averaging.parameters import WEIGHT, parameter
 from rotation_merge.averaging.regmean import RegMean
+from rotation_merge.averaging.svc import Calibrated
 from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.averaging.tsv import Iso, Tsv
 from rotation_merge.averaging.wudi import Wudi
@@ -47,3 +48,9 @@ METHODS: tuple[OwnMethod, ...] = (
 
 TASK_VECTORS = {method.spec.name: method for method in METHODS if isinstance(method, TaskVectorMethod)}
 """By name those that merge the changes of single maps, and so those of adapters, too."""
+
+STARTS: dict[str, OwnMethod] = {
+    **TASK_VECTORS,
+    "calibrated_tsv": Calibrated(TASK_VECTORS["tsv"], CalibrationConfig.alpha),
+}
+"""By name those of which a refit may start from the merge."""

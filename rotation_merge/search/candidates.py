@@ -87,7 +87,7 @@ def candidates_of(parents: Parents) -> list[Candidate]:
         (aligned, Candidate("heads, neurons", models[0], models, LOCAL)),
         (moved, Candidate("whole model", models[0], models, whole)),
         (True, Candidate("regmean", models[0], models, {"delegate": "regmean", **plain}, needs="statistics")),
-        (True, _from_wudi(Candidate("refit, plain", models[0], models, {**refit, **PLAIN}, data), changes)),
+        (True, _from_changes(Candidate("refit, plain", models[0], models, {**refit, **PLAIN}, data), changes)),
         (moved, Candidate("refit, whole model", models[0], models, {**refit, **whole}, data)),
         (aligned and bool(parents.training), Candidate("learned", models[0], models, untied, needs="alignment")),
     ]
@@ -98,14 +98,14 @@ def candidates_of(parents: Parents) -> list[Candidate]:
     return sorted(chosen, key=lambda each: EARLY.index(each.name) if each.name in EARLY else len(EARLY))
 
 
-def _from_wudi(refit: Candidate, changes: Iterable[Candidate]) -> Candidate:
-    """A refit of the same models from `wudi`, where it merges their changes."""
-    wudi = next((change for change in changes if change.name == WUDI), None)
-    if wudi is None:
+def _from_changes(refit: Candidate, changes: Iterable[Candidate]) -> Candidate:
+    """A refit of the same models from `tsv`, calibrated, where it merges their changes."""
+    merge = next((change for change in changes if change.name == CALIBRATED), None)
+    if merge is None:
         return refit
-    of_model, models = {**refit.of_model, wudi.anchor: {"weight": 0.0}}, (wudi.anchor, *wudi.models)
-    parameters = {**refit.parameters, "start": WUDI, "ridge": "auto"}
-    return replace(refit, anchor=wudi.anchor, models=models, parameters=parameters, of_model=of_model)
+    of_model, models = {**refit.of_model, merge.anchor: {"weight": 0.0}}, (merge.anchor, *merge.models)
+    parameters = {**refit.parameters, "start": "calibrated_tsv", "ridge": "auto"}
+    return replace(refit, anchor=merge.anchor, models=models, parameters=parameters, of_model=of_model)
 
 
 def _heads_differ(parents: Parents) -> bool:

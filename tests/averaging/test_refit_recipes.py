@@ -160,17 +160,19 @@ def forty_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["wudi", "average"])
+@pytest.mark.parametrize("start", ["wudi", "calibrated_tsv", "average"])
 def test_a_ridge_that_lets_nothing_move_gives_the_start(
     start: str, three: list[Checkpoint], forty_texts: Path, tmp_path: Path
 ) -> None:
     """As the delegate of that name, which a recipe may name instead, with its own scale; of the average, scaled."""
+    calibration = {"calibrate": "svc"} if start.startswith("calibrated_") else {}
     ours = merged(on_texts(three, forty_texts, ridge=1e12, start=start, **{"lambda": 0.7}), tmp_path / "refit")
     if start == "average":
         base, mean = three[0].state, merged(of(three, "linear", weight=1.0), tmp_path / "linear")
         expected = {name: base[name] + 0.7 * (mean[name] - base[name]) for name in base}
     else:
-        expected = merged(of(three, start, **{"lambda": 0.7}), tmp_path / "delegate")
+        delegate = start.removeprefix("calibrated_")
+        expected = merged(of(three, delegate, **{"lambda": 0.7}, **calibration), tmp_path / "delegate")
     for name in (name for name in expected if "proj" in name):
         torch.testing.assert_close(ours[name], expected[name], atol=1e-5, rtol=1e-4)
 

@@ -31,7 +31,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("model",): (4000, 6100),
     ("run",): (2400, 3747),
     ("matching",): (3400, 4887),
-    ("averaging",): (2000, 3455),
+    ("averaging",): (2000, 3462),
     ("carrying",): (1500, 2305),
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4130),

@@ -141,11 +141,11 @@ def test_what_usually_wins_comes_first_and_none_is_the_plain_one_again(
     assert all(part in reason for part, reason in zip(reasons, left_out(case).values(), strict=True))
     for candidate in candidates:
         recipe = yaml.safe_load(candidate.recipe(None))
-        changes, from_wudi = candidate.name in CHANGES, "start" in recipe["parameters"]
+        changes, from_changes = candidate.name in CHANGES, "start" in recipe["parameters"]
         counting = [entry["model"] for entry in recipe["models"] if entry["parameters"]["weight"]]
         assert counting == [x for x in (ENGLISH, C) if not changes or x != base]
-        assert recipe["base_model"] == (base if changes or from_wudi else ENGLISH)
-        assert from_wudi == (candidate.name == "refit, plain" and "wudi" in names)
+        assert recipe["base_model"] == (base if changes or from_changes else ENGLISH)
+        assert from_changes == (candidate.name == "refit, plain" and "tsv, calibrated" in names)
         assert ("lambda" in recipe["parameters"]) == changes
         if relation == SHARED:
             assert {recipe["parameters"][name] for name in ("attention", "heads", "ffn")} == {"none"}
