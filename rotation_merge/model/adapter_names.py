@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mergekit.common import ModelPath
 
-from rotation_merge.architecture.registry import every_name, shipped
+from rotation_merge.architecture.registry import every_name, families
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import PEFT, Adapter, Change
 from rotation_merge.model.folder import place_of
@@ -82,8 +82,8 @@ def named_for(adapter: Adapter, base: View) -> Adapter:
 
 
 def is_vocabulary_head(module: str) -> bool:
-    """Whether a module of this name maps onto a vocabulary in a family that comes with the package."""
-    after = (part.after.linear for spec in shipped().values() for part in spec.modules.values())
+    """Whether a module of this name maps onto a vocabulary in a known family."""
+    after = (part.after.linear for spec in families().values() for part in spec.modules.values())
     return any("vocabulary" in kind.axes for linear in after for kind in linear.get(_stem(module), ()))
 
 

@@ -28,7 +28,7 @@ from rotation_merge.model.vocabulary import other_ids, vocabulary_size
 from rotation_merge.record import SMALL_GAIN
 from rotation_merge.run.batches import by_rows, check_labels, joined
 from rotation_merge.run.data import UNLABELLED, Data, data_in_memory, read_samples, split_batches
-from rotation_merge.run.functions import empty_model, load
+from rotation_merge.run.functions import load
 from rotation_merge.run.sample_kinds import SELF, SOURCES
 from rotation_merge.run.sources import self_written, writes_text
 from rotation_merge.search.base import TaskVectorBase, find_base
@@ -254,10 +254,11 @@ class Parents:
         return data_in_memory([{"input_ids": rows} for rows in ids.split(size)], model, name)
 
     def _base_model(self) -> Any:
-        """The base, loaded; None if there is none, or it writes no text."""
-        if self.base is None or not writes_text(empty_model(open_model(self.base.name, any_base=True))):
+        """The base, loaded; None if there is none, or it writes no text, nor does the first model."""
+        if self.base is None or not writes_text(self._model(self.config.models[0])):
             return None
-        return self._model(self.base.name)
+        model = self._model(self.base.name)
+        return model if writes_text(model) else None
 
     def _files(self) -> dict[str, str]:
         """Files of merge samples for each model (or the word that generates them)."""

@@ -36,7 +36,7 @@ ROOMS: dict[tuple[str, ...], tuple[int, int]] = {
     ("report",): (1400, 1710),
     ("mergekit_plugin",): (2500, 4130),
     ("diagnose",): (2100, 2790),
-    ("search", "share"): (1400, 2034),
+    ("search", "share"): (1400, 2035),
     ("api", "cli", "__init__"): (1400, 2791),
 }
 """Lines that parts of the package may have together: the figure of the design, and what they had when it was drawn."""

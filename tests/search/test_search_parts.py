@@ -180,6 +180,13 @@ def test_without_data_fine_tunes_are_judged_by_what_they_have_learned(tmp_path: 
     assert gains[ENGLISH, BASE] > gains[ENGLISH, None] + 0.2 > 0.2
 
 
+def test_a_base_is_loaded_only_where_models_write_text() -> None:
+    case = parents(SHARED, BASE)
+    case._loaded = {case.config.models[0]: torch.nn.Identity()}
+    assert case._base_model() is None
+    assert BASE not in case._loaded
+
+
 def test_samples_are_drawn_from_the_whole_file(tmp_path: Path) -> None:
     """A file that begins with one kind of text says nothing of the other where its first samples are taken."""
     (tmp_path / "x.txt").write_text("a" * 4000 + "b" * 4000)
