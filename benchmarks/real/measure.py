@@ -360,7 +360,7 @@ SHARES = ("recovered lift", "of the way to the fine-tune", "of a fine-tune there
 def carry(bench: Bench) -> None:
     """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
     table = Table("real-carry", KEPT, keep=["fine-tune", "carried by"])
-    for task in NAMES[:3]:
+    for task in ("de", "fr", "c"):
         for kind, title in (("", "all weights"), ("lora8-", "LoRA")):
             names = {f"{task}-{kind}{seed}": seed for seed in SEEDS}
             each = [carried(bench, name, seed) for name, seed in names.items() if bench.made(name)]

@@ -199,8 +199,8 @@ def test_the_prior_holds_each_change_once() -> None:
 def test_changes_that_are_zero_do_not_count(name: str) -> None:
     changes, zero = [random(4, 6, seed=seed) for seed in range(2)], 0.0 * random(4, 6)
     torch.testing.assert_close(of_models(name, [zero, *changes, zero]), change(name, changes))
-    torch.testing.assert_close(of_models(name, [zero, zero, changes[0]]), change(name, changes[:1]))
-    assert torch.equal(change("wudi", changes[:1]), changes[0])
+    alone = change("iso", changes[:1]) if name == "iso" else changes[0]
+    torch.testing.assert_close(of_models(name, [zero, zero, changes[0]]), alone)
 
 
 def test_low_ranks_are_not_blown_up() -> None:
